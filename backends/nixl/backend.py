@@ -17,7 +17,7 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement, Discovery
 from kvxfer.backends.nixl.exchange import Exchange
-from kvxfer.backends.nixl.peers import PeerDirectory, PeerStatistics, StaticPeers, rank
+from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.server import Server
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -104,19 +104,14 @@ class NixlBackend(Backend):
         self._calls, self._listing = Calls(), Calls()
 
     def __repr__(self) -> str:
-        peers = ", ".join(f"{peer} by {each[0]}" for peer, each in self.statistics.items())
+        peers = ", ".join(f"{peer} by {carrier}" for peer, carrier in self.carriers.items())
         serving = f", serving at {self._config.listen}" if self.server else ""
         return f"NixlBackend({peers or 'no peer yet'}{serving})"
 
     @property
-    def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
-        """Carrier and statistics of each peer."""
-        return self._exchange.statistics
-
-    @property
-    def num_quarantined_bytes(self) -> int:
-        """Bytes that reads may still change after their deadline."""
-        return self._exchange.num_quarantined_bytes
+    def carriers(self) -> dict[str, str]:
+        """Present carrier of the bytes of each peer."""
+        return {str(at): client.carrier for at, client in self._exchange.clients.items()}
 
     @property
     def server(self) -> Server | None:

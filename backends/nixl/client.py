@@ -10,7 +10,6 @@ from functools import partial
 from kvxfer import runtime
 from kvxfer.backends.nixl.connection import AskedTicket, Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, Quarantine
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Proofs
@@ -121,7 +120,6 @@ class Client:
         self._failure: KVXferError | None = None
         self._num_calls = 0
         self._retired = False
-        self.statistics = PeerStatistics()
         self._memory = node.memory
         self._hasher = node.hasher
         self._staging = staging
@@ -134,7 +132,7 @@ class Client:
 
     @property
     def carrier(self) -> str:
-        """Present carrier of bytes, for logs and statistics."""
+        """Present carrier of bytes, for people."""
         if self.is_own:
             return "own memory"
         connection = self._connection
@@ -311,16 +309,12 @@ class Client:
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            outcomes = await self._move(self._load_direct, self._load_staged, keys, blocks)
-        self.statistics.num_loaded_bytes += self._count(outcomes, blocks)
-        return outcomes
+            return await self._move(self._load_direct, self._load_staged, keys, blocks)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
-        self.statistics.num_stored_bytes += self._count(outcomes, blocks)
-        return outcomes
+            return await self._move(self._store_direct, self._store_staged, keys, blocks)
 
     async def _open(self) -> Connection:
         self.disconnect()
@@ -601,17 +595,6 @@ class Client:
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
         return self.hold_staging(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
-
-    def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
-        """Count the blocks that are not done; return the bytes of those that are."""
-        done = positions_done(outcomes)
-        if len(done) == len(outcomes):
-            return blocks.num_bytes
-        statuses = [outcome.status for outcome in outcomes]
-        self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
-        self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
-        self.statistics.num_failed += statuses.count(Status.FAILED)
-        return blocks.take(done).num_bytes
 
 
 def read_endings(

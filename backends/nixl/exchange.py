@@ -9,11 +9,9 @@ from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import Quarantine, generations_memory
 from kvxfer.backends.nixl.server import BlockStore, Server
 from kvxfer.backends.nixl.wire import messages as wire
-from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_positive
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -127,26 +125,11 @@ class Exchange:
         """Close; see `aclose`."""
         await self.aclose()
 
-    @property
-    def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
-        """Carrier and statistics of each peer."""
-        return {str(e): (p.carrier, p.statistics) for e, p in self.clients.items()}
-
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`: peers that are connected, either way, and their pins."""
         reports.watch(self._gauges)
         if self.server is not None:
             reports.watch(self.server.gauges)
-
-    @property
-    def num_quarantined_bytes(self) -> int:
-        """Bytes that reads may still change after their deadline."""
-        return self._quarantine.num_bytes
-
-    @property
-    def memory(self) -> Regions:
-        """Registered memory of this process, which peers may read."""
-        return self._node.memory
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """Let blocks be moved straight from and to memory; before the first call of `start`.
@@ -167,7 +150,7 @@ class Exchange:
         if blocks.device.type not in self.memory_kinds:
             kinds = " or ".join(sorted(self.memory_kinds))
             raise InvalidArgumentError("device of blocks", str(blocks.device), kinds)
-        if blocks.device != HOST and not self.memory.contains(blocks):
+        if blocks.device != HOST and not self._node.memory.contains(blocks):
             wanted = f"memory of {blocks.device} that was attached"
             raise InvalidArgumentError("blocks", blocks, wanted)
 

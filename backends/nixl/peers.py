@@ -9,7 +9,6 @@ Transactions on Networking 6(1), 1998.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -96,22 +95,3 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
     values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
     return values ^ (values >> _SHIFTS[2])
-
-
-@dataclass(slots=True)
-class PeerStatistics:
-    """Statistics of one peer since the backend was opened.
-
-    Attributes:
-        num_loaded_bytes: Bytes that arrived and were verified.
-        num_stored_bytes: Bytes that the peer has stored.
-        num_corrupt: Blocks that arrived with other bytes than they were stored with.
-        num_timed_out: Blocks that were not loaded, or not stored, in time.
-        num_failed: Blocks that were lost with a connection, or refused.
-    """
-
-    num_loaded_bytes: int = 0
-    num_stored_bytes: int = 0
-    num_corrupt: int = 0
-    num_timed_out: int = 0
-    num_failed: int = 0

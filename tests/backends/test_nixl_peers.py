@@ -228,7 +228,7 @@ async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_t
     keys, blocks, directory = KEYS[:4], memory.describe(0, range(4)), Directory(*listed[:1] * 2)
     async with open_listed(directory, memory.namespace()) as client:
         await store_generated(client, keys, blocks)
-        assert len(client.statistics) == 1
+        assert len(client.carriers) == 1
         for failure in (RuntimeError("the registry is away"), asyncio.CancelledError()):
             directory.endpoints = failure
             assert await client.lookup(keys) == [True] * 4
@@ -241,7 +241,7 @@ async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_t
         assert await client.delete(keys) == [False] * 4
         directory.endpoints = listed[1:]
         assert await client.lookup(keys) == [False] * 4
-        assert [*client.statistics] == [str(listed[1])]
+        assert [*client.carriers] == [str(listed[1])]
 
 
 async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_cancelled(

@@ -131,5 +131,5 @@ async def load(backend: Backend) -> list[bytes | None]:
 
 
 def _is_connected(backend: NixlBackend) -> bool:
-    transports = [transport for transport, _ in backend.statistics.values()]
-    return bool(transports) and "not connected" not in transports
+    carriers = backend.carriers.values()
+    return bool(carriers) and "not connected" not in carriers

@@ -187,7 +187,7 @@ class PeersScenario(FleetScenario):
         assert isinstance(opened.backend, NixlBackend)
         exchange = opened.backend._exchange
         counts = {
-            "bytes in quarantine": opened.backend.num_quarantined_bytes,
+            "bytes in quarantine": exchange._quarantine.num_bytes,
             "missing staging buffers": exchange.staging.num_buffers - len(exchange.staging._idle),
             "late lookups": opened.backend._calls.num_late,
             "requests that wait": sum(
