@@ -28,12 +28,11 @@ from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outco
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
 
 T = TypeVar("T")
 
-Home: TypeAlias = Client | LendingBackend
+Home: TypeAlias = Client | HostBackend
 """Place of blocks: a peer, or this process."""
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,6 @@ class NixlBackend(Backend):
             are refused.
         directory: Directory of the peers; by default those of the configuration. A `Discovery`
             also announces this process with `listen`, and is closed with the backend.
-        own: Backend whose blocks are served with `listen`, in place of `capacity` bytes of host
-            memory; closed by its maker.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Raises:
@@ -69,13 +66,11 @@ class NixlBackend(Backend):
         namespace: Namespace,
         *,
         directory: PeerDirectory | None = None,
-        own: LendingBackend | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
         self._guard = CallGuard("nixl backend", namespace)
-        if [own is not None, config.capacity is not None].count(True) != bool(config.listen):
-            wanted = "a size with listen=HOST:PORT, unless a backend of one's own is served there"
-            raise InvalidArgumentError("capacity", config.capacity, wanted)
+        if config.listen and config.capacity is None:
+            raise InvalidArgumentError("capacity", None, "a size, with listen=HOST:PORT")
         if directory is not None and config.discover:
             wanted = f"none beside discover={config.discover}"
             raise InvalidArgumentError("directory", directory, wanted)
@@ -89,14 +84,13 @@ class NixlBackend(Backend):
         self._announcement = Announcement(
             capacity=int(config.capacity or 0), namespace=namespace.fingerprint
         )
-        self._opened: HostBackend | None = None
-        if own is None and config.capacity is not None:
-            own = self._opened = HostBackend(HostConfig(capacity=config.capacity), namespace)
-        self._own = own
+        self._own: HostBackend | None = None
+        if config.capacity is not None:
+            self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
         self._exchange = Exchange(
             config,
             namespace,
-            own=own,
+            own=self._own,
             largest_block_bytes=max(self._guard.chunk_sizes),
             make_agent=make_agent,
         )
@@ -120,29 +114,24 @@ class NixlBackend(Backend):
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`; with `capacity` also of the blocks of peers in this process."""
-        if self._opened is not None:
-            self._opened.observe(reports)
+        if self._own is not None:
+            self._own.observe(reports)
         self._exchange.observe(reports)
         if self._discovery is not None:
             reports.watch(self._discovery.gauges)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`. Blocks elsewhere on the host are copied to registered memory first.
+        """See `Backend.attach` and `Exchange.attach`.
 
-        Raises:
-            InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
-                other memory or is empty.
+        Blocks elsewhere on the host are copied to registered memory first.
         """
         self._exchange.attach(memory)
 
     async def start(self) -> None:
         """Open NIXL, and listen if configured; the first call of any other method does so as well.
 
-        With discovery, it begins here, and the first list of peers is waited for a moment.
-
-        Raises:
-            BackendUnavailableError: The address cannot be listened at, or `transport=nixl` and NIXL
-                cannot be used.
+        With discovery, it begins here, and the first list of peers is waited for a moment. Errors
+        as `Exchange.start`.
         """
         await self._exchange.start()
         if self._discovery is not None:
@@ -223,8 +212,8 @@ class NixlBackend(Backend):
 
     async def _release(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
-            if self._opened is not None:
-                closing.push_async_callback(self._opened.aclose)
+            if self._own is not None:
+                closing.push_async_callback(self._own.aclose)
             closing.push_async_callback(self._exchange.aclose)
             if self._discovery is not None:  # others look elsewhere from then on
                 closing.push_async_callback(self._discovery.aclose)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.runtime import LoopThread
@@ -19,31 +19,31 @@ import_nixl(otherwise="test with sockets only")  # processes are forked from one
 
 class Holders:
     def __init__(self) -> None:
-        self.open_ones: dict[int, tuple[HostBackend, NixlBackend]] = {}
+        self.open_ones: dict[int, NixlBackend] = {}
         self.num_opened = 0
 
-    async def open(
-        self, namespace: Namespace, capacity: int, config: NixlConfig
-    ) -> tuple[int, str]:
+    async def open(self, namespace: Namespace, config: NixlConfig) -> tuple[int, str]:
         """Open a holder; return its number and its endpoint."""
-        host = HostBackend(HostConfig(capacity=ByteSize(capacity)), namespace)
-        backend = NixlBackend(config, namespace, own=host)
+        backend = NixlBackend(config, namespace)
         await backend.start()
         assert backend.server is not None
         self.num_opened += 1
-        self.open_ones[self.num_opened] = host, backend
+        self.open_ones[self.num_opened] = backend
         return self.num_opened, str(backend.server.endpoint)
 
     async def close(self, holder: int) -> None:
-        host, backend = self.open_ones.pop(holder)
-        await backend.aclose()
-        await host.aclose()
+        await self.open_ones.pop(holder).aclose()
 
     async def corrupt(self, holder: int, key: BlockKey) -> None:
-        flip(self.open_ones[holder][0], key)
+        flip(self.host(holder), key)
 
     async def list(self, holder: int) -> set[BlockKey]:
-        return {*self.open_ones[holder][0]._index.keys()}
+        return {*self.host(holder)._index.keys()}
+
+    def host(self, holder: int) -> HostBackend:
+        host = self.open_ones[holder]._own
+        assert host is not None
+        return host
 
 
 def serve(orders: Connection) -> None:
@@ -66,8 +66,8 @@ class HolderProcess(ObedientProcess):
         super().__init__(serve)
 
     def open(self, namespace: Namespace, *, capacity: int = 4 << 20, **fields: Any) -> "OpenHolder":
-        config = NixlConfig(listen="127.0.0.1:0", **fields)
-        return OpenHolder(self, *self.tell(("open", namespace, capacity, config)))
+        config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(capacity), **fields)
+        return OpenHolder(self, *self.tell(("open", namespace, config)))
 
 
 @dataclass(frozen=True, slots=True)

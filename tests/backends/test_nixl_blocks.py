@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
 from kvxfer.backends.nixl.connection import Places
 from kvxfer.backends.nixl.server import ClientSession
@@ -54,12 +54,11 @@ class Pair:
 async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pair]:
     memory, agent = BlockMemory(MEMORY, num_blocks=16), FakeNixlAgent()
     namespace = memory.namespace()
-    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    listening = NixlConfig(listen="127.0.0.1:0")
-    holder = NixlBackend(listening, namespace, own=host, make_agent=lambda: agent)
-    async with host, holder:
+    listening = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20))
+    async with NixlBackend(listening, namespace, make_agent=lambda: agent) as holder:
         await holder.start()
         assert holder.server is not None
+        assert holder._own is not None
         address = str(holder.server.endpoint)
 
         def open_client(**changes: Any) -> NixlBackend:
@@ -71,7 +70,7 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
 
         async with open_client() as client:
             payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
-            yield Pair(host, holder, client, agent, memory, payloads, open_client)
+            yield Pair(holder._own, holder, client, agent, memory, payloads, open_client)
 
 
 async def load(

@@ -13,12 +13,7 @@ import pytest
 from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlBackend, NixlConfig
-from kvxfer.backends.nixl.discovery import (
-    EtcdConfig,
-    EtcdDiscovery,
-    EtcdError,
-    look_once,
-)
+from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdError, look_once
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics

@@ -184,19 +184,15 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side(
 
 
 async def test_a_corrupt_block_in_one_of_several_runs_is_found(
-    processes: list[HolderProcess],
+    holders: list[OpenHolder], memory: BlockMemory
 ) -> None:
-    memory = make_memory()
-    block_bytes = int(memory.describe(0, [0]).num_bytes)
-    holder = await asyncio.to_thread(processes[0].open, memory.namespace())
-    async with open_client(
-        memory.namespace(), holder, hash_run=block_bytes, **WAYS["nixl"]
-    ) as backend:
+    fields = WAYS["nixl"] | {"hash_run": memory.describe(0, [0]).num_bytes}
+    async with open_client(memory.namespace(), holders[0], **fields) as backend:
         payloads = await store_generated(backend, KEYS[:6], memory.describe(0, range(6)))
         target = memory.describe(0, [20, 11, 17, 8, 14, 29])
         assert statuses(await backend.load(KEYS[:6], target)) == [Status.DONE] * 6
         assert read_payloads(target) == payloads
-        holder.corrupt(KEYS[:6][3])
+        holders[0].corrupt(KEYS[:6][3])
         loaded = statuses(await backend.load(KEYS[:6], target))
         assert loaded == [Status.DONE] * 3 + [Status.CORRUPT] + [Status.DONE] * 2
         assert await backend.lookup(KEYS[:6]) == [True] * 3 + [False] + [True] * 2
