@@ -45,7 +45,7 @@ BUDGETS = {
     "backends/file": 4_747,
     "backends/host": 2_046,
     "backends/mooncake": 720,
-    "backends/nixl": 8_237,
+    "backends/nixl": 8_226,
     "backends/object": 1_774,
     "backends/pool": 1_167,
     "benchmarks": 4_689,

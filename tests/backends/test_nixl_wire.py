@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -120,17 +121,15 @@ async def connected(
 ) -> AsyncIterator[Ends]:
     """Open both ends of a connection; no task is left when they are closed."""
     tasks_before = asyncio.all_tasks()
-    async with listening(tls=tls[1]) as listener:
-        asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
-        serving = await listener.accepted.get()
-        client, server = (
-            frames.FrameChannel(*each, frame_timeout_s=frame_timeout_s)
-            for each in (asking, serving)
-        )
-        try:
-            yield Ends(client, server, asking, serving)
-        finally:
-            await asyncio.gather(client.aclose(), server.aclose())
+    with patch.object(frames, "FRAME_TIMEOUT_S", frame_timeout_s):
+        async with listening(tls=tls[1]) as listener:
+            asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
+            serving = await listener.accepted.get()
+            client, server = (frames.FrameChannel(*each) for each in (asking, serving))
+            try:
+                yield Ends(client, server, asking, serving)
+            finally:
+                await asyncio.gather(client.aclose(), server.aclose())
     assert asyncio.all_tasks() <= tasks_before
 
 

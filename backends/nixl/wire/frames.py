@@ -53,7 +53,8 @@ STREAM_BUFFER_BYTES = 1 << 20
 """Bytes that a stream reads ahead: a lookup of many keys arrives in few turns of the loop."""
 
 FRAME_TIMEOUT_S = 10.0
-"""Time for the rest of a frame that has begun: who stalls in the middle of one is cut."""
+"""Time from the header of a frame to its last byte, and time for which the other side may leave a
+sent frame unread: who stalls in the middle of one is cut."""
 
 FRAMES_PER_S = 20_000
 BYTES_PER_S = 256 << 20
@@ -173,19 +174,9 @@ class FrameChannel:
 
     One task at a time may receive; any number may send. A cancelled `receive` loses nothing. After
     a `PeerError` the connection is cut, and every later call raises the same error.
-
-    Args:
-        frame_timeout_s: Time from the header of a frame to its last byte, and time for which the
-            other side may leave a sent frame unread.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        frame_timeout_s: float = FRAME_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.local = _endpoint(writer.get_extra_info("sockname"))
         peer = writer.get_extra_info("peername")  # None when the peer is gone already
         self.peer = _endpoint(peer or ("unknown", 0))
@@ -193,9 +184,8 @@ class FrameChannel:
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
         self._pace = _Pace()
-        self._frame_timeout_s = frame_timeout_s
-        self._taking_a_frame = _CutOnError(self, "taking a frame", frame_timeout_s)
-        self._reading_a_frame = _CutOnError(self, "the rest of a frame", frame_timeout_s)
+        self._taking_a_frame = _CutOnError(self, "taking a frame")
+        self._reading_a_frame = _CutOnError(self, "the rest of a frame")
         self._buffer = bytearray()  # bytes that were read and not received yet
         self._error: KVXferError | None = None
         if peer is None:
@@ -261,7 +251,7 @@ class FrameChannel:
         transport = self._writer.transport
         if transport.get_write_buffer_size() or transport.is_closing():
             with self._taking_a_frame:
-                async with asyncio.timeout(self._frame_timeout_s):
+                async with asyncio.timeout(FRAME_TIMEOUT_S):
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
@@ -343,7 +333,7 @@ class FrameChannel:
             await self._read()  # between frames there is no deadline
         frame_bytes = self._next_frame_bytes()
         if frame_bytes > len(self._buffer):
-            async with asyncio.timeout(self._frame_timeout_s):
+            async with asyncio.timeout(FRAME_TIMEOUT_S):
                 while (frame_bytes := self._next_frame_bytes()) > len(self._buffer):
                     await self._read()
         body = self._buffer[HEADER_BYTES:frame_bytes]
@@ -373,10 +363,9 @@ class _CutOnError:
     Entered for every message, so it is a class: generators cost several calls more.
     """
 
-    def __init__(self, channel: FrameChannel, what: str, timeout_s: float) -> None:
+    def __init__(self, channel: FrameChannel, what: str) -> None:
         self._channel = channel
         self._what = what
-        self._timeout_s = timeout_s
 
     def __enter__(self) -> None:
         pass
@@ -394,7 +383,7 @@ class _CutOnError:
         if isinstance(exc, PeerError):
             error = exc
         elif isinstance(exc, TimeoutError):
-            error = PeerTimeoutError(peer, self._what, self._timeout_s)
+            error = PeerTimeoutError(peer, self._what, FRAME_TIMEOUT_S)
         else:
             error = PeerClosedError(peer, f"connection lost: {describe_error(exc)}")
         self._channel.require_open()  # this side may have ended the connection
