@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -388,14 +389,19 @@ def test_a_producer_reads_nothing_and_a_consumer_lends_nothing(start_engine: Sta
     assert list(consumer.asking.asked) == [LEASE]
 
 
-def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
-    start_engine: StartEngine,
+def test_a_child_of_a_multi_connector_has_its_prompts_recomputed_and_wants_its_workers_facts(
+    tmp_path: Path,
 ) -> None:
-    engine = start_engine(full())
+    """The scheduler reads the policy of the whole, which vLLM gives no child of it."""
+    config = engine_config(tmp_path)
+    transfer = config.kv_transfer_config
+    names = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
+    child = {name: getattr(transfer, name) for name in names}
+    transfer.kv_connector_extra_config = {"connectors": [child]}
+    connector = MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
+    assert transfer.kv_load_failure_policy == "recompute"
     with pytest.raises(InvalidArgumentError, match="first of a MultiConnector"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): KVConnectorHandshakeMetadata()}
-        )
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Settings of the connectors: of vLLM's configuration, and else of the environment."""
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,19 @@ class FoundSettings:
         """
         with self.checked():
             parse_offload(self.values)
+
+
+def configs_of_callers() -> Iterator[Any]:
+    """List the configurations of the engine that is being built, the innermost first.
+
+    vLLM builds connectors, specs and tiers within functions that have its configuration, and gives
+    them a part of it, or a copy: a connector within a MultiConnector has settings of its own.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if hasattr(found := frame.f_locals.get("vllm_config"), "lora_config"):
+            yield found
+        frame = frame.f_back
 
 
 def find_settings(

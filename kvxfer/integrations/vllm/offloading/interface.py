@@ -5,13 +5,13 @@ their attributes, never by their version number.
 """
 
 import enum
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.common.release import SUPPORTED, installed_version
+from kvxfer.integrations.vllm.common.settings import configs_of_callers
 from kvxfer.storage.keys import BlockKey
 from kvxfer.telemetry.places import place_of
 
@@ -68,19 +68,8 @@ EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 
 
 def engine_config() -> Any:
-    """Return the configuration of the engine that is being built; None outside of one.
-
-    vLLM tells its workers. Its scheduler builds connectors, specs and tiers within functions that
-    have the configuration, of which it tells specs and tiers a part.
-
-    Source: `OffloadingConnectorScheduler.__init__` in vLLM's `offloading/scheduler.py`.
-    """
-    found, frame = get_current_vllm_config_or_none(), inspect.currentframe()
-    while found is None and frame is not None:
-        local = frame.f_locals.get("vllm_config")
-        found = local if hasattr(local, "lora_config") else None
-        frame = frame.f_back
-    return found
+    """Return the configuration of the engine that is being built; None outside of one."""
+    return get_current_vllm_config_or_none() or next(configs_of_callers(), None)
 
 
 def may_load_from_storage(req_context: ReqContext) -> bool:

@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.hooks import KVCacheHooks
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
-from kvxfer.integrations.vllm.common.settings import find_settings
+from kvxfer.integrations.vllm.common.settings import configs_of_callers, find_settings
 from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
@@ -93,7 +93,10 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._settings = Settings.parse(found.values).of_replica(
                 parallel.data_parallel_index, parallel.tensor_parallel_size
             )
-        transfer.kv_load_failure_policy = self._settings.on_failure  # read after this
+        # Of a MultiConnector, too: the scheduler reads after this what that was given.
+        for config in configs_of_callers():
+            if (each := getattr(config, "kv_transfer_config", None)) is not None:
+                each.kv_load_failure_policy = self._settings.on_failure
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
             if (size := getattr(parallel, name, 1)) > 1:
                 raise InvalidArgumentError(name, size, "1 with KVXferConnector")
