@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
-from vllm.config import AttentionConfig, MambaConfig, MultiModalConfig
+from vllm.config import AttentionConfig, LoadConfig, MambaConfig, MultiModalConfig
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
@@ -152,6 +152,22 @@ def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any)
     assert len(revisions) == 4
     model.hf_overrides = {}
     assert identify_model(vllm_config).revision == plain
+
+
+def test_weights_that_are_loaded_from_elsewhere_are_another_revision(vllm_config: Any) -> None:
+    given, found = handover_namespace(vllm_config, "r"), set[str]()
+    cases: list[dict[str, Any]] = [
+        {},
+        {"use_tqdm_on_load": False, "model_loader_extra_config": {"num_threads": 8}},
+        {"ignore_patterns": ["model-2*"]},
+        {"model_loader_extra_config": {"tensorizer_config": {"tensorizer_uri": "s3://a"}}},
+    ]
+    for settings in cases:
+        vllm_config.load_config = LoadConfig(**settings)
+        assert handover_namespace(vllm_config, "r") == given
+        found.add(identify_model(vllm_config).revision)
+        assert handover_namespace(vllm_config).revision in found
+    assert len(found) == 3
 
 
 class Kernel(enum.Enum):

@@ -33,6 +33,14 @@ OF_IMAGES = frozenset({
 })  # fmt: skip
 """Harmless settings of vLLM's `MultiModalConfig`: limits, caches, kernels, and the order of text.
 Others change what is computed of an image, whose name in vLLM's keys is that of its content."""
+OF_LOADING = frozenset({
+    "concurrency", "device", "distributed", "download_dir", "enable_multithread_load",
+    "enable_weights_track", "load_format", "memory_limit", "num_threads", "pt_load_map_location",
+    "safetensors_load_strategy", "safetensors_prefetch_block_size",
+    "safetensors_prefetch_num_threads", "use_tqdm_on_load",
+})  # fmt: skip
+"""Harmless settings of vLLM's `LoadConfig` and of its loaders: how weights are read. Others choose
+the weights, by files that are left out or tensors that are stored elsewhere."""
 OF_STATES = frozenset({"backend", "ssu_algorithm"})
 """Harmless settings of vLLM's `MambaConfig`: kernels."""
 OF_ATTENTION = frozenset({
@@ -66,7 +74,7 @@ def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Nam
     }
     if draft := draft_of(vllm_config):
         facts["draft engine"] = _describe_use(draft)
-    revision = find_revision(loaded) + _name_overrides(loaded)
+    revision = _name_weights(vllm_config) + _name_overrides(loaded)
     return _namespace(vllm_config, model, dtype, revision, facts)
 
 
@@ -250,6 +258,15 @@ def _settings_but(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name not in harmless}
 
 
+def _name_weights(vllm_config: Any) -> str:
+    """Name the weights of an engine: the revision, and what is loaded in place of its files."""
+    made = _settings_but(getattr(vllm_config, "load_config", None), OF_LOADING)
+    loader = dict(made.pop("model_loader_extra_config", {}))
+    made |= {name: value for name, value in loader.items() if name not in OF_LOADING}
+    loaded = f" loaded {hash_text(json.dumps(made, sort_keys=True, default=str))}" if made else ""
+    return find_revision(vllm_config.model_config) + loaded
+
+
 def find_revision(model: Any) -> str:
     """Find the revision of the weights, see `find_weights_revision`.
 
@@ -278,7 +295,7 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     """
     model = vllm_config.model_config
     require_known_scales(vllm_config.cache_config)
-    revision, facts = revision or find_revision(model), _describe(vllm_config)
+    revision, facts = revision or _name_weights(vllm_config), _describe(vllm_config)
     architectures = " ".join(getattr(model.hf_config, "architectures", None) or ())
     return _namespace(vllm_config, architectures, str(model.dtype), revision, facts)
 
