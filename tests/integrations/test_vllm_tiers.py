@@ -28,6 +28,7 @@ from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from tests.clock import Clock
 from tests.integrations.two_tiers import (
     HIT,
+    MEMORY,
     MISS,
     RETRY,
     KeepingBackend,
@@ -201,6 +202,20 @@ def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(
     scheduler.step("before")
     scheduler.manager.reset_cache()
     assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], KEYS]
+
+
+def test_a_load_that_was_planned_before_a_reset_finds_its_chunks_until_it_has_ended(
+    scheduler: Scheduler,
+) -> None:
+    """VLLM has workers end it in the next step only, and ends an engine whose load fails."""
+    scheduler.store(KEYS[:1])
+    assert scheduler.lookup(KEYS[:1]) == [HIT]
+    planned = scheduler.manager.prepare_load(KEYS[:1], ReqContext("request"))
+    scheduler.manager.reset_cache()
+    assert scheduler.lookup(KEYS[1:2], "another") == [RETRY]
+    scheduler.step()
+    read = scheduler.pool.read(planned.slots, planned.keys, MEMORY.describe(0, [1]))
+    assert [each.done for each in read] == [True]
 
 
 def test_a_request_raises_the_priority_of_chunks_that_it_finds_although_another_wish_is_wrong(

@@ -150,8 +150,7 @@ def start() -> Iterator[Start]:
             2,
             backend,
             reset_s=0.1,
-            verify=pool.verify,
-            hashes=True,
+            pool=pool,
             emit_events=True,
             observers=[prefill.loads] if prefill else [],
         )

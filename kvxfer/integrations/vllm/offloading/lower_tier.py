@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer import runtime
+from kvxfer.backends.host import HostPool
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
@@ -34,6 +35,7 @@ from kvxfer.storage.backend import (
 )
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
@@ -53,9 +55,6 @@ RESET_TIMEOUT_S = 5.0
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
 still read, and the threads of a backend get about equal shares."""
-
-Verify = Callable[[int, BlockKey], Outcome]
-"""Checks that a row holds the bytes of a key, unchanged."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
@@ -139,8 +138,9 @@ class LowerTier:
         timeouts: Deadlines of the backend; a store has `STORE_TIMEOUT_S`.
         reset_s: Deadline of `reset`.
         purge_on_reset: Whether `reset` deletes everything in the backend, that of others, too.
-        verify: Verifies a row before it is stored: one that has changed is not.
-        hashes: Whether that reads all bytes of the row, which takes a thread.
+        pool: Pool whose slots the rows are. One that has changed is not stored. One that is loaded
+            loses its tags when that begins, and not before: after a reset, a worker may still be
+            about to read what was in it. None for memory of others.
         emit_events: Whether to keep events for `take_events`.
         observers: Told what happens to rows, under the keys that are used here.
 
@@ -164,8 +164,7 @@ class LowerTier:
         timeouts: TierTimeouts = TierTimeouts(),  # noqa: B008 - it is frozen
         reset_s: float = RESET_TIMEOUT_S,
         purge_on_reset: bool = False,
-        verify: Verify | None = None,
-        hashes: bool = False,
+        pool: HostPool | None = None,
         emit_events: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -186,8 +185,10 @@ class LowerTier:
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
-        if verify is not None:
-            backend = _CheckedStores(backend, partial(self._check_rows, verify), hashes=hashes)
+        self._pool = pool
+        if pool is not None:
+            hashes = pool.integrity is MemoryIntegrity.FULL
+            backend = _CheckedStores(backend, partial(self._check_rows, pool), hashes=hashes)
         self._timeouts, self._reset_s = timeouts, reset_s
         self._lookup_s = inf if timeouts.lookup_s is None else timeouts.lookup_s
         self._engine = TransferEngine(
@@ -465,20 +466,21 @@ class LowerTier:
         if direction is Direction.STORE:
             job.names = names
             self._storing |= zip(names, zip(job.rows, job.keys, strict=True), strict=True)
-        if direction is Direction.LOAD:
-            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
-        else:
             job_id = self._engine.submit_store(names, of_groups)
+        else:
+            if self._pool is not None:
+                self._pool.unseal(job.rows)
+            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
         jobs[job_id] = job
         return job_id
 
     def _loads(self) -> dict[JobId, RowJob]:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
-    def _check_rows(self, verify: Verify, names: Sequence[BlockKey]) -> list[Outcome]:
+    def _check_rows(self, pool: HostPool, names: Sequence[BlockKey]) -> list[Outcome]:
         """Verify rows that are being stored."""
         rows = [self._storing.get(name) for name in names]
-        return [_ENDED if row is None else verify(*row) for row in rows]
+        return [_ENDED if row is None else pool.verify(*row) for row in rows]
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
         """Delete keys of the backend, after pauses those that it still has."""

@@ -420,7 +420,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._tell_failed_stores(refused, NO_ROOM)
             self._metrics.add(metrics.NOT_PROMOTED, len(refused))
             self._wanted.deny(refused)  # or requests would look for room again and again
-        self._pool.unseal(plan.slots)
         return dict(zip(plan.keys, plan.slots, strict=True))
 
     def _copy_down(self, tier: LowerTier) -> None:

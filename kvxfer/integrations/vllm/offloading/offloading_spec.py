@@ -39,7 +39,6 @@ from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.telemetry.environment import environment_observers
@@ -168,8 +167,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             mappings=mappings,
             chunk_sizes=namespace.chunk_sizes,
             purge_on_reset=self._purges,
-            verify=pool.verify,
-            hashes=pool.integrity is MemoryIntegrity.FULL,
+            pool=pool,
             emit_events=self.kv_events_config.enable_kv_cache_events,
             observers=[
                 *environment_observers(namespace, engine=self._name),
