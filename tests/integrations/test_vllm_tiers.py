@@ -192,16 +192,17 @@ def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any
     manager.on_request_finished(context)
 
 
-def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(
+def test_a_request_that_computed_or_loaded_before_a_reset_stores_nothing_after_it(
     scheduler: Scheduler,
 ) -> None:
     """VLLM offers its chunks again, also those whose blocks it has given to others since."""
-    contexts = [ReqContext("before"), ReqContext("later")]
+    contexts = [ReqContext(each) for each in ("before", "loading", "later")]
     for context in contexts:
         scheduler.manager.on_new_request(context)
     scheduler.step("before")
+    scheduler.manager.prepare_load([], contexts[1])
     scheduler.manager.reset_cache()
-    assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], KEYS]
+    assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], [], KEYS]
 
 
 def test_a_load_that_was_planned_before_a_reset_finds_its_chunks_until_it_has_ended(

@@ -178,6 +178,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> ChunkSlots:
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
+        self._requests.schedule([req_context.req_id])
         self._release(req_context.req_id)
         self._metrics.add(metrics.LOADED, len(slots))
         return ChunkSlots(list(keys), slots)
@@ -195,8 +196,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Find slots for the leading chunks that have room; None if there is no room at all.
 
-        Of a request that had begun to compute before a reset, nothing is stored: vLLM offers its
-        chunks again, also those whose blocks left a sliding window or hold values of old weights.
+        Of a request that had begun to load or compute before a reset, nothing is stored: vLLM offers
+        its chunks again, also those whose blocks left a sliding window or hold values of old
+        weights.
         """
         if self._requests.is_stale(req_context.req_id):
             return PrepareStoreOutput([], ChunkSlots([], []), [])

@@ -38,16 +38,16 @@ class _Request:
     arrived_at: float  # wall-clock time; 0 where nothing is recorded
     retention: Retention | None  # wish for the chunks that it uses and stores
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
-    is_stale: bool = False  # it had begun to compute when the caches were reset
+    is_stale: bool = False  # it had begun to load or compute when the caches were reset
 
 
 class Requests:
     """Requests of an engine: what they wish, and how each of their lookups was answered last.
 
-    A request is told once, when it is scheduled for the first time or ends before. With `trace` its
-    prompt is then recorded: vLLM tells the whole chunks of a prompt and not its length, so tokens
-    behind the last one are left out. With several KV-cache groups the chunks are those of the
-    first. Never raises.
+    A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
+    is then recorded: vLLM tells the whole chunks of a prompt and not its length, so tokens behind
+    the last one are left out. With several KV-cache groups the chunks are those of the first. Never
+    raises.
 
     Args:
         reports: Told each request once.
@@ -95,7 +95,7 @@ class Requests:
             request.tiers[key] = request.tiers.get(key) or tier
 
     def schedule(self, req_ids: Iterable[str]) -> None:
-        """Tell and record the requests that are scheduled for the first time."""
+        """Tell and record the requests that load or compute for the first time."""
         for req_id in req_ids:
             request = self._requests.get(req_id)
             if request is not None and request.tiers is not None:
@@ -104,12 +104,12 @@ class Requests:
                 self._tell(request, request.tiers, "")
 
     def note_reset(self) -> None:
-        """Note that the caches were reset: what requests have computed until now is stale."""
+        """Note that the caches were reset: what requests have loaded or computed is stale."""
         for request in self._requests.values():
             request.is_stale = request.is_stale or request.tiers is None
 
     def is_stale(self, req_id: str) -> bool:
-        """Whether a request had begun to compute when the caches were reset."""
+        """Whether a request had begun to load or compute when the caches were reset."""
         request = self._requests.get(req_id)
         return request is not None and request.is_stale
 
