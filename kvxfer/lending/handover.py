@@ -61,12 +61,8 @@ class Handover:
 
     All work is done on an event loop of its own; `offer`, `submit` and `take_ended` return at once
     and may be called from any thread. What is asked of others is a call of the reader, submitted:
-    `handover.submit(handover.reader.ask(...))`.
-
-    Args:
-        config: How engines reach each other; with `listen`, blocks are lent.
-        namespace: Namespace of the blocks, without groups; engines of another one are refused.
-        caches: Our caches; None for a process that only asks, such as a scheduler.
+    `handover.submit(handover.reader.ask(...))`. A process that only asks, such as a scheduler, has
+    no caches. With `listen`, blocks are lent; engines of another namespace are refused.
 
     Attributes:
         reader: Reader of the blocks of other engines.

@@ -72,24 +72,15 @@ _NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was a
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Pages to fetch.
+    """Pages to fetch."""
 
-    Attributes:
-        keys: Keys of the other engine's blocks, for each group, consecutive in the prompt.
-        first_blocks: Index in the prompt of the first of them, in blocks of the other engine.
-        block_ids: Our blocks of each group, from the beginning of the prompt; the null block for
-            those that are not wanted.
-        first_token: First token that is wanted.
-        num_tokens: Tokens of the prompt up to the last one that is wanted.
-        tokens_per_block: Tokens of a block of the other engine, for each group.
-    """
-
-    keys: list[list[BlockKey]]
-    first_blocks: list[int]
+    keys: list[list[BlockKey]]  # of the other engine's blocks of each group, consecutive
+    first_blocks: list[int]  # index in the prompt of the first of them
+    # Ours of each group, from the beginning of the prompt; the null block where none is wanted.
     block_ids: list[list[int]]
-    first_token: int
-    num_tokens: int
-    tokens_per_block: tuple[int, ...]
+    first_token: int  # that is wanted
+    num_tokens: int  # of the prompt up to the last one that is wanted
+    tokens_per_block: tuple[int, ...]  # of a block of the other engine, for each group
 
 
 @dataclass(slots=True)
@@ -119,9 +110,6 @@ class Fetched:
 class PeerEngine:
     """Engine that lends blocks, by the description that its worker of rank 0 gives.
 
-    Attributes:
-        groups: How its blocks become ours, for each group; empty as long as none is read.
-
     Raises:
         InvalidArgumentError: It is no description.
         CacheMismatchError: It is that of another worker, of more workers than there can be, or has
@@ -137,7 +125,7 @@ class PeerEngine:
             at_most = f"at most {MAX_WORKERS}"
             raise CacheMismatchError(None, "shard.num_workers", at_most, shard.num_workers)
         self._words = msgspec.msgpack.decode(encoded)
-        self.groups: tuple[PeerBlocks, ...] = ()
+        self.groups: tuple[PeerBlocks, ...] = ()  # once blocks are read
         self._digests: dict[int, bytes] = {}
 
     @property
@@ -214,21 +202,13 @@ def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Pages of a prompt that another engine lends.
+    """Pages of a prompt that another engine lends."""
 
-    Attributes:
-        num_tokens: Tokens from the beginning of the prompt whose pages are there, or will be.
-        is_complete: Whether they are there now.
-        tokens_per_block: Tokens of a block of the other engine, for each group.
-        our_tokens_per_block: Tokens of a block of ours, likewise.
-        has_states: Whether a block of a group is a state, likewise.
-    """
-
-    num_tokens: int
-    is_complete: bool
-    tokens_per_block: tuple[int, ...]
+    num_tokens: int  # from the beginning of the prompt whose pages are there, or will be
+    is_complete: bool  # they are there now
+    tokens_per_block: tuple[int, ...]  # of a block of the other engine, for each group
     our_tokens_per_block: tuple[int, ...]
-    has_states: tuple[bool, ...]
+    has_states: tuple[bool, ...]  # a block of the group is a state
 
     def wanted(
         self,
@@ -307,19 +287,14 @@ def _count(
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks of one group at one of the other engine's workers that are to be read.
-
-    Attributes:
-        indices: Index of each block in the prompt, in blocks of the other engine.
-        names: The keys by the tokens of the prompt alone.
-    """
+    """Blocks of one group at one of the other engine's workers that are to be read."""
 
     rank: int
     group: int
-    indices: NDArray[np.int64]
+    indices: NDArray[np.int64]  # in the prompt, in blocks of the other engine
     keys: list[BlockKey]
     outcomes: list[Outcome]
-    names: Sequence[BlockKey]
+    names: Sequence[BlockKey]  # the keys by the tokens of the prompt alone
 
     def note(self, rows: "_Rows", outcomes: Iterable[Outcome]) -> None:
         """Note what has become of some of the blocks."""
@@ -338,14 +313,8 @@ _Rows: TypeAlias = NDArray[np.int64]
 class Reader:
     """Reader of blocks that other engines lend, under tickets.
 
-    Its calls run on the event loop of its exchange: see `Handover.submit`.
-
-    Args:
-        exchange: Exchange by which they are asked, and that our caches were attached to.
-        caches: Our caches; None for a process that only asks.
-        in_place: Whether blocks can be read to their places; else all of them are copied there.
-        copy_engine: Copies from staging memory into the caches, on the threads.
-        timeout_s: Time that a question may take, and a fetch.
+    Its calls run on the event loop of its exchange: see `Handover.submit`. A question may take
+    `timeout_s`, and so may a fetch. Blocks that cannot be read `in_place` are copied there.
 
     Raises:
         DeviceUnavailableError: Our caches are on a GPU that cannot be used.
@@ -401,16 +370,10 @@ class Reader:
         """Ask another engine for the pages of a prompt, and keep them until `release` or `leave`.
 
         To be followed by one of them also where it fails: the other engine may keep them then, too.
-
-        Args:
-            endpoint: Endpoint of its worker of rank 0.
-            ticket: The ticket.
-            prompt: Keys of the prompt.
-            windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
-                all of them.
-            waits: Whether to wait until the other engine knows the ticket, within the time-out. A
-                ticket may take a quarter of a second to become known in any case. Under one that is
-                known and not complete, pages that are still to be offered count.
+        `windows` are the tokens that each group needs at the end of the prompt; None, or no entry,
+        for all of them. With `waits`, the other engine has until the time-out to know the ticket,
+        else a quarter of a second. Under one that is known and not complete, pages that are still
+        to be offered count.
 
         Raises:
             CacheMismatchError: Its blocks cannot be turned into ours.
@@ -447,7 +410,7 @@ class Reader:
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
         """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
 
-        The lease then ends by itself: nobody holds it for a connection that has ended.
+        The lease then ends by itself: a connection that has ended holds nothing.
         """
         self._keepers.pop((endpoint, ticket), None)
         workers = self._workers.get(endpoint, [endpoint])

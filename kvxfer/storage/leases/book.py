@@ -31,23 +31,14 @@ def require_ticket(name: str, value: object) -> str:
 
 @dataclass(slots=True)
 class _Ticket:
-    """Ticket in a lease book.
-
-    Attributes:
-        offers: Every block that was offered under it, with its key.
-        holders: Connections of readers that hold it, each with the number of its latest hold.
-        is_complete: Whether all its blocks were offered, so that its lease runs.
-        is_over: Whether its blocks are not offered under it any more.
-        expires: Time at which its lease ends, once it is complete, unless somebody holds it.
-        latest: Time at which it ends in any case, once it is complete.
-    """
+    """Ticket in a lease book."""
 
     offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
-    holders: dict[Hashable, int] = field(default_factory=dict)
-    is_complete: bool = False
+    holders: dict[Hashable, int] = field(default_factory=dict)  # the latest number of each
+    is_complete: bool = False  # so that its lease runs
     is_over: bool = False
-    expires: float = float("inf")
-    latest: float = float("inf")
+    expires: float = float("inf")  # unless somebody holds it
+    latest: float = float("inf")  # in any case
 
     @property
     def ends(self) -> float:
@@ -75,11 +66,8 @@ class LeaseBook:
     have several keys, of which its bytes are all true: the last block of a prompt is a part of what
     a longer prompt has there. A release
     or hold of a ticket that is not known, e.g. before its first offer, does nothing: its lease ends
-    it. So the book is no larger than what is offered and has not ended.
-
-    Args:
-        lease_s: Seconds that the blocks of a ticket are kept for readers that do not hold it.
-        longest_s: Seconds after which a complete ticket ends in spite of those that hold it.
+    it. So the book is no larger than what is offered and has not ended. A complete ticket ends
+    after `longest_s` in spite of those that hold it.
 
     Raises:
         InvalidArgumentError: A time is not a number of at least 0.
@@ -112,11 +100,8 @@ class LeaseBook:
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
         """Offer blocks under a ticket, which is new or open.
 
-        Args:
-            ticket: The ticket.
-            blocks: Block of each key; the same ones may be offered under several tickets, a key may
-                have several blocks, and a block several keys.
-            complete: Whether these are the last ones; the lease then begins.
+        The same ones may be offered under several tickets, a key may have several blocks, and a
+        block several keys. With the last ones the ticket is complete, and the lease begins.
 
         Returns:
             Those of the blocks that were not offered until now.
@@ -165,9 +150,7 @@ class LeaseBook:
     def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
         """Drop a holder from every ticket; those that it held alone run out a lease later.
 
-        Args:
-            holder: The holder.
-            numbers: Numbers of the holds that end, each the latest one of its ticket; None for all.
+        With `numbers`, only those holds end, each the latest one of its ticket.
         """
         expires = runtime.monotonic() + self._lease_s
         for entry in self._tickets.values():
@@ -178,11 +161,7 @@ class LeaseBook:
                     entry.expires = expires
 
     def release(self, ticket: str) -> list[int]:
-        """End a ticket for its reader, who needs the blocks no more; ignored if it is not known.
-
-        Returns:
-            Blocks that are offered no more.
-        """
+        """End a ticket for its reader, known or not; return the blocks that are offered no more."""
         entry = self._tickets.get(ticket)
         return [] if entry is None else self._withdraw(ticket, entry)
 

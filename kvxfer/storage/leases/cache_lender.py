@@ -50,17 +50,11 @@ _NOT_HASHED = Outcome(Status.FAILED, reason="the block could not be hashed")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Answer about a ticket and blocks.
+    """Answer about a ticket and blocks."""
 
-    Attributes:
-        is_known: Whether the ticket is known and its lease not over.
-        is_complete: Whether all blocks of the ticket were offered.
-        there: For each key whether its block can be read now, under this ticket or another one.
-    """
-
-    is_known: bool
-    is_complete: bool
-    there: list[bool]
+    is_known: bool  # and its lease not over
+    is_complete: bool  # all of its blocks were offered
+    there: list[bool]  # for each key whether its block can be read now, under whatever ticket
 
 
 class CacheLender(Lender):
@@ -75,21 +69,11 @@ class CacheLender(Lender):
     Owned by one event loop, on which all methods run. Leases run out on time for readers, whose
     every call looks at the clock first; the engine has to ask `take_ended`, also when it is idle.
 
-    Args:
-        caches: The engine's caches.
-        lease_s: Seconds that blocks are kept for readers that do not hold their ticket.
-        description: What a reader must know of the blocks; only the two ends read it.
-        threads: Threads that compute checksums; closed by their maker, after this.
-        copy_engine: Gathers fragments for checksums, and reaches the caches; closed by its maker.
-        staging_bytes: Bound on host memory that blocks are copied to for each reader, and hashed
-            in, where readers do not reach the caches; None to lend in place.
-        hash_early: Whether to compute checksums when blocks are offered, so that their first reader
-            does not wait for them; else when they are first lent to a reader that asks for them.
-        longest_s: Seconds after which a ticket ends in spite of the readers that hold it.
-
-    Attributes:
-        book: The leases, to be counted.
-        description: As given.
+    Only the two ends read the description, which says what a reader must know of the blocks. With
+    `staging_bytes`, which bounds host memory, blocks are copied for each reader and hashed there:
+    readers do not reach the caches. With `hash_early`, checksums are computed when blocks are
+    offered, so that their first reader does not wait for them; else when they are first lent to a
+    reader that asks for them. Threads and copy engine are closed by their maker, after this.
 
     Raises:
         InvalidArgumentError: An argument is out of range or of another type; caches are on several
@@ -152,12 +136,6 @@ class CacheLender(Lender):
     ) -> None:
         """Offer blocks under a ticket, whose bytes are final and stay until it has ended.
 
-        Args:
-            ticket: Ticket that is new, or whose offers were not complete.
-            keys: Keys of the blocks, each with its group.
-            block_ids: Block of each key, integers, `(len(keys),)`.
-            complete: Whether these are the last ones of this ticket.
-
         Raises:
             InvalidArgumentError: A key is no block key, a block is the null block, or `LeaseBook`
                 refuses the offer.
@@ -193,11 +171,8 @@ class CacheLender(Lender):
     ) -> Held:
         """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
 
-        Args:
-            ticket: The ticket; one that is not known changes nothing.
-            keys: Blocks to look for, each key once; may be empty.
-            holder: Connection of the reader.
-            number: Number by which it may end this hold, and all earlier ones of the ticket.
+        A ticket that is not known changes nothing. By the number, the reader may end this hold, and
+        all earlier ones of the ticket.
         """
         self._expire()
         is_known = self.book.hold(ticket, holder, number)

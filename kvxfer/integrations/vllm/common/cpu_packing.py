@@ -40,12 +40,9 @@ class PackedPlane:
 
     An element's token is the sum of value times step over the digits `token`, and likewise its
     dimension; its place is the number that the values of all digits form, the last one fastest.
-
-    Attributes:
-        digits: Axis, step and size of each, outermost first; an axis is `token` or `dim`.
     """
 
-    digits: tuple[tuple[str, int, int], ...]
+    digits: tuple[tuple[str, int, int], ...]  # axis (`token` or `dim`), step, size; outermost first
 
     def elements(self) -> npt.NDArray[np.int64]:
         """List the token and the dimension of each place, in order of memory: `(places, 2)`."""

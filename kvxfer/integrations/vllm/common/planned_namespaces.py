@@ -37,27 +37,19 @@ SIZES = {
 """Parts of `parallel` that arguments tell, and vLLM's names of them."""
 
 HANDED_OVER, TIERS, SECONDARY = "hand-over", "tiers", "secondary tier"
-
+"""Kinds of namespaces: of what one engine hands over to another, of tiers below host memory, and of
+a secondary tier of vLLM."""
 OF_THE_CACHES = "the layers and the layout of the caches"
 
 
 class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """Namespace of an engine that does not run.
+    """Namespace of an engine that does not run."""
 
-    Attributes:
-        kind: `HANDED_OVER` to another engine, in `TIERS` below host memory, or in a `SECONDARY`
-            tier of vLLM.
-        namespace: The namespace, as far as it is known.
-        fields: Names of the fields that are known, such as "parallel.tp_size" for a part of one.
-        keys: What else makes its keys, by name.
-        unknown: What shows only when the engine runs, in words; empty for nothing.
-    """
-
-    kind: str
-    namespace: Namespace
-    fields: tuple[str, ...]
-    keys: dict[str, str | int | None] = {}
-    unknown: str = ""
+    kind: str  # one of `HANDED_OVER`, `TIERS`, `SECONDARY`
+    namespace: Namespace  # as far as it is known
+    fields: tuple[str, ...]  # that are known; such as "parallel.tp_size" for a part of one
+    keys: dict[str, str | int | None] = {}  # what else makes its keys, by name
+    unknown: str = ""  # what shows only when the engine runs, in words
 
 
 def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:

@@ -131,18 +131,12 @@ LOWER_LOADED = loaded(LOWER, Cause.PROMOTION, Status.DONE)
 class OffloadingMetrics(Observer):
     """Metrics of the tiers since the last report: what a manager counts, and what tiers tell.
 
-    Tiers tell on the threads that they run on; a manager counts and reports on one.
-
-    Args:
-        chunk_bytes: Bytes of a chunk that a manager counts.
-        lower: Name of the tier that it counts as `LOWER`.
-
-    Attributes:
-        counted_by_manager: Counters of chunks that are not taken from what tiers tell.
+    Tiers tell on the threads that they run on; a manager counts and reports on one. What it counts
+    as `LOWER` has the name of a tier.
     """
 
     def __init__(self, chunk_bytes: int, lower: str = LOWER) -> None:
-        self.counted_by_manager: frozenset[str] = frozenset()
+        self.counted_by_manager: frozenset[str] = frozenset()  # and so not taken from what is told
         self._chunk_bytes = chunk_bytes
         self._lower = lower
         self._counted: Counter[Count] = Counter()

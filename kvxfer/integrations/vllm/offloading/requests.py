@@ -27,16 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Request:
-    """Request that vLLM has announced and not finished.
-
-    Attributes:
-        tiers: Tier that gives each chunk that was looked up, empty for a miss; None once that was
-            told.
-    """
+    """Request that vLLM has announced and not finished."""
 
     context: ReqContext
     arrived_at: float  # wall-clock time; 0 where nothing is recorded
     retention: Retention | None  # wish for the chunks that it uses and stores
+    # Tier that gives each chunk that was looked up, empty for a miss; None once that was told.
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
     is_stale: bool = False  # it had begun to load or compute when the caches were reset
 
@@ -46,14 +42,9 @@ class Requests:
 
     A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
     is then recorded: vLLM tells the whole chunks of a prompt and not its length, so tokens behind
-    the last one are left out. With several KV-cache groups the chunks are those of the first. Never
-    raises.
-
-    Args:
-        reports: Told each request once.
-        metrics: Counts chunks by the tier that gave them, as misses also those that vLLM did not
-            ask for after one; and parameters that are ignored. Without it no wishes are read.
-        trace: Records the requests; closed with this one.
+    the last one are left out. With several KV-cache groups the chunks are those of the first. The
+    metrics count chunks by the tier that gave them, as misses also those that vLLM did not ask for
+    after one; without metrics no wishes are read. Never raises.
     """
 
     def __init__(

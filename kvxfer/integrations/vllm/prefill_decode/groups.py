@@ -29,19 +29,13 @@ may keep other blocks, or keep them for another time."""
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """KV-cache groups that can be handed over.
+    """KV-cache groups that can be handed over."""
 
-    Attributes:
-        tokens_per_block: Tokens of a block of each group, over all workers.
-        windows: Tokens before the last one of a prompt that each group needs to compute that one;
-            None for all. Such a group also keeps every block of a request until it is finished.
-        has_states: Whether a block of each group is a state: that of the last of its tokens that
-            are computed.
-    """
-
-    tokens_per_block: tuple[int, ...]
+    tokens_per_block: tuple[int, ...]  # over all workers
+    # Tokens before the last one of a prompt that a group needs to compute that one. None for all:
+    # such a group also keeps every block of a request until it is finished.
     windows: tuple[int | None, ...]
-    has_states: tuple[bool, ...]
+    has_states: tuple[bool, ...]  # whether a block is a state: that of its last computed token
 
     @classmethod
     def of(cls, kv_cache_config: Any, num_token_shares: int) -> "Groups":

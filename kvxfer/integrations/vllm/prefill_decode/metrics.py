@@ -91,11 +91,7 @@ class Counters:
 
 
 class PrefillDecodeMetrics(KVConnectorPromMetrics):
-    """Metrics of Prometheus that the statistics of all engines are counted in.
-
-    Args:
-        tiers: Metrics of the engines' own tiers; None without any. All others as of vLLM's base.
-    """
+    """Metrics of Prometheus that the statistics of all engines, and of their tiers, go to."""
 
     def __init__(
         self,
@@ -110,13 +106,9 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         self._tiers = tiers
         make, labels = self._counter_cls, list(labelnames)
         self._counters = {
-            PREFIX + name: make(name=PREFIX + name, documentation=text, labelnames=labels)
-            for name, text in COUNTERS.items()
-        } | {
-            PREFIX + name: make(
-                name=PREFIX + name, documentation=text, labelnames=[*labels, "reason"]
-            )
-            for name, text in COUNTERS_BY_REASON.items()
+            PREFIX + name: make(name=PREFIX + name, documentation=text, labelnames=[*labels, *more])
+            for counters, more in ((COUNTERS, ()), (COUNTERS_BY_REASON, ("reason",)))
+            for name, text in counters.items()
         }
         self._leases = self._gauge_cls(
             name=PREFIX + LEASES,

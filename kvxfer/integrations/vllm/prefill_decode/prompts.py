@@ -25,18 +25,11 @@ OF_ENGINES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of an engine's requests: what of them is handed over, and under which keys.
+    """Prompts of an engine's requests: what of them is handed over, and under which keys."""
 
-    Attributes:
-        num_last_tokens: Tokens at the end of a prompt that P leaves to D.
-        knows_images: Whether vLLM names images by their content, see `names_images`.
-        lora: Settings of the engine that change what an adapter computes.
-        adapters: The adapters that it has loaded.
-    """
-
-    num_last_tokens: int = 0
-    knows_images: bool = True
-    lora: tuple[str, ...] = ()
+    num_last_tokens: int = 0  # at the end of a prompt, which P leaves to D
+    knows_images: bool = True  # see `names_images`
+    lora: tuple[str, ...] = ()  # settings of the engine that change what an adapter computes
     adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False)
 
     @classmethod

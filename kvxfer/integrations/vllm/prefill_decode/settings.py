@@ -17,28 +17,18 @@ from kvxfer.settings import convert_settings
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `KVXferConnector`; all other names are those of `NixlConfig`.
 
-    Attributes:
-        exchange: How engines reach each other, and prove who they are.
-        advertise: Host by which other machines reach `listen`; by default the one of `listen`.
-        ask_timeout_s: Time for which a request of D waits for P's answer to its ticket.
-        allow: Networks, such as `10.0.0.0/8`, and names of hosts that a ticket may name; empty
-            for all. Without a secret and TLS, loopback addresses only, in any case.
-        revision: Revision of the weights, in place of the one that is found.
-        on_failure: What vLLM does with a request whose pages do not arrive: `recompute` them, or
-            `fail` the request.
-        backend: Tiers of this engine's own, as for `KVXferOffloadingSpec`, which checks them: the
-            head of a prompt may come from there, and the rest from P. None by default.
-        max_load_ratio: As for `KVXferOffloadingSpec`.
-        prefill_tokens_per_s: As for `KVXferOffloadingSpec`.
-        purge_on_reset: As for `KVXferOffloadingSpec`.
+    The last four are those of tiers of this engine's own, as for `KVXferOffloadingSpec`, which
+    checks them: the head of a prompt may come from there, and the rest from P.
     """
 
     exchange: NixlConfig
-    advertise: str = ""
-    ask_timeout_s: float = 3.0
+    advertise: str = ""  # host by which other machines reach `listen`; by default that of `listen`
+    ask_timeout_s: float = 3.0  # for which a request of D waits for P's answer to its ticket
+    # Networks, such as `10.0.0.0/8`, and hosts that a ticket may name; empty for all. Without a
+    # secret and TLS, loopback addresses only, in any case.
     allow: tuple[str, ...] = ()
-    revision: str = ""
-    on_failure: str = "recompute"
+    revision: str = ""  # of the weights, in place of the one that is found
+    on_failure: str = "recompute"  # or `fail` requests whose pages do not arrive
     backend: Any = None
     max_load_ratio: float | None = None
     prefill_tokens_per_s: float | None = None
