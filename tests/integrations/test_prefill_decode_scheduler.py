@@ -25,8 +25,7 @@ from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
-from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
+from kvxfer.integrations.vllm.prefill_decode.worker import Offer, PrefillDecodeWorker, StepData
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
@@ -264,17 +263,12 @@ def test_p_lends_no_state_where_it_computes_the_last_token_itself(
 
 def make_blocks(*groups: Sequence[int], hashed: Sequence[int]) -> Any:
     """Make what the connector uses of vLLM's `KVCacheBlocks`; 0 is the null block."""
-    return SimpleNamespace(
-        blocks=[
-            [
-                SimpleNamespace(
-                    block_id=each, is_null=each == 0, block_hash=b"#" if each in hashed else None
-                )
-                for each in ids
-            ]
-            for ids in groups
-        ]
-    )
+
+    def make(number: int) -> Any:
+        its_hash = b"#" if number in hashed else None
+        return SimpleNamespace(block_id=number, is_null=number == 0, block_hash=its_hash)
+
+    return SimpleNamespace(blocks=[list(map(make, ids)) for ids in groups])
 
 
 @pytest.mark.parametrize(

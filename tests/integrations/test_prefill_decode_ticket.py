@@ -110,8 +110,7 @@ def test_absurd_parameters_want_nothing(value: Any) -> None:
 
 
 def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
-    modes: list[Any] = ["overlap", "pull", None, [], 10**5000]
-    for mode in modes:
+    for mode in ("overlap", "pull", None, [], 10**5000):
         assert read_ticket(ticket_params(transfer_mode=mode)).overlaps is (mode == "overlap")
 
 
@@ -140,10 +139,7 @@ def test_replicas_listen_after_the_workers_of_those_before_them() -> None:
     settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200, "timeout_s": 3})
     assert settings.of_replica(0, 2) == settings
     third = settings.of_replica(2, 2)
-    assert [third.exchange.at_rank(rank).listen for rank in (0, 1)] == [
-        "127.0.0.1:7104",
-        "127.0.0.1:7105",
-    ]
+    assert [third.exchange.at_rank(rank).listen[-5:] for rank in (0, 1)] == [":7104", ":7105"]
     assert (third.exchange.at_rank(1).data_port, third.exchange.timeout_s) == (7205, 3)
     assert Settings.parse({"listen": "127.0.0.1:0"}).of_replica(3, 1).exchange.listen[-2:] == ":0"
     with pytest.raises(InvalidArgumentError, match="listen"):

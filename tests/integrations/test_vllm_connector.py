@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker as offloading
 from vllm.v1.attention.backends import utils as backend_utils
 
-from kvxfer.integrations.vllm.common.hooks import convert_caches
+from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm_connector import KVCacheHooks
 from tests.integrations import vllm_tensors
 from tests.integrations.vllm_tensors import (

@@ -22,8 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import Offlo
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
 from kvxfer.errors import UnsupportedEngineError
-from kvxfer.integrations.vllm.offloading import interface, tier_events
-from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
+from kvxfer.integrations.vllm.offloading import interface, lower_tier
 from tests.integrations.test_vllm_tier import Tiers
 from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
 
@@ -62,8 +61,8 @@ def files_of(root: Path) -> dict[BlockKey, Path]:
 def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tier_events, "MAX_TOLD", 100)
-    events, keys = TierEvents(), keys_of(150)
+    monkeypatch.setattr(lower_tier, "MAX_TOLD", 100)
+    events, keys = lower_tier.TierEvents(), keys_of(150)
     events.note(Added("s3", keys))
     events.note(Added("s3", keys[-2:]))
     events.note(Removed("s3", [keys[0], keys[-1]], Removal.DELETED))  # the first one may be known

@@ -23,7 +23,7 @@ from kvxfer.integrations.vllm.common.model_identity import (
     identify_model,
 )
 from kvxfer.integrations.vllm.offloading import interface
-from kvxfer.integrations.vllm.offloading.identity import row_namespace
+from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
@@ -154,22 +154,6 @@ def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any)
     assert identify_model(vllm_config).revision == plain
 
 
-def test_weights_that_are_loaded_from_elsewhere_are_another_revision(vllm_config: Any) -> None:
-    given, found = handover_namespace(vllm_config, "r"), set[str]()
-    cases: list[dict[str, Any]] = [
-        {},
-        {"use_tqdm_on_load": False, "model_loader_extra_config": {"num_threads": 8}},
-        {"ignore_patterns": ["model-2*"]},
-        {"model_loader_extra_config": {"tensorizer_config": {"tensorizer_uri": "s3://a"}}},
-    ]
-    for settings in cases:
-        vllm_config.load_config = LoadConfig(**settings)
-        assert handover_namespace(vllm_config, "r") == given
-        found.add(identify_model(vllm_config).revision)
-        assert handover_namespace(vllm_config).revision in found
-    assert len(found) == 3
-
-
 class Kernel(enum.Enum):
     """Make a choice of kernels, whose value is where a release has their module."""
 
@@ -213,7 +197,10 @@ IN_FILES = [
     changes_to("attention_config.kernel", Kernel.FLEX),
     changes_to("attention_config.skips", [1]),
     changes_to("model_config.hf_overrides", {"rope_theta": 5.0}),
+    changes_to("load_config", LoadConfig(ignore_patterns=["model-2*"])),
+    changes_to("load_config", LoadConfig(model_loader_extra_config={"tensorizer_uri": "s3://a"})),
 ]
+READS_IN_THREADS = LoadConfig(model_loader_extra_config={"num_threads": 8}, use_tqdm_on_load=False)
 
 
 @pytest.mark.parametrize("change", [*IN_FILES, *IN_BOTH])
@@ -226,8 +213,10 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
     (Path(vllm_config.model_config.model) / "tokenizer_config.json").write_text("{}")
     assert identify_model(vllm_config) == before[0]
     change(vllm_config)
-    assert identify_model(vllm_config) != before[0]
+    found = identify_model(vllm_config)
+    assert found != before[0]
     assert change not in IN_BOTH or handover_namespace(vllm_config, "r") != before[1]
+    assert found.revision.partition(" overridden")[0] == handover_namespace(vllm_config).revision
 
 
 def test_a_function_that_overrides_is_named_by_what_it_makes(vllm_config: Any) -> None:
@@ -315,6 +304,7 @@ def be_read_by_another_release(config: Any) -> None:
     ("change", "has_file", "in_both"),
     [
         (size_caches, True, True),
+        (changes_to("load_config", READS_IN_THREADS), True, True),
         (guess_without_a_draft_model, True, True),
         (lie_elsewhere, False, False),
         (changes_to("cache_config.enable_prefix_caching", False), False, False),

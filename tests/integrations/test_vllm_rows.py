@@ -26,8 +26,7 @@ from kvxfer.integrations.vllm.common.worker_pages import (
     describe_pages,
     unpack,
 )
-from kvxfer.integrations.vllm.offloading.identity import row_namespace
-from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.offloading.rows import map_rows, num_copies, row_namespace
 from kvxfer.integrations.vllm.prefill_decode.groups import describe_worker
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -42,7 +41,7 @@ HEADS, TOKENS, DIM = 4, 16, 8
 PAGE_BYTES = 2 * TOKENS * DIM * 4  # of one head
 
 
-def worker_pages(heads: int, *, reason: str = "") -> WorkerPages:
+def worker_pages(heads: int, *, reason: str = "", packing: str = "") -> WorkerPages:
     """Layout of a CPU: keys transposed, values not, one head after the other."""
     plane = TOKENS * DIM * 4
     box = partial(PageBox, layer_name="layers.0", dtype=torch.float32)
@@ -51,7 +50,7 @@ def worker_pages(heads: int, *, reason: str = "") -> WorkerPages:
     of_values = head, Digit("token", TOKENS, DIM * 4), Digit("dim", DIM, 4)
     boxes = box(part="k", digits=of_keys), box(part="v", digits=of_values, offset_bytes=plane)
     told: dict[str, Any] = {"reason": reason} if reason else {"boxes": boxes, "axes": CPU_AXES}
-    group = GroupPages(payload_size_bytes=heads * PAGE_BYTES, **told)
+    group = GroupPages(payload_size_bytes=heads * PAGE_BYTES, packing=packing, **told)
     return WorkerPages(groups=(group,), num_kv_heads=HEADS)
 
 
@@ -127,6 +126,7 @@ def test_rows_of_any_number_of_workers_are_one_page(world_size: int, blocks_per_
     [
         ([worker_pages(2, reason="states")] * 2, row_config(2), "states"),
         ([worker_pages(2)] * 2, row_config(2, pp_size=2), "2 stages"),
+        ([worker_pages(2, packing="x")] * 2, row_config(2, pp_size=2), ", packed for x"),
         ([worker_pages(1)] * 8, row_config(8), "kept by 2 workers; expected 1"),
         ([worker_pages(4)] * 2, row_config(2), "'head'"),
         ([worker_pages(2)] * 2, row_config(2, tp_size=1), "'head'"),
@@ -191,19 +191,6 @@ def test_engines_of_two_instruction_sets_have_one_page_or_different_names() -> N
     assert names["vec"] == names["vec16"]
     with pytest.raises(NamespaceMismatchError, match="packed for amx"):
         names["vec"].require_same(names["amx"])
-
-
-def test_rows_that_stay_as_they_are_say_what_they_are_packed_for() -> None:
-    encodings = []
-    for isa in ("vec", "amx"):
-        (group,) = worker_pages(2).groups
-        pages = WorkerPages(
-            groups=(msgspec.structs.replace(group, packing=isa),), num_kv_heads=HEADS
-        )
-        (mapping,) = map_rows([pages] * 2, row_config(2, pp_size=2), row_shape(2), "here")
-        encodings.append(mapping.page.tensors[0].encoding)
-        assert encodings[-1].endswith(f"packed for {isa}")
-    assert encodings[0] != encodings[1]
 
 
 def test_workers_that_keep_the_same_heads_share_a_part() -> None:

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.errors import (
-    BackendUnavailableError,
-    ClosedError,
-    UnsupportedEngineError,
-)
+from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend, Operation
@@ -164,10 +160,8 @@ def test_vllm_shows_what_the_tier_tells(tiers: Tiers) -> None:
     stats = tiers.manager.get_stats()
     tier = {"type": "KVXferTier", "module_path": "kvxfer.integrations.vllm"}
     defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
-    for name, values in stats.data["data"].items():
-        assert all(len(labels) == len(defined[name].labelnames) for labels in values), (
-            "or vLLM ends"
-        )
+    for name, values in stats.data["data"].items():  # vLLM ends where labels are not as defined
+        assert all(len(labels) == len(defined[name].labelnames) for labels in values)
     moved = "('faulty', 'request', 'done')"
     assert stats.reduce()[f"vllm:kvxfer_load_bytes:{moved}"] == NUM_CHUNKS * ROW_BYTES
 

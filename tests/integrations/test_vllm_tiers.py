@@ -24,7 +24,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading import lower_tier, metrics
-from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
+from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
 from tests.clock import Clock
 from tests.integrations.two_tiers import (
     HIT,

@@ -30,8 +30,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, PrefillSpeed
 
 NUM_SLOTS = 4
 PART_BYTES = 4096

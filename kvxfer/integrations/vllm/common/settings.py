@@ -68,11 +68,7 @@ class FoundSettings:
             raise InvalidArgumentError(exc.argument, exc.value, exc.expected + where) from exc
 
     def check_tiers(self) -> None:
-        """Check the settings of `KVXferOffload`; vLLM checks its own.
-
-        Raises:
-            InvalidArgumentError: One cannot be used; the error says where it was found.
-        """
+        """Check the settings of `KVXferOffload`, as within `checked`; vLLM checks its own."""
         with self.checked():
             parse_offload(self.values)
 
@@ -95,11 +91,9 @@ def find_settings(
 ) -> FoundSettings:
     """Find the settings of `KVXferOffload` or `KVXferConnector`, each where it is found first.
 
-    Args:
-        explicit: `kv_connector_extra_config` of the connector; always wins.
-        environ: Has `KVXFER_BACKEND`, URLs with spaces between, and `KVXFER_CONFIG`, the name of a
-            file of settings in YAML or JSON; both may be missing or empty. A misspelt name is a
-            warning.
+    `kv_connector_extra_config` of the connector always wins. The environment has `KVXFER_BACKEND`,
+    URLs with spaces between, and `KVXFER_CONFIG`, the name of a file of settings in YAML or JSON;
+    both may be missing or empty. A misspelt name is a warning.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or has no settings by name.

@@ -19,8 +19,7 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
     cpu_packing,
     kernel_packs_as,
 )
-from kvxfer.integrations.vllm.common.kv_config import convert_spec
-from kvxfer.integrations.vllm.common.layouts import CPU_BACKEND, layer_cache
+from kvxfer.integrations.vllm.common.kv_caches import CPU_BACKEND, convert_spec, layer_cache
 from kvxfer.integrations.vllm.common.model_identity import draft_of
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
@@ -60,22 +59,14 @@ no two elements of a key would be neighbours on both sides. See `cpu_packing` fo
 
 
 class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one block of a group on one worker.
-
-    Attributes:
-        payload_size_bytes: Bytes of the block.
-        boxes: Boxes of elements in these bytes; empty when they are unknown.
-        axes: Portable order of the axes of some parts, where it is not the usual one.
-        packing: Name of the packing of the keys and values, empty where there is none. On a GPU, if
-            the boxes are unknown, name of the kernels that the bytes are of.
-        reason: Reason why the boxes are unknown.
-    """
+    """Description of one block of a group on one worker."""
 
     payload_size_bytes: int
-    boxes: tuple[PageBox, ...] = ()
-    axes: dict[str, tuple[str, ...]] = {}
+    boxes: tuple[PageBox, ...] = ()  # empty when they are unknown
+    axes: dict[str, tuple[str, ...]] = {}  # in portable order, of parts where it is not the usual
+    # Of the keys and values, if any. On a GPU, if the boxes are unknown, the kernels' names.
     packing: str = ""
-    reason: str = ""
+    reason: str = ""  # why the boxes are unknown
 
 
 class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):

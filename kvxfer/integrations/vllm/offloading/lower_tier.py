@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,9 +18,8 @@ from kvxfer import runtime
 from kvxfer.backends.host import HostPool
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
-from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
+from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent, event_of_tier
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
-from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
@@ -38,7 +38,7 @@ from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of
-from kvxfer.storage.observer import Observer, Operation, Reports
+from kvxfer.storage.observer import Added, Event, Observer, Operation, Removed, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering import TierTimeouts
@@ -55,6 +55,9 @@ RESET_TIMEOUT_S = 5.0
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
 still read, and the threads of a backend get about equal shares."""
+
+MAX_TOLD = 1 << 16
+"""Blocks of a tier that are remembered, some 12 MiB: buckets and peers have no bound of theirs."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
@@ -126,23 +129,13 @@ class LowerTier:
     on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
     deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
     backend hangs. It is no `RowStore`: the rows are vLLM's own, so nothing is copied, and vLLM
-    polls.
+    polls. Rows are portable pages by the page mapping of each group, or stored unchanged; metrics
+    need the bytes that the backend has under a key of each of its groups, `chunk_sizes`. Observers
+    are told the keys that are used here.
 
-    Args:
-        rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.
-        num_groups: One more than the largest group index of a key.
-        backend: Backend that stores the rows; closed with the tier.
-        mappings: Page mapping of each group, by which rows are portable pages; by default rows are
-            stored unchanged.
-        chunk_sizes: Bytes that the backend has under a key of each of its groups, for metrics.
-        timeouts: Deadlines of the backend; a store has `STORE_TIMEOUT_S`.
-        reset_s: Deadline of `reset`.
-        purge_on_reset: Whether `reset` deletes everything in the backend, that of others, too.
-        pool: Pool whose slots the rows are. One that has changed is not stored. One that is loaded
-            loses its tags when that begins, and not before: after a reset, a worker may still be
-            about to read what was in it. None for memory of others.
-        emit_events: Whether to keep events for `take_events`.
-        observers: Told what happens to rows, under the keys that are used here.
+    Where the rows are slots of a pool, one that has changed is not stored. One that is loaded loses
+    its tags when that begins, and not before: after a reset, a worker may still be about to read
+    what was in it.
 
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
@@ -161,7 +154,6 @@ class LowerTier:
         *,
         mappings: Sequence[PageMapping] = (),
         chunk_sizes: Sequence[int] = (),
-        timeouts: TierTimeouts = TierTimeouts(),  # noqa: B008 - it is frozen
         reset_s: float = RESET_TIMEOUT_S,
         purge_on_reset: bool = False,
         pool: HostPool | None = None,
@@ -189,8 +181,8 @@ class LowerTier:
         if pool is not None:
             hashes = pool.integrity is MemoryIntegrity.FULL
             backend = _CheckedStores(backend, partial(self._check_rows, pool), hashes=hashes)
-        self._timeouts, self._reset_s = timeouts, reset_s
-        self._lookup_s = inf if timeouts.lookup_s is None else timeouts.lookup_s
+        self._timeouts, self._reset_s = TierTimeouts(), reset_s
+        self._lookup_s = self._timeouts.lookup_s or inf
         self._engine = TransferEngine(
             caches,
             backend,
@@ -259,10 +251,9 @@ class LowerTier:
     def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
         """Start one lookup in the backend of all keys that were wanted since the last call.
 
-        Args:
-            rows: Rows to load some of these keys to, if they are found, and keys of which that is
-                known. They belong to the tier until `poll` reports them; those whose keys the
-                backend does not have, until `take_missing` does.
+        Some of them are loaded to `rows` if they are found, and keys of which that is known. The
+        rows belong to the tier until `poll` reports them; those of keys that the backend does not
+        have, until `take_missing` does.
         """
         keys = self.wanted.take_unasked()
         known = dict(rows or {})
@@ -334,8 +325,7 @@ class LowerTier:
     def drain(self, *, timeout_s: float | None = None) -> bool:
         """Block until no transfer touches a row; the next `poll` reports the rows.
 
-        Returns:
-            Whether that happened before the timeout; not if the backend cannot be drained.
+        Return whether that happened in time; not if the backend cannot be drained.
         """
         jobs = list(self._jobs)
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
@@ -397,8 +387,7 @@ class LowerTier:
     def close(self) -> bool:
         """Finish stores, cancel loads, and close the backend.
 
-        Returns:
-            Whether that was done in time. If not, the backend may still touch rows.
+        Return whether that was done in time. If not, the backend may still touch rows.
         """
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
@@ -573,3 +562,62 @@ class _CheckedStores(WrappingBackend):
         """See `Backend.aclose`."""
         await self.inner.aclose()
         await self._threads.aclose()
+
+
+class TierEvents(Observer):
+    """Observer that keeps events until vLLM takes them.
+
+    It also remembers the blocks of each tier that it told last, for the reset of a cache: tiers
+    keep blocks of before for a while, and nobody can find them. Earlier ones are void by the
+    `AllBlocksCleared` that vLLM itself publishes then, before the events of this object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = runtime.lock()
+        self._salt = b""
+        self._told: dict[str, OrderedDict[BlockKey, None]] = defaultdict(OrderedDict)
+        self._have_forgotten: set[str] = set()  # tiers that had more blocks than are remembered
+        self._events: list[OffloadingEvent] = []
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        if not isinstance(event, (Added, Removed)) or (
+            isinstance(event, Removed) and event.namespace
+        ):
+            return
+        with self._lock:
+            own = [each for each in event.keys if each.startswith(self._salt)]
+            keys = [BlockKey(each[len(self._salt) :]) for each in own]
+            told, removed = self._told[event.tier], isinstance(event, Removed)
+            if removed:  # those that were told, or may have been long ago
+                keys = [key for key in keys if key in told or event.tier in self._have_forgotten]
+                for key in keys:
+                    told.pop(key, None)
+            else:  # those that were not told yet, or long ago
+                keys = [key for key in keys if key not in told]
+                told.update(dict.fromkeys(keys))
+            while len(told) > MAX_TOLD:
+                told.popitem(last=False)
+                self._have_forgotten.add(event.tier)
+            self._add(keys, event.tier, removed=removed)
+
+    def take(self) -> list[OffloadingEvent]:
+        """Return the events since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def reset(self, salt: bytes) -> None:
+        """Tell that all blocks are gone; from now on only keys with this salt are told."""
+        with self._lock:
+            self._events = [each for each in self._events if each.removed]
+            for tier, told in self._told.items():
+                self._add(told.keys(), tier, removed=True)
+            self._told.clear()
+            self._have_forgotten.clear()
+            self._salt = salt
+
+    def _add(self, keys: Collection[BlockKey], tier: str, *, removed: bool) -> None:
+        event = event_of_tier(list(keys), tier, removed=removed) if keys else None
+        if event is not None:
+            self._events.append(event)

@@ -27,20 +27,20 @@ from kvxfer.integrations.vllm.offloading.interface import (
     may_load_from_storage,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, RowOutcome
-from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observer import Cause, NotLoaded, Observer, Operation, Removal, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.wanted_blocks import Wanted, WantedBlocks
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 
 VERIFY_BYTES_PER_STEP = 256 << 20
 """Bytes that may be verified in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
@@ -58,6 +58,8 @@ a tight loop, and the thread that moves chunks get the interpreter lock only eve
 AFTER_FAILURE_S = 0.05
 """Longest wait for loads that go on when one has failed and its request stores what it computed: a
 chunk whose load fails later than that is not stored, and vLLM offers it no second time."""
+MAX_STEPS = 16
+"""Most steps that have begun and not ended; more are not told that they end."""
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
 _LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
@@ -71,6 +73,52 @@ class ChunkSlots(LoadStoreSpec):
 
     keys: Sequence[BlockKey]
     slots: Sequence[int]
+
+
+class PrefillSpeed:
+    """Measurement of the tokens of prompts that the engine computes, and of the time of its steps.
+
+    The chunks that a step computes are passed to be stored right after it was planned, and vLLM
+    asks for the metrics when the step has ended. With asynchronous scheduling a step is planned
+    before the one before it has ended: then its time is that between the two ends. Only chunks of
+    one group are counted, of `tokens_per_chunk` tokens; `loads` is told what was computed.
+    """
+
+    def __init__(self, loads: LoadOrCompute, group: int, tokens_per_chunk: int) -> None:
+        self._group = group
+        self._tokens_per_chunk = tokens_per_chunk
+        self.loads = loads
+        self._steps: deque[list[float]] = deque(maxlen=MAX_STEPS)  # begin, and tokens
+        self._ended_s = 0.0
+
+    def begin_step(self) -> None:
+        """Note that a step was planned."""
+        self._steps.append([runtime.monotonic(), 0])
+
+    def compute(self, keys: Sequence[BlockKey]) -> None:
+        """Note chunks that the last step computes."""
+        if self._steps:
+            self._steps[-1][1] += self._count_tokens(keys)
+
+    def load_pays(self, keys: Sequence[BlockKey], num_bytes: int, *, queued_bytes: int) -> bool:
+        """Whether to load chunks; see `LoadOrCompute.pays`."""
+        num_tokens = self._count_tokens(keys)
+        return not num_tokens or self.loads.pays(
+            keys, num_bytes, num_tokens, queued_bytes=queued_bytes
+        )
+
+    def end_step(self) -> None:
+        """Note that the first step has ended."""
+        if not self._steps:
+            return
+        began_s, num_tokens = self._steps.popleft()
+        now = runtime.monotonic()
+        if num_tokens:
+            self.loads.computed(int(num_tokens), now - max(began_s, self._ended_s))
+        self._ended_s = now
+
+    def _count_tokens(self, keys: Sequence[BlockKey]) -> int:
+        return self._tokens_per_chunk * sum(group_of(key) == self._group for key in keys)
 
 
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
@@ -92,18 +140,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     chunk that is looked up and not in host memory is given a slot and looked up below (`RETRY`),
     loaded if it is there (`HIT_PENDING`), and then held for the requests that wait for it. Any
     failure below makes it a miss for those requests. While a load that was abandoned may still
-    write to its slot, the chunk is a miss and the slot stays out of use.
-
-    Args:
-        pool: The pool, mapped by this process; closed on `shutdown`.
-        index: The index over its slots.
-        tier: Moves the rows of the pool; closed on `shutdown`. None without a lower tier.
-        emit_events: Whether to keep events for `take_events`.
-        trace: Records the requests; closed on `shutdown`.
-        observers: Told what happens to chunks, and how lookups were answered; the lower tier has
-            observers of its own.
-        prefill: Measures what the engine computes, and knows which loads are faster than that;
-            None to load whatever is found.
+    write to its slot, the chunk is a miss and the slot stays out of use. Without `prefill` whatever
+    is found is loaded. `shutdown` closes the pool, the tier and the trace.
     """
 
     def __init__(
@@ -196,9 +234,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Find slots for the leading chunks that have room; None if there is no room at all.
 
-        Of a request that had begun to load or compute before a reset, nothing is stored: vLLM offers
-        its chunks again, also those whose blocks left a sliding window or hold values of old
-        weights.
+        Of a request that had loaded or computed before a reset, nothing is stored: vLLM offers its
+        chunks again, also those whose blocks left a sliding window or hold values of old weights.
         """
         if self._requests.is_stale(req_context.req_id):
             return PrepareStoreOutput([], ChunkSlots([], []), [])
@@ -283,10 +320,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         events, self._events = self._events or [], None if self._events is None else []
         ours = [event for event in map(self._still_gone, events) if event.keys]
         return ours if self._tier is None else [*ours, *self._tier.take_events()]
-
-    def has_pending_work(self) -> bool:
-        """Whether there is work between steps: never."""
-        return False
 
     def reset_cache(self) -> None:
         """Find no chunk of either tier any more; slots that are still in use are kept out.

@@ -1,5 +1,7 @@
-"""Offloading spec: the class that vLLM's OffloadingConnector builds in scheduler and workers."""
+"""Offloading: vLLM's OffloadingConnector, and the spec that it builds in scheduler and workers."""
 
+import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,21 +10,17 @@ import xxhash
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.connect import open_tiers
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.hooks import convert_caches
+from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
-from kvxfer.integrations.vllm.common.settings import parse_offload
+from kvxfer.integrations.vllm.common.settings import find_settings, parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.identity import (
-    WorkerIdentity,
-    publish_identity,
-    receive_identities,
-    row_namespace,
-)
 from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
+    KVConnectorRole,
     OffloadingConfig,
+    OffloadingConnector,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -33,9 +31,15 @@ from kvxfer.integrations.vllm.offloading.interface import (
     workers_keep_the_same,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, PrefillSpeed
+from kvxfer.integrations.vllm.offloading.rows import (
+    WorkerIdentity,
+    map_rows,
+    num_copies,
+    publish_identity,
+    receive_identities,
+    row_namespace,
+)
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
@@ -49,6 +53,11 @@ from kvxfer.transfer import PolledEngine
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
 """Bytes that GPUs copy at one time, straight to and from slots: a load is begun beside stores."""
+
+SPEC = {
+    "spec_name": "KVXferOffloadingSpec",
+    "spec_module_path": "kvxfer.integrations.vllm",
+}
 
 
 class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
@@ -211,3 +220,41 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             integrity=self._pool_config.integrity,
             claim=claim,
         )
+
+
+class KVXferOffload(OffloadingConnector):
+    """Connector that keeps the KV cache in kvxfer's backends, by `KVXferOffloadingSpec`.
+
+    Each setting is from `kv_connector_extra_config`, or else `KVXFER_BACKEND`, or else the file
+    `KVXFER_CONFIG`.
+
+    Raises:
+        InvalidArgumentError: As for `KVXferOffloadingSpec`.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        found = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if role is KVConnectorRole.SCHEDULER:
+            found.log("KVXferOffload")
+        found.check_tiers()
+        super().__init__(offloading_config(vllm_config, found.values), role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> Any:
+        """See vLLM's `KVConnectorBase_V1`."""
+        found = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return super().build_prom_metrics(offloading_config(vllm_config, found.values), *args)
+
+
+def offloading_config(vllm_config: Any, settings: Mapping[str, Any]) -> Any:
+    """Copy a configuration, as that of an OffloadingConnector with these settings and our spec."""
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = dataclasses.replace(
+        vllm_config.kv_transfer_config,
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config=dict(settings)
+        if "spec_name" in settings
+        else {**SPEC, **settings},
+    )
+    return config

@@ -14,7 +14,6 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,
@@ -33,6 +32,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.requests import Requests
+from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports

@@ -31,11 +31,8 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
 
     A store that fails is reported as done: the scheduler finds its slots unfinished and drops
     them. A load that fails cannot be told to vLLM without ending the engine; that is why chunks
-    are verified before the scheduler promises them.
-
-    Args:
-        engine: Engine that moves blocks to slots; closed on `shutdown`, as are `closes`.
-        group_ids: Index in vLLM's keys of each group of the caches.
+    are verified before the scheduler promises them. `group_ids` are the indices of the groups of
+    the caches in vLLM's keys. `shutdown` closes the engine, and what else it is to close.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.hooks import KVCacheHooks
+from kvxfer.integrations.vllm.common.kv_caches import KVCacheHooks
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import configs_of_callers, find_settings
@@ -35,7 +35,6 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, PrefillDec
 from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
-from kvxfer.integrations.vllm.prefill_decode.step_data import StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
 from kvxfer.integrations.vllm.prefill_decode.tiers import (
     Shares,
@@ -44,7 +43,7 @@ from kvxfer.integrations.vllm.prefill_decode.tiers import (
     find_tiers,
     open_tiers,
 )
-from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker
+from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.lending.handover import Handover

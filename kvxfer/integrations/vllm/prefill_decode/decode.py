@@ -14,8 +14,8 @@ from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
-from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
+from kvxfer.integrations.vllm.prefill_decode.worker import Fetch, StepData
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found, Wanted
 from kvxfer.storage.keys import BlockKey
@@ -47,11 +47,8 @@ class DecodeScheduler:
 
     A request is asked about once, and its lease released once. Whatever goes wrong is a warning, a
     count by reason, and a prompt that D computes itself. D always computes the last token of a
-    prompt, to get at the next one; so that one is never loaded.
-
-    Args:
-        own: Endpoint at which this engine lends; a ticket that names it is a router's mistake.
-        reports: Told of each request that is asked about, once.
+    prompt, to get at the next one; so that one is never loaded. A ticket that names our `own`
+    endpoint is a router's mistake. Each request that is asked about is told once.
     """
 
     def __init__(

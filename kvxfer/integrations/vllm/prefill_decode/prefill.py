@@ -9,13 +9,13 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
     make_lease,
     make_params,
     wants_prefill,
 )
+from kvxfer.integrations.vllm.prefill_decode.worker import Offer, StepData
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
 

@@ -69,8 +69,8 @@ def find_tiers(vllm_config: Any) -> tuple[Any, Any] | None:
     settings = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).values
     if not settings.get("backend"):
         return None
-    from kvxfer.integrations.vllm.offloading.connector import offloading_config
     from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector
+    from kvxfer.integrations.vllm.offloading.offloading_spec import offloading_config
 
     given = {name: settings[name] for name in OFFLOAD_SETTINGS if name in settings}
     return OffloadingConnector, offloading_config(vllm_config, given)

@@ -1,20 +1,59 @@
-"""Worker: lends the blocks of P's prompts, and reads the pages of D's."""
+"""Worker: lends the blocks of P's prompts, and reads the pages of D's, as its scheduler says."""
 
 import logging
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvxfer import runtime
+from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import KVXferError
+from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
-from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
 from kvxfer.lending.handover import Handover
-from kvxfer.lending.reader import Fetched
+from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks of a request at P that may be read by others, under a lease."""
+
+    request_id: str
+    lease: str
+    keys: list[BlockKey]
+    block_ids: list[int]
+    is_complete: bool  # these are the last blocks of the request: its lease begins to run
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Pages of a request at D to read."""
+
+    request_id: str
+    endpoint: Endpoint  # of P's worker of rank 0
+    lease: str
+    wanted: Wanted
+    waits: bool  # for pages that are not there yet
+
+
+@dataclass(slots=True)
+class StepData(KVConnectorMetadata):
+    """Step data."""
+
+    offers: list[Offer] = field(default_factory=list)
+    # Leases to end before the step: vLLM is about to write to their blocks.
+    revoked: list[str] = field(default_factory=list)
+    # Those to end after its offers: vLLM keeps their blocks, if any, until a request is reported.
+    given_up: list[str] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    tiers: Any = None  # step data of the engine's own
+    loaded_by_both: set[str] = field(default_factory=set)  # from P and from the tiers
+    kept_by_both: set[str] = field(default_factory=set)  # lent and still being stored
 
 
 @dataclass(slots=True)

@@ -1,0 +1,289 @@
+"""KV caches as vLLM registers and describes them: hooks, configs, specs and layouts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kvxfer.engine_side import NULL_BLOCK_ID
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    canonicalize,
+)
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.spec import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+CROSS_LAYER = "every layer"
+"""Name under which the one tensor of all layers is registered; any name would do."""
+RegisteredEntry = torch.Tensor | Sequence[torch.Tensor]
+
+AXES = {"B": "block", "H": "head", "N": "token"}
+"""Axes by the letters of layout names, from 0.29 on; `C` is one token's elements per head."""
+PROBE = {"num_blocks": 1009, "block_size": 16, "num_kv_heads": 7, "head_size": 64}
+"""Sizes with which a backend's shape is probed: distinct numbers that backends accept."""
+AXIS_OF_SIZE = {1009: "block", 16: "token", 7: "head", 64: "dim", 128: "kv*dim", 2: "kv"}
+CPU_BACKEND = "CPU_ATTN"
+
+
+class KVCacheHooks(ABC):
+    """Mix-in for connectors: turns every hook that passes KV caches into `use_kv_caches`.
+
+    To be mixed into a connector, in front of vLLM's base class:
+
+        class MyConnector(KVCacheHooks, KVConnectorBase_V1): ...
+
+    A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer, or
+    `register_cross_layers_kv_cache` (up to 0.28) with one tensor of all layers, which it allocates
+    where the model and its attention backend allow it. Nothing is imported from vLLM; releases from
+    0.20 on are told apart by the attributes of their objects.
+
+    Implementors must define `use_kv_caches`.
+    """
+
+    _vllm_config: Any
+    """A `vllm.config.VllmConfig`; vLLM's base class keeps it under this name."""
+    _kv_cache_config: Any
+    """A `vllm.v1.kv_cache_interface.KVCacheConfig`, likewise."""
+
+    @abstractmethod
+    def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
+        """Use this worker's KV caches, whose memory vLLM owns and keeps as long as the worker."""
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether vLLM should allocate one tensor of all layers: yes, its blocks are contiguous."""
+        return True
+
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+    ) -> None:
+        """Take one entry per layer; entries that belong to no group, such as encoders', are left.
+
+        Raises:
+            InvalidArgumentError: kvxfer has no spec for a layer's cache.
+            LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
+        """
+        config = convert_config(self._kv_cache_config, kv_caches)
+        layers = {
+            name: layer_cache(name, kv_caches[name], config, self._vllm_config)
+            for name in config.layer_names
+        }
+        layouts = {name: each.layout for name, each in layers.items() if each.layout}
+        entries = {name: each.entry for name, each in layers.items()}
+        self.use_kv_caches(canonicalize(entries, config, layouts=layouts))
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """Take one tensor of all layers.
+
+        Raises:
+            InvalidArgumentError: kvxfer has no spec for a layer's cache, or the attention backend
+                does not tell the layout of such a tensor.
+            LayoutError: The tensor is not laid out as the backend says, see `canonicalize`.
+        """
+        config = convert_config(self._kv_cache_config, {})
+        layouts = {CROSS_LAYER: cross_layer_layout(attn_backend)}
+        self.use_kv_caches(canonicalize({CROSS_LAYER: kv_cache}, config, layouts=layouts))
+
+
+def convert_caches(caches: Any) -> CanonicalKVCaches:
+    """Convert canonical caches that vLLM made; zero-copy."""
+    return CanonicalKVCaches(
+        tensors=[
+            CanonicalKVCacheTensor(tensor.tensor, tensor.page_size_bytes)
+            for tensor in caches.tensors
+        ],
+        group_data_refs=[
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in caches.group_data_refs
+        ],
+        null_block_id=NULL_BLOCK_ID,
+    )
+
+
+def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
+    """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on.
+
+    From 0.27 on, the states of a recurrent layer are registered as one tensor of bytes.
+
+    Raises:
+        InvalidArgumentError: kvxfer has no spec for a layer's cache.
+    """
+    return KVCacheConfig(
+        num_blocks=config.num_blocks,
+        groups=tuple(
+            KVCacheGroup(
+                convert_spec(group.kv_cache_spec, kv_caches.get(group.layer_names[0])),
+                tuple(group.layer_names),
+            )
+            for group in config.kv_cache_groups
+        ),
+        # From 0.29 on a tensor lists its layers, but not the tensors that they share.
+        shared_tensors=tuple(
+            tuple(tensor.shared_by)
+            for tensor in config.kv_cache_tensors
+            if getattr(tensor, "shared_by", ())
+        ),
+        null_block_id=NULL_BLOCK_ID,
+    )
+
+
+def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
+    """Convert the spec of a layer with these tensors, or of a whole group, and check its size.
+
+    Raises:
+        InvalidArgumentError: kvxfer has no spec for it: a page has other bytes than keys and
+            values of this type would have, as packed or scaled ones do.
+    """
+    families = [base.__name__ for base in type(spec).__mro__]
+    family = next((name for name in families if name in _FAMILIES), None)
+    if family is None:
+        raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_FAMILIES)}")
+    if family in _FIELDS:
+        ours, fields = _FIELDS[family]
+        values: dict[str, Any] = {
+            name: getattr(spec, theirs, None) if theirs in _OPTIONAL else getattr(spec, theirs)
+            for name, theirs in fields.items()
+        }
+        converted = ours(**values)
+    elif family == "MambaSpec":
+        converted = _recurrent(spec, entry)
+    else:
+        layers = {name: convert_spec(each, entry) for name, each in spec.kv_cache_specs.items()}
+        converted = UniformTypeKVCacheSpecs(tokens_per_block=spec.block_size, layer_specs=layers)
+    if converted.page_size_bytes != spec.page_size_bytes:
+        rule = f"{spec.page_size_bytes} bytes in a page, not {converted.page_size_bytes}"
+        raise InvalidArgumentError("kv_cache_spec", spec, rule)
+    return converted
+
+
+def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
+    whole = MambaSpec(
+        tokens_per_block=spec.block_size,
+        shapes=tuple(spec.shapes),
+        dtypes=tuple(spec.dtypes),
+        page_size_padded=spec.page_size_padded,
+    )
+    if not isinstance(entry, torch.Tensor):
+        return whole
+    return replace(whole, shapes=((whole.unpadded_page_size_bytes,),), dtypes=(torch.int8,))
+
+
+_ATTENTION = {
+    "tokens_per_block": "block_size",
+    "num_kv_heads": "num_kv_heads",
+    "head_dim": "head_size",
+    "dtype": "dtype",
+    "page_size_padded": "page_size_padded",
+}
+_VALUES = {"head_dim_v": "head_size_v"}
+_WINDOW = {"sliding_window": "sliding_window"}
+_CHUNK = {"attention_chunk_tokens": "attention_chunk_size"}
+_OPTIONAL = frozenset({"page_size_padded", "head_size_v"})
+"""Fields that some releases do not have."""
+_FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
+    "SlidingWindowMLASpec": (SlidingWindowMLASpec, _ATTENTION | _WINDOW),
+    "MLAAttentionSpec": (MLASpec, _ATTENTION),
+    "SlidingWindowSpec": (SlidingWindowSpec, _ATTENTION | _VALUES | _WINDOW),
+    "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, _ATTENTION | _VALUES | _CHUNK),
+    "CrossAttentionSpec": (CrossAttentionSpec, _ATTENTION | _VALUES),
+    "FullAttentionSpec": (FullAttentionSpec, _ATTENTION | _VALUES | _WINDOW | _CHUNK),
+}
+"""Our class for a class of vLLM, by its name, and vLLM's names of our fields."""
+_FAMILIES = ("UniformTypeKVCacheSpecs", "MambaSpec", *_FIELDS)
+
+
+class LayerCache(NamedTuple):
+    """Tensor of a layer with its axes, empty where vLLM does not tell; or states of a layer."""
+
+    entry: RegisteredEntry
+    layout: str = ""
+
+
+def layer_cache(
+    name: str, entry: RegisteredEntry, config: KVCacheConfig, vllm_config: Any
+) -> LayerCache:
+    """Find the layout of a layer's cache, of which `entry` was registered."""
+    (group,) = [group for group in config.groups if name in group.layer_names]
+    spec = group.spec.for_layer(name)
+    if isinstance(spec, MambaSpec):
+        if isinstance(entry, torch.Tensor):  # `(num_blocks, 1, 1, bytes)`, with padding or without
+            entry = [entry[:, 0, 0, : spec.unpadded_page_size_bytes]]
+        return LayerCache(entry)
+    if not isinstance(spec, AttentionSpec) or not isinstance(entry, torch.Tensor):
+        return LayerCache(entry)
+    backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
+    named = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    layout = _axes_of_name(named, spec, entry.ndim) if named else _axes_of_backend(backend)
+    if backend.get_name() == CPU_BACKEND and layout.endswith("kv*dim"):
+        return LayerCache(_as_planes(entry), "block head kv token dim")
+    return LayerCache(entry, layout)
+
+
+def cross_layer_layout(attn_backend: Any) -> str:
+    """Ask an attention backend for the layout of one tensor of all layers.
+
+    Raises:
+        InvalidArgumentError: The backend does not tell.
+    """
+    layout = _axes_of_backend(attn_backend, layers=True)
+    if not layout:
+        rule = "a backend that says how it lays out a tensor of all layers"
+        raise InvalidArgumentError("attn_backend", attn_backend, rule)
+    return layout
+
+
+def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
+    """Convert a layout's name to axes; tensors of latents may have a head axis of one or none."""
+    if not isinstance(spec, (MLASpec, SlidingWindowMLASpec)):
+        return " ".join(AXES.get(letter, "kv*dim") for letter in name if letter != "L")
+    axes = [AXES.get(letter, "dim") for letter in name if letter != "L"]
+    return " ".join(axis for axis in axes if axis != "head" or num_axes == len(axes))
+
+
+def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
+    """Derive the axes, in order of memory, from a backend's shape and stride order."""
+    try:
+        shape = backend.get_kv_cache_shape(**PROBE)
+    except (AttributeError, NotImplementedError):
+        return ""
+    axes = [AXIS_OF_SIZE.get(size, "") for size in shape]
+    if not all(axes):
+        return ""
+    if layers:
+        axes = ["layer", *axes]
+    try:
+        order = backend.get_kv_cache_stride_order(include_num_layers_dimension=layers)
+    except (AttributeError, NotImplementedError):
+        order = () if layers else range(len(axes))
+    return " ".join(axes[index] for index in order)
+
+
+def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a CPU cache as its kernels do: in each block and head all keys, then all values.
+
+    Its shape `(num_blocks, heads, tokens, 2*dim)` says otherwise.
+    """
+    num_blocks, heads, tokens, width = tensor.shape
+    block_stride, head_stride, _, _ = tensor.stride()
+    dim = width // 2
+    return tensor.as_strided(
+        (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
+    )
