@@ -94,12 +94,8 @@ def test_pages_of_another_revision_size_or_data_type_are_others(tmp_path: Path) 
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
     with open_cache(model, tmp_path, revision="one") as cache:
         fill(cache, model, prompt)
-    for revision, tokens_per_page, hit in (
-        ("one", 16, 32),
-        ("two", 16, 0),
-        ("", 16, 0),
-        ("one", 8, 0),
-    ):
+    others = (("one", 16, 32), ("two", 16, 0), ("", 16, 0), ("one", 8, 0))
+    for revision, tokens_per_page, hit in others:
         settings = {"revision": revision, "tokens_per_page": tokens_per_page}
         with open_cache(model, tmp_path, **settings) as cache:
             assert num_loaded(cache, prompt) == hit
@@ -173,6 +169,28 @@ def test_a_closed_cache_says_so(tmp_path: Path) -> None:
             call()
 
 
+def test_gradients_and_modes_of_torch_stay_out_of_the_pages(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with torch.inference_mode():
+        cache = open_cache(model, tmp_path)
+    with cache:
+        past = cache.load(prompt)
+        model(prompt, **with_cache(past))
+        assert past.layers[0].keys.requires_grad
+        assert cache.store(prompt, past) == 32
+        assert not cache.load(prompt).layers[0].keys.requires_grad
+
+
+def test_a_model_that_was_converted_since_generates_without_pages(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        model.to(torch.bfloat16)
+        alone = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert torch.equal(cache.generate(prompt, max_new_tokens=4, do_sample=False), alone)
+        assert num_loaded(cache, prompt) == 0
+
+
 # Bad pages and late backends cost time, and no tokens.
 
 
@@ -206,9 +224,9 @@ def test_no_time_is_no_hit(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(70)
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
-        output = model.generate(prompt, **with_cache(past), max_new_tokens=2, do_sample=False)
-        assert cache.store(output, past, timeout_s=0) == 0
-        assert cache.store(output, past) == 64
+        model(prompt, **with_cache(past))
+        assert cache.store(prompt, past, timeout_s=0) == 0
+        assert cache.store(prompt, past) == 64
         assert num_loaded(cache, prompt, timeout_s=0) == 0
         assert num_loaded(cache, prompt, timeout_s=None) == 64
 
@@ -286,11 +304,9 @@ def test_what_is_no_text_of_one_sequence(
     [
         ("num_beams", 2),
         ("num_return_sequences", 2),
-        ("use_cache", False),
         ("past_key_values", transformers.DynamicCache()),
         ("assistant_model", torch.nn.Linear(2, 2)),
         ("pixel_values", torch.zeros(1, 3, 8, 8)),
-        ("cache_implementation", "static"),
         ("use_cache", None),  # the model would compute the whole prompt, as with False
         ("generation_config", {"num_beams": 2}),
         ("attention_mask", torch.ones(40, 1)),
@@ -307,7 +323,9 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
                 cache.generate(prompt, generation_config=config)
 
 
-def test_what_generate_itself_takes_is_allowed(tmp_path: Path) -> None:
+def test_what_generate_itself_takes_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompt = shared_model(), prompt_of(40)
     taken: dict[str, Any] = {
         "generation_config": transformers.GenerationConfig(max_new_tokens=8),
@@ -322,17 +340,6 @@ def test_what_generate_itself_takes_is_allowed(tmp_path: Path) -> None:
         for _ in range(2):
             assert cache.generate(prompt, **taken).shape[1] == 48
         assert num_loaded(cache, prompt) == 32
-
-
-def test_a_cache_of_another_kind_in_the_settings_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, prompt = shared_model(), prompt_of(40)
-    with open_cache(model, tmp_path) as cache:
-        monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
-        for call in (cache.load, cache.generate):
-            with pytest.raises(InvalidArgumentError, match=r"^cache_implementation is 'st"):
-                call(prompt)
         monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
         assert cache.generate(prompt, max_new_tokens=2).shape[1] == 42  # as checkpoints have it
 
@@ -411,6 +418,7 @@ def test_a_release_whose_caches_count_their_tokens_themselves(
         ("prompt_lookup_num_tokens", 3),
         ("prefill_chunk_size", 16),
         ("assistant_early_exit", 1),
+        ("cache_implementation", "static"),
     ],
 )
 def test_settings_that_compute_the_whole_prompt_behind_a_prefix(
@@ -418,7 +426,7 @@ def test_settings_that_compute_the_whole_prompt_behind_a_prefix(
 ) -> None:
     """Found by their wrong tokens: the prefix would be there twice."""
     model, prompt = shared_model(), prompt_of(40)
-    refused = pytest.raises(InvalidArgumentError, match=rf"^{name} is {value}; ")
+    refused = pytest.raises(InvalidArgumentError, match=rf"^{name} is {value!r}; ")
     with open_cache(model, tmp_path) as cache:
         with refused:
             cache.generate(prompt, **{name: value})

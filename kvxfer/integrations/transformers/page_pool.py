@@ -11,6 +11,7 @@ from kvxfer.integrations.transformers.interface import Past
 from kvxfer.integrations.transformers.model_layers import LayerShape
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
@@ -58,7 +59,8 @@ class PagePool:
         self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
         try:
-            rows = torch.empty((self.num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+            size = self.num_pages, page_bytes
+            rows = torch.empty(size, dtype=torch.uint8, device=HOST, pin_memory=pinned)
         except RuntimeError as exc:
             found = f"{self.num_pages} pages of {page_bytes:,} bytes"
             raise InvalidArgumentError("pool_bytes", found, "memory that can be had") from exc
@@ -85,11 +87,12 @@ class PagePool:
 
     def take_in(self, past: Past, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Copy pages of a model's cache to the pool; `pages` count from the first token."""
-        for (keys, values), layer in zip(self._views, past.layers, strict=True):
-            for page, slot in zip(pages, slots, strict=True):
-                tokens = slice(page * self._tokens, (page + 1) * self._tokens)
-                keys[slot].copy_(layer.keys[0, :, tokens])
-                values[slot].copy_(layer.values[0, :, tokens])
+        with torch.inference_mode():  # no gradients, and whatever mode the pool was made in
+            for (keys, values), layer in zip(self._views, past.layers, strict=True):
+                for page, slot in zip(pages, slots, strict=True):
+                    tokens = slice(page * self._tokens, (page + 1) * self._tokens)
+                    keys[slot].copy_(layer.keys[0, :, tokens])
+                    values[slot].copy_(layer.values[0, :, tokens])
 
     def make_room(self, num_pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Allocate keys and values of each layer, on its device."""
