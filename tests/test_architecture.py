@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -272,6 +273,20 @@ def uses_beside_runtime(nodes: Sequence[ast.AST]) -> Iterator[str]:
         is_pool = call and name == "run_in_executor" and ast.unparse(call.args[0]) == "None"
         if is_unseeded or is_pool or (full in OF_THE_RUNTIME and part is node not in apart):
             yield f"{ast.unparse(part)}, line {getattr(part, 'lineno', 0)}"
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """Else on that of the caller's thread, as after `torch.set_default_device`."""
+    made = re.compile(r"torch\.(arange|as_tensor|empty|full|ones|rand|randint|tensor|zeros)")
+    apart = ("kvxfer.testing.", "kvxfer.integrations.vllm.common.cpu_packing", *PROGRAMS)
+    found = {
+        f"{name}, line {node.lineno}"
+        for name, path in MODULES.items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and made.fullmatch(ast.unparse(node.func))
+        if "device" not in {each.arg for each in node.keywords} and not name.startswith(apart)
+    }
+    assert found == set()
 
 
 def test_only_the_runtime_makes_the_calls_of_a_store_of_files() -> None:

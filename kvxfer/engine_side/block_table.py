@@ -49,7 +49,7 @@ class DeviceArray:
         self._staged = self.device
         self._copied: torch.Event | None = None
         if device.type != "cpu":
-            self._staged = torch.zeros(shape, dtype=dtype, pin_memory=True)
+            self._staged = torch.zeros(shape, dtype=dtype, device=HOST, pin_memory=True)
             self._copied = torch.Event(self.device.device)
         self._staged_array: NDArray[Any] = self._staged.numpy()
         self.host = np.zeros_like(self._staged_array)

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvxfer import runtime
@@ -633,8 +632,8 @@ class Reader:
         if not tails:
             return
         blocks = Descriptors.concatenate(tails)
-        zeros = torch.zeros(int(blocks.block_sizes.max()), dtype=torch.uint8)
-        places = np.full(blocks.num_blocks, zeros.data_ptr(), np.uint64)
+        zeros = np.zeros(int(blocks.block_sizes.max()), np.uint8)
+        places = np.full(blocks.num_blocks, zeros.ctypes.data, np.uint64)
         source = Descriptors.of_pieces(places, blocks.block_sizes, owners=(zeros,))
         await self._threads.run(self._copy_engine.copy, source, blocks)
 

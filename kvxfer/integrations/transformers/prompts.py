@@ -94,7 +94,7 @@ def require_tensor(ids: Any) -> None:
 def _as_tensor(given: Any) -> Any:
     """Make a tensor of a list; what is none stays as it is."""
     try:
-        return torch.as_tensor(given) if isinstance(given, (list, tuple)) else given
+        return torch.as_tensor(given, device="cpu") if isinstance(given, (list, tuple)) else given
     except (TypeError, ValueError, RuntimeError):  # ragged, of no numbers, too large
         return given
 

@@ -11,6 +11,7 @@ from kvxfer.kvcache.canonical.caches import CanonicalKVCacheRef, CanonicalKVCach
 from kvxfer.kvcache.canonical.registered import KVCaches, LayerPlace, Layouts, read_registered
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import LayoutReading
+from kvxfer.kvcache.memory_region import HOST
 
 SENTINELS = range(1, 60)
 """Byte values to write: never zero, and never the upper byte of a NaN in any float format."""
@@ -140,9 +141,8 @@ def _write_sentinels(view: torch.Tensor, seed: int) -> torch.Tensor:
     """Fill a view with sentinels and return them as bytes, in the order of the view."""
     num_bytes = view.numel() * view.element_size()
     generator = torch.Generator().manual_seed(seed)
-    sentinels = torch.randint(
-        SENTINELS.start, SENTINELS.stop, (num_bytes,), dtype=torch.int8, generator=generator
-    )
+    sentinels = torch.empty(num_bytes, dtype=torch.int8, device=HOST)
+    sentinels.random_(SENTINELS.start, SENTINELS.stop, generator=generator)
     view.copy_(sentinels.view(view.dtype).view(view.shape))
     return sentinels
 
@@ -153,7 +153,7 @@ def _changed_bytes(
     after: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Collect the bytes of pages that changed, page after page; not those beyond a page."""
-    changed = [torch.empty(0, dtype=torch.int8)]
+    changed = [torch.empty(0, dtype=torch.int8, device=HOST)]
     for ref, old, new in zip(refs, before, after, strict=True):
         page, old_page = new[: ref.page_size_bytes], old[: ref.page_size_bytes]
         changed.append(page[page != old_page].cpu())
