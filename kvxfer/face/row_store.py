@@ -14,13 +14,7 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face.salted_keys import SaltedKeys
 from kvxfer.runtime import Suspension
-from kvxfer.storage.backend import (
-    Outcome,
-    Purgeable,
-    Status,
-    can_purge_all,
-    positions_done,
-)
+from kvxfer.storage.backend import Outcome, Purgeable, Status, can_purge_all, positions_done
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey
@@ -342,6 +336,11 @@ class RowPool:
         with self._changed:
             self._free += rows
             self._changed.notify_all()
+
+
+def count_leading(found: Sequence[bool]) -> int:
+    """Count the pages before the first that is missing."""
+    return [*found, False].index(False)
 
 
 _UNSAFE = Outcome(Status.FAILED, memory_safe=False)

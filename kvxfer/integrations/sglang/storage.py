@@ -10,6 +10,7 @@ import torch
 from kvxfer import runtime
 from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.face import count_leading
 from kvxfer.integrations.sglang.interface import (
     SUPPORTED,
     HiCacheStorage,
@@ -51,8 +52,10 @@ class KVXferStorage(Plug, HiCacheStorage):
         kwargs: Nothing, in SGLang's releases up to now.
 
     Raises:
-        InvalidArgumentError: A setting is missing, unknown or of no use.
-        UnsupportedEngineError: This release of SGLang wants methods that are not known.
+        InvalidArgumentError: A setting is missing, unknown or of no use; or an adapter that the
+            engine was started with is no folder whose files can be read.
+        UnsupportedEngineError: This release of SGLang wants methods that are not known, or tells
+            its settings in another way.
     """
 
     packages, supported = ("sglang",), SUPPORTED
@@ -95,7 +98,7 @@ class KVXferStorage(Plug, HiCacheStorage):
 
     def batch_exists(self, keys: list[str], *_: Any, **__: Any) -> int:
         """Count the leading pages that are there: one question for all keys."""
-        return _leading(self._look_up(keys, [KV])[KV])
+        return count_leading(self._look_up(keys, [KV])[KV])
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, *_: Any, **__: Any
@@ -119,7 +122,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Find the prefixes of a hybrid model that can be restored from all of its pools."""
         transfers = pool_transfers or []
         found = self._look_up(keys, [KV, *(str(each.name) for each in transfers)])
-        num_pages = _leading(found[KV])
+        num_pages = count_leading(found[KV])
         restorable = set(range(1, num_pages + 1))
         hits: dict[Any, int] = {PoolName.KV: num_pages} if num_pages else {}
         for transfer in transfers:
@@ -127,7 +130,7 @@ class KVXferStorage(Plug, HiCacheStorage):
                 continue
             there = found[str(transfer.name)][:num_pages]
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                fitting = set(range(1, _leading(there) + 1))
+                fitting = set(range(1, count_leading(there) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 fitting = _ends(there, max(1, len(transfer.keys or ())))
             else:
@@ -267,10 +270,6 @@ def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | N
 
 def _block_key(key: str, group: int) -> BlockKey:
     return make_block_key(bytes.fromhex(key), group)
-
-
-def _leading(found: Sequence[bool]) -> int:
-    return found.index(False) if False in found else len(found)
 
 
 def _ends(found: Sequence[bool], num_trailing: int) -> set[int]:

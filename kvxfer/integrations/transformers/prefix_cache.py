@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
 from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.face import RowPool, RowStore
+from kvxfer.face import RowPool, RowStore, count_leading
 from kvxfer.integrations.transformers import prompts
 from kvxfer.integrations.transformers.interface import (
     CACHE_ARGUMENT,
@@ -105,8 +104,7 @@ class PrefixCache:
         self._model = model
         self._layers = find_layers(model)
         self._weights = Weights(model)
-        self._config_hash = _hash_config(model.config)
-        self._change: str | None = ""  # of weights and configuration, as of the last call
+        self._change: str | None = ""  # of the model, as of the last call
         self._has_changed = False  # at any call
         if engine_keys:
             keys = _vllm_keys(engine_keys)
@@ -125,7 +123,7 @@ class PrefixCache:
                 model=type(model).__name__,
                 revision=f"{revision} weights {self._weights.digest}".strip(),
                 dtype=str(model.dtype).removeprefix("torch."),
-                config_hash=self._config_hash,
+                config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
             )
             self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
         self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
@@ -173,7 +171,8 @@ class PrefixCache:
         prompts.require_text(tokens, attention_mask, self._model)
         is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
         with self._turn(timeout_s) as deadline:
-            finding, expected = begin_aside("kvxfer-weights", self._find_change), self._change
+            expected = self._change
+            finding = begin_aside("kvxfer-weights", self._weights.find_change)
             try:
                 past = self._find_prefix(tokens, None if is_altered else expected, deadline)
             finally:
@@ -189,13 +188,13 @@ class PrefixCache:
     def _find_prefix(self, tokens: Sequence[int], change: str | None, deadline: float) -> Past:
         """Make a cache with the prefix of a prompt that is stored for these weights."""
         past, keys = DynamicCache(), self._keys(tokens, len(tokens) - 1, change)
-        found = _count_leading(self._pages.lookup(keys, deadline))
+        found = count_leading(self._pages.lookup(keys, deadline))
         if not found:
             return past
         room = self._pool.make_room(found)
         copy = partial(self._pool.give_out, room)
         loaded = self._pages.move(Direction.LOAD, keys[:found], copy, deadline)
-        if arrived := _count_leading(loaded):
+        if arrived := count_leading(loaded):
             stop = arrived * self.tokens_per_page
             for at, (layer_keys, layer_values) in enumerate(room):
                 give_layer(past, at, layer_keys[:, :, :stop], layer_values[:, :, :stop])
@@ -235,7 +234,7 @@ class PrefixCache:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
         with self._turn(timeout_s) as deadline:
-            change = self._note(self._find_change())
+            change = self._note(self._weights.find_change())
             is_other = self._has_changed if loaded is None else loaded.change != change
             if is_other:
                 return 0
@@ -269,7 +268,8 @@ class PrefixCache:
         prompts.require_tensor(input_ids)
         past = self._load(input_ids, settings.get("attention_mask"), None)
         output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
-        self.store(output, past)
+        if self._loaded[past].change is not None:  # else its shapes may be others, too
+            self.store(output, past)
         return output
 
     def close(self) -> None:
@@ -303,17 +303,8 @@ class PrefixCache:
         finally:
             self._lock.release()
 
-    def _find_change(self) -> str | None:
-        """Say what weights and configuration are now; empty if they are those of the start.
-
-        None while the model has a part of which that cannot be said; see `Weights.find_change`.
-        """
-        config = _hash_config(self._model.config)
-        change = self._weights.find_change()
-        return None if change is None else change + ("" if config == self._config_hash else config)
-
     def _note(self, change: str | None) -> str | None:
-        """Note what weights and configuration are at this call."""
+        """Note what the model is at this call."""
         self._change = change
         self._has_changed |= change != ""
         return change
@@ -331,18 +322,9 @@ class PrefixCache:
         return self._vllm.page_keys(tokens[:whole])
 
 
-def _count_leading(done: Sequence[bool]) -> int:
-    return sum(1 for _ in takewhile(bool, done))
-
-
 def _vllm_keys(engine_keys: object) -> VLLMKeys:
     if engine_keys == "vllm":
         return VLLMKeys()
     if not isinstance(engine_keys, VLLMKeys):
         raise InvalidArgumentError("engine_keys", engine_keys, "'vllm' or VLLMKeys")
     return engine_keys
-
-
-def _hash_config(config: Any) -> str:
-    """Hash what may change keys and values of a configuration as it is now."""
-    return hash_text(json.dumps(config_facts(config), sort_keys=True))

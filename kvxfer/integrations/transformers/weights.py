@@ -45,6 +45,7 @@ class Weights:
     def __init__(self, model: Any) -> None:
         self._model = getattr(model, "_orig_mod", model)  # compiled, it computes the same
         self._threads = min(MAX_THREADS, runtime.num_cores())
+        self._kind = self._find_kind()
         self._obstacle = ""
         self.digest = self._hash(_read)
         self._mark = self._hash(_sum_up)
@@ -63,12 +64,18 @@ class Weights:
             return None
         return "" if mark == self._mark else self._hash(_read)
 
+    def _find_kind(self) -> tuple[Any, Any]:
+        """Find the data type and the device of the model, which pages of it are made for."""
+        return getattr(self._model, "dtype", None), getattr(self._model, "device", None)
+
     def _hash(self, take: Any) -> str:
         state = read_state(self._model, take)
-        if state.obstacle and state.obstacle != self._obstacle:
+        is_another = self._find_kind() != self._kind
+        obstacle = "a conversion or move of the model" if is_another else state.obstacle
+        if obstacle and obstacle != self._obstacle:
             text = "prefixes are neither found nor stored: %s may change keys and values"
-            logger.warning(text, state.obstacle)
-        self._obstacle = state.obstacle
+            logger.warning(text, obstacle)
+        self._obstacle = obstacle
         names = _tensors(self._model)
         named = [(several[0], tensor) for several, tensor in names]
         with DaemonThreads("kvxfer-weights", self._threads) as executor:
