@@ -49,6 +49,9 @@ HARMLESS = frozenset({
 """Attributes of modules that change no key and no value of a model in `eval()`."""
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Modules whose hooks note outputs, or ask for gradients."""
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
+"""Functions of torch through which every module is called."""
 PROCESS = " process"
 """Name of what is no module, and holds for all of them."""
 MAX_DEPTH = 12
@@ -65,9 +68,10 @@ class ModuleState:
 
 def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> ModuleState:
     """Read the state of a model's modules as it is now, with tensors that are no parameters."""
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    has_hooks = any(getattr(torch_modules, name) for name in names)
-    state = ModuleState(obstacle="a hook of all modules" if has_hooks else "")
+    hooks = [getattr(torch_modules, name) for name in GLOBAL_HOOKS]
+    calls = [where_written(vars(torch.nn.Module)[name])[0] for name in CALLS]
+    is_altered = any(hooks) or {*calls} != {torch_modules.__name__}
+    state = ModuleState(obstacle="a hook of all modules" if is_altered else "")
     encoder = _Encoder(model, hash_tensor)
     code = functools.cache(encoder.code)
     for name, module in model.named_modules(remove_duplicate=False):
