@@ -4,6 +4,7 @@ A key can be read, so that after a restart files tell which objects they are of.
 it are too long for the name of a file, a digest of all fields takes their place.
 """
 
+import dataclasses
 import hashlib
 import struct
 
@@ -14,6 +15,9 @@ MAX_ID_BYTES = 111
 """Bytes of an object's id: with its piece and its group it has to fit into the name of a file."""
 
 READABLE, DIGEST = b"\x01", b"\x00"
+
+TOLD = frozenset({"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"})
+"""Fields of a key that can be read; one that a later release adds goes into the digest."""
 
 _FIELDS = struct.Struct(">QIBB")
 """Rank, object group, bytes of the chunk's hash, bytes of the model's name."""
@@ -34,10 +38,15 @@ def object_id_of(key: ObjectKey) -> bytes:
         told = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
     except struct.error:  # a number out of range
         told = b""
-    if told and len(told) <= MAX_ID_BYTES:
+    others = [
+        f"{each.name}={getattr(key, each.name)!r}".encode()
+        for each in dataclasses.fields(key)
+        if each.name not in TOLD and getattr(key, each.name) != each.default
+    ]
+    if told and len(told) <= MAX_ID_BYTES and not others:
         return told
     digest = hashlib.blake2b(digest_size=32)
-    for field in (chunk_hash, model, salt, repr(fields[:2]).encode()):
+    for field in (chunk_hash, model, salt, repr(fields[:2]).encode(), *others):
         digest.update(len(field).to_bytes(8, "big") + field)
     return digest.digest() + DIGEST
 
@@ -57,7 +66,7 @@ def object_key_of(object_id: bytes) -> ObjectKey | None:
             object_group_id=group,
             cache_salt=names[hash_bytes + model_bytes :].decode(),
         )
-    except ValueError:
+    except (TypeError, ValueError):  # also of a key that has to say more
         return None
 
 
