@@ -1,6 +1,11 @@
-"""Clock that a test sets, in place of the machine's."""
+"""Clock that a test sets, in place of the machine's; and what waits by that of the machine."""
+
+import time
+from collections.abc import Callable
 
 from kvxfer.runtime import OrdinaryRuntime
+
+LIMIT_S = 15.0
 
 
 class Clock(OrdinaryRuntime):
@@ -11,3 +16,10 @@ class Clock(OrdinaryRuntime):
 
     def monotonic(self) -> float:
         return self.now
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, Fau
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
+from tests.clock import until
 
 NUM_ROWS, ROW_BYTES = 4, 64
 KEYS = make_keys(6)
@@ -63,9 +63,7 @@ class Pages:
         return len(rows)
 
     def wait_until_free(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.num_free() < NUM_ROWS:
-            assert time.monotonic() < deadline
+        until(lambda: self.num_free() == NUM_ROWS)
 
 
 def interrupt() -> None:

@@ -1,10 +1,11 @@
 """`KVXferL2Adapter`, made by LMCache's own factory and driven as its controllers do."""
 
 import select
-import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,11 +36,10 @@ from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_of
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Observer, Operation, Reports
+from kvxfer.storage.observer import Added, Observer, Operation, Removal, Removed, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.tiering.tiered_backend import observe
-
-LIMIT_S = 15.0
+from tests.clock import LIMIT_S, until
 
 
 def plugin(params: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -105,13 +105,6 @@ def bytes_of(objects: Sequence[TensorMemoryObj]) -> list[bytes]:
     return [each.raw_data.numpy().tobytes() for each in objects]
 
 
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 class Driver:
     """Controllers in one: submits a task, waits for its event, and takes the answer."""
 
@@ -120,7 +113,9 @@ class Driver:
 
     @classmethod
     def open(cls, spec: dict[str, Any], memory: Memory | None = None) -> "Driver":
-        return cls(create_l2_adapter(make_config(spec), None if memory is None else memory.desc))
+        adapter = create_l2_adapter(make_config(spec), None if memory is None else memory.desc)
+        adapter.set_backend_identity("kvxfer")
+        return cls(adapter)
 
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[TensorMemoryObj]) -> L2StoreResult:
         task = self.adapter.submit_store_task(list(keys), list(objects))
@@ -187,6 +182,13 @@ def test_objects_of_every_size_come_back(driver: Driver, memory: Memory) -> None
     assert bytes_of(loaded) == expected
 
 
+@dataclass(frozen=True)
+class LaterKey(ObjectKey):  # type: ignore[misc]
+    """Key of a later release, with a field that nobody knows yet."""
+
+    tenant: str = ""
+
+
 def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
     others = [
         make_key(2),
@@ -195,9 +197,11 @@ def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
         make_key(1, object_group_id=1),
         make_key(1, cache_salt="tenant"),
         make_key(1, cache_salt="t" * 128),
+        LaterKey(**vars(make_key(1)), tenant="another"),
     ]
     driver.store([make_key(1)], [memory.fill(100, 1)])
     assert driver.lookup([make_key(1), *others]) == [True] + [False] * len(others)
+    assert driver.lookup([LaterKey(**vars(make_key(1)))]) == [True]
     sizes = [100 + number for number in range(len(others))]
     assert driver.store(others, [memory.fill(size, size) for size in sizes]).is_successful()
     loaded = [memory.allocate(size) for size in sizes]
@@ -283,13 +287,12 @@ def test_found_objects_stay_until_they_are_unlocked_or_nobody_does_for_long(
 def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None:
     keys = [make_key(number) for number in range(5)] + [make_key(9, model_name="other")]
     driver.store(keys, [memory.fill(100 + number, number) for number in range(len(keys))])
-    listed, cursor = [], None
-    while True:
+    listed: list[Any] = []
+    cursor: str | None = ""
+    while cursor is not None:
         page = driver.adapter.list_l2_keys("some/model", 2, cursor)
         listed += [(each.key.to_object_key(), each.size_bytes) for each in page.entries]
         cursor = page.next_page_token
-        if cursor is None:
-            break
     assert sorted(listed, key=lambda each: each[1]) == [
         (key, 100 + number) for number, key in enumerate(keys[:5])
     ]
@@ -297,16 +300,26 @@ def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None
         driver.adapter.list_l2_keys(page_size=0)
 
 
-def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Memory) -> None:
+def test_files_of_before_are_found_counted_and_listed(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = [make_key(1, cache_salt="a"), make_key(2, cache_salt="b" * 100)]
     stored = [memory.fill(70_000, 1), memory.fill(100, 2)]
     first = Driver.open(plugin(params_of(tmp_path)), memory)
     first.store(keys, stored)
     first.adapter.close()
+    bus = Mock()
+    monkeypatch.setattr("lmcache.v1.distributed.l2_adapters.base.get_event_bus", lambda: bus)
     second = Driver.open(plugin(params_of(tmp_path)), memory)
     # Bytes of whole pieces: the last one's are not known before it is loaded.
     until(lambda: second.adapter.get_usage().bytes_by_cache_salt == {"a": 2 * 65_536})
     assert [each.key.to_object_key() for each in second.adapter.list_l2_keys().entries] == keys[:1]
+    calls = bus.publish.mock_calls
+    until(lambda: {each.args[0].metadata["backend"] for each in calls} == {"kvxfer"})
+    told: dict[ObjectKey, int] = {}
+    listener = Mock(on_l2_keys_stored=lambda *of: told.update(zip(*of, strict=True)))
+    second.adapter.register_listener(listener)  # as LMCache's eviction does, after it is made
+    assert told == {keys[0]: 2 * 65_536}
     assert second.lookup(keys) == [True, True]
     loaded = [memory.allocate(70_000), memory.allocate(100)]
     assert second.load(keys, loaded) == [True, True]
@@ -406,8 +419,10 @@ class FaultyAdapter(KVXferL2Adapter):
     """Adapter over a backend that injects faults, and tells nobody what it has."""
 
     faulty: FaultyBackend
+    observers: Sequence[Observer]
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        self.observers = observers
         inner = DictBackend(DictConfig(), namespace)
         self.faulty = FaultyBackend(inner, seed=1, rates=FaultRates())
         return self.faulty
@@ -527,6 +542,29 @@ def test_a_late_load_does_not_write_to_memory_that_was_answered_for(
     again = [memory.allocate(SIZE), memory.allocate(SIZE)]
     assert driver.load(KEYS, again) == [True, True]  # the buffers are there again
     assert bytes_of(objects) == [bytes([7]) * SIZE] * 2
+
+
+@pytest.mark.parametrize("adapter", [{"pause_s": 1.0}], indirect=True, ids=["pause"])
+def test_pieces_left_over_go_after_a_pause(adapter: FaultyAdapter, memory: Memory) -> None:
+    driver, blocks = Driver(adapter), adapter.faulty.inner._blocks  # type: ignore[attr-defined]
+    driver.store(KEYS[:1], [memory.fill(SIZE, 1)])
+    pieces = list(blocks)
+    adapter.faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+    assert driver.lookup(KEYS) == [False, False]
+    adapter.observers[0].note(Added("dict", pieces))
+    adapter.observers[0].note(Removed("dict", [pieces.pop()], Removal.EVICTED))
+    adapter.faulty.rates = FaultRates()
+    until(lambda: adapter.report_status()["is_healthy"])
+    driver.store(KEYS[1:], [memory.fill(SIZE, 2)])
+    until(lambda: not blocks.keys() & {*pieces})
+
+
+def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Mock()
+    monkeypatch.setattr(KVXferL2Adapter, "open_backend", opened)
+    with pytest.raises(MemoryError):
+        KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
+    assert not opened.called
 
 
 def test_closing_answers_and_ends_in_time(memory: Memory) -> None:

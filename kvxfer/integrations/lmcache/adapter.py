@@ -1,11 +1,11 @@
 """L2 adapter of LMCache over any backends of kvxfer."""
 
-import contextlib
 import itertools
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvxfer.integrations.lmcache.interface import (
     KeyListPage,
     L1MemoryDesc,
     L2AdapterInterface,
+    L2AdapterListener,
     L2StoreResult,
     MemoryLayoutDesc,
     MemoryObj,
@@ -80,27 +81,32 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = runtime.lock()
         self._closed = False
-        self._ready = False
-        namespace = settings.namespace
-        self._residents = Residents(settings.piece, namespace.fingerprint, self._wake)
-        backend = self.open_backend(namespace, [self._residents])
-        self._residents.num_tiers = len(tiers_of(backend))
-        exact = (backend.provide(kind) for kind in (HostBackend, FileBackend))
-        self._residents.is_exact = any(each is not None for each in exact)
-        self._objects = ObjectStore(backend, settings, self._residents)
-        self._stored, self._found, self._loaded = Answers(), Answers(), Answers()
-        self._deadlines = Deadlines()
-        try:
+        self._ready = False  # to tell LMCache: an event has the adapter's name
+        with ExitStack() as opened:
+            answers = [opened.enter_context(closing(Answers())) for _ in range(3)]
+            self._stored, self._found, self._loaded = answers
+            self._residents = Residents(settings.piece, settings.namespace.fingerprint, self._wake)
+            self._objects = ObjectStore(self._open_told, settings, self._residents)
+            opened.callback(self._close_store)
+            self._deadlines = opened.enter_context(closing(Deadlines()))
             self._objects.start()
-        except BaseException:
-            self.close()
-            raise
-        self._ready = True
-        self._wake()
+            self._opened = opened.pop_all()
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
         """Open the backend; for subclasses that have one of their own."""
         return open_backend(self._settings.backend, namespace, observers=observers)
+
+    def set_backend_identity(self, name: str, shared: bool = False) -> None:  # noqa: FBT001, FBT002 - LMCache's signature
+        """Take the name that events have; what is there, such as old files, is told from now on."""
+        super().set_backend_identity(name, shared)
+        self._ready = True
+        self._wake()
+
+    def register_listener(self, listener: L2AdapterListener) -> None:
+        """Register a listener; it is told of the objects that are there."""
+        register = super().register_listener
+        tell = partial(_tell, listener.on_l2_keys_stored)
+        self._residents.introduce(lambda: register(listener), tell)
 
     def get_store_event_fd(self) -> int:
         """See `L2AdapterInterface`."""
@@ -226,11 +232,19 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             if self._closed:
                 return
             self._closed = True
-        self._deadlines.close()
-        closing = begin_aside("kvxfer-close", self._objects.close)
-        runtime.wait_futures([closing], 2 * self._settings.close_timeout_s)
-        for each in (self._stored, self._found, self._loaded):
-            each.close()
+        self._opened.close()
+
+    def _open_told(self) -> Backend:
+        """Open the backend, which tells what it has to LMCache."""
+        backend = self.open_backend(self._settings.namespace, [self._residents])
+        self._residents.num_tiers = len(tiers_of(backend))
+        exact = (backend.provide(kind) for kind in (HostBackend, FileBackend))
+        self._residents.is_exact = any(each is not None for each in exact)
+        return backend
+
+    def _close_store(self) -> None:
+        closed = begin_aside("kvxfer-close", self._objects.close)
+        runtime.wait_futures([closed], 2 * self._settings.close_timeout_s)
 
     def _submit(
         self,
@@ -243,6 +257,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         LMCache's listeners are told on the event loop, before the answer. At the deadline the
         answer comes without them: one that blocks keeps nobody waiting for longer.
         """
+        self._ready = True
         task_id = next(self._task_ids)
 
         async def work_and_tell(task: Task) -> None:
@@ -300,14 +315,13 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def _wake(self) -> None:
         """Deliver what tiers told, and delete what is left of objects, on the event loop."""
         if self._ready:
-            with contextlib.suppress(KVXferError):  # it was closed
+            with suppress(KVXferError):  # it was closed
                 self._objects.call_soon(self._tidy)
 
     def _tidy(self) -> None:
         self._deliver()
-        broken = self._residents.take_broken()
-        if broken and not self._objects.is_suspended:
-            self._objects.ask(self._objects.delete_pieces(broken))
+        if not self._objects.is_suspended and (broken := self._residents.take_broken()):
+            self._objects.ask(self._objects.delete_broken(broken))
 
     def _deliver(self) -> None:
         self._residents.deliver(

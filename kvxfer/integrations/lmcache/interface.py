@@ -12,7 +12,7 @@ SUPPORTED = "0.5.6"
 try:
     from lmcache.lmcache_native import Bitmap
     from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.platform import create_event_notifier

@@ -52,14 +52,10 @@ class StoredObject:
     index: int  # within its task
     owner: object  # keeps the memory alive
 
-    @property
-    def header(self) -> bytes:
-        """What precedes the bytes of each piece, so that none of another object is taken for it."""
-        return HEADER.pack(FORM, self.num_bytes, xxhash.xxh3_128_digest(self.layout.encode()))
-
     def cut(self, piece_bytes: int) -> Iterator["Piece"]:
         """Cut the object into pieces of `piece_bytes`, each with the header."""
-        object_id, head = object_id_of(self.key), self.header
+        layout = xxhash.xxh3_128_digest(self.layout.encode())
+        object_id, head = object_id_of(self.key), HEADER.pack(FORM, self.num_bytes, layout)
         step = piece_bytes - len(head)
         for index, first in enumerate(range(0, max(1, self.num_bytes), step)):
             address, num_bytes = self.address + first, min(step, self.num_bytes - first)
@@ -91,15 +87,17 @@ class ObjectStore:
     backend is closed with the store, which tells `residents` what the backend does not.
     """
 
-    def __init__(self, backend: Backend, settings: AdapterSettings, residents: Residents) -> None:
-        self._backend = backend
+    def __init__(
+        self, open_it: Callable[[], Backend], settings: AdapterSettings, residents: Residents
+    ) -> None:
         self._settings = settings
         self._residents = residents
         self._staging = {
-            each: StagingMemory(settings.staging // 2, settings.piece, backend.drain)
+            each: StagingMemory(settings.staging // 2, settings.piece, self._drain)
             for each in Direction
         }
-        backend.attach([each.region for each in self._staging.values()])
+        self._backend = open_it()  # once there is memory for it
+        self._backend.attach([each.region for each in self._staging.values()])
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
         self._deletes = KeyLocks()
@@ -174,6 +172,14 @@ class ObjectStore:
         """Delete objects, as far as their pieces are known."""
         await self.delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
 
+    async def delete_broken(self, broken: Sequence[BlockKey]) -> None:
+        """Delete what is left of objects that lost a piece; what cannot be is tried again."""
+        try:
+            await self.delete_pieces(broken)
+        except BaseException:
+            self._residents.put_back(broken)
+            raise
+
     async def delete_pieces(self, keys: Sequence[BlockKey]) -> None:
         """Delete pieces, and note which of them are gone."""
         keys = list(dict.fromkeys(keys))
@@ -183,6 +189,9 @@ class ObjectStore:
         async with self._deletes.acquire(list(first)):
             _, kept = await delete_from(self._backend, keys)
         self._residents.discard([key for key in keys if key not in kept])
+
+    async def _drain(self) -> None:
+        await self._backend.drain()
 
     async def _work(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
         left = task.deadline - runtime.monotonic()
@@ -321,14 +330,6 @@ def _apart(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _sides(pieces: Sequence[Piece], staged: StagedBlocks) -> tuple[Descriptors, Descriptors]:
     """Describe the bytes of pieces in LMCache's memory and in a buffer."""
     sizes = [piece.num_bytes for piece in pieces]
-    heads = [len(piece.head) for piece in pieces]
-    memory = _describe([piece.address for piece in pieces], sizes)
-    starts = [
-        address + head
-        for address, head in zip(staged.blocks.addresses.tolist(), heads, strict=True)
-    ]
-    return memory, _describe(starts, sizes)
-
-
-def _describe(addresses: Sequence[int], sizes: Sequence[int]) -> Descriptors:
-    return Descriptors.of_pieces(np.array(addresses, np.uint64), sizes)
+    memory = Descriptors.of_pieces(np.array([piece.address for piece in pieces], np.uint64), sizes)
+    starts = staged.blocks.addresses + np.uint64(HEADER.size)
+    return memory, Descriptors.of_pieces(starts, sizes)

@@ -1,5 +1,6 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -142,30 +143,25 @@ class Residents(Observer):
                     untold.append(key)
         self.add(untold, tier=NOT_TOLD)
 
-    def miss(self, keys: Sequence[BlockKey]) -> None:
-        """Note pieces of known objects that a lookup did not find."""
+    def miss(self, keys: Sequence[BlockKey], *, known: bool = True) -> None:
+        """Note pieces that were not found; a lookup notes those of known objects only."""
         with self._lock:
             for object_id, index in map(piece_of, keys):
-                if object_id in self._objects:
+                if not known or object_id in self._objects:
                     self._note_away(object_id, index)
-                    self._changed.append(object_id)
 
     def lose(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that a load did not find."""
         if self.is_exact:
             self.discard(keys)
-            return
-        with self._lock:
-            for object_id, index in map(piece_of, keys):
-                self._note_away(object_id, index)
-                self._changed.append(object_id)
+        else:
+            self.miss(keys, known=False)
 
     def find(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were found."""
         with self._lock:
             for object_id, index in map(piece_of, keys) if self._away else ():
                 self._note_back(object_id, index)
-                self._changed.append(object_id)
 
     def away_of(self, object_id: bytes) -> list[BlockKey]:
         """List the pieces of an object that were not found lately: it needs them to be there."""
@@ -203,6 +199,11 @@ class Residents(Observer):
             left = {each: self._objects[each] for each in broken if each in self._objects}
         return [piece_key(each, index) for each in left for index in list(left[each].tiers)]
 
+    def put_back(self, broken: Iterable[BlockKey]) -> None:
+        """Put pieces back that were taken, and are not deleted."""
+        with self._lock:
+            self._broken |= {piece_of(key)[0] for key in broken}
+
     def deliver(self, stored: Tell, deleted: Tell) -> None:
         """Tell LMCache which objects came and which are gone since the last call.
 
@@ -218,6 +219,17 @@ class Residents(Observer):
                     tell([key for key, _ in changes], [num_bytes for _, num_bytes in changes])
         finally:
             self._delivery.release()
+
+    def introduce(self, register: Callable[[], object], tell: Tell) -> None:
+        """Register a listener between two deliveries, and tell it of the objects that there are."""
+        has_turn = self._delivery.acquire(timeout=DELIVERY_S)
+        try:
+            register()
+            if there := self.list_objects(b"", sys.maxsize, None):
+                tell([key for _, key, _ in there], [num_bytes for *_, num_bytes in there])
+        finally:
+            if has_turn:
+                self._delivery.release()
 
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
@@ -262,6 +274,7 @@ class Residents(Observer):
 
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
+        self._changed.append(object_id)
         self._resident(object_id).away.add(index)
         self._away[object_id] = None
         self._away.move_to_end(object_id)
@@ -275,6 +288,7 @@ class Residents(Observer):
 
     def _note_back(self, object_id: bytes, index: int) -> None:
         resident = self._objects.get(object_id)
+        self._changed.append(object_id)
         if resident is not None and index in resident.away:
             resident.away.discard(index)
             if not resident.away:
