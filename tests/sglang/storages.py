@@ -33,9 +33,10 @@ def file_url(folder: Path) -> str:
 
 
 def extra_config(backend: Any, **others: Any) -> dict[str, Any]:
-    named = {"backend_name": "kvxfer", "module_path": "kvxfer.integrations.sglang"}
-    ours = {"class_name": "KVXferStorage", "interface_v1": 1, "backend": backend}
-    return {**named, **ours, "revision": "1", "staging": "1MiB", **others}
+    ours: dict[str, Any] = {"backend_name": "kvxfer", "module_path": "kvxfer.integrations.sglang"}
+    ours |= {"class_name": "KVXferStorage", "interface_v1": 1, "backend": backend}
+    ours |= {"revision": "1", "staging": "1MiB", "file_storage_path": "of no use"}
+    return {**ours, **others}
 
 
 def storage_config(extra: dict[str, Any], **others: Any) -> HiCacheStorageConfig:

@@ -14,7 +14,7 @@ from kvxfer.tiering import TierTimeouts
 from kvxfer.units import MAX_DURATION_S, ByteSize
 
 SGLANG_FIELDS = frozenset({
-    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size",
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "file_storage_path",
     "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token",
     "prefetch_timeout_max", "hicache_storage_pass_prefix_keys",
 })  # fmt: skip
