@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 from sglang.srt import runtime_context
+from sglang.srt.lora.lora_registry import LoRARef
 
 from kvxfer.connect import open_backend
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
 from tests.backends.object_memory import open_in_memory
+from tests.clock import until
 from tests.sglang.pools import attention_pool, fill
 from tests.sglang.storages import (
     KEYS,
@@ -31,7 +33,6 @@ from tests.sglang.storages import (
 )
 
 HASTY_S = 0.4
-LIMIT_S = 20.0
 HOST = "host://?capacity=64MiB"
 
 
@@ -131,9 +132,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
         for _ in range(2):
             storage.clear()
             assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-            deadline = time.monotonic() + LIMIT_S
-            while num_stored() != 8:
-                assert time.monotonic() < deadline
+            until(lambda: num_stored() == 8)
     with opened(pool, extra_config("s3://bucket")) as storage:
         assert storage.batch_exists(KEYS) == 4, "what others share is gone"
 
@@ -154,6 +153,27 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path
     with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
         assert storage.batch_exists(others) == 0
         assert storage.batch_exists(KEYS) == 4
+
+
+def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: Path) -> None:
+    """The engine goes on with the adapter that it loaded, also when the store is opened anew."""
+    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
+    weights, url = tmp_path / "adapter_model.safetensors", extra_config(file_url(tmp_path / "kv"))
+    weights.write_bytes(b"one")
+    published: dict[str, Any] = {"lora_paths": [LoRARef("number", "tuned", str(tmp_path))]}
+    with context.override_server_args(**published), opened(pool, url) as storage:
+        weights.write_bytes(b"other")
+        context.override("scheduler.weight_version", weight_version="200")
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+    published["weight_version"] = "200"
+    for content, num_found in ((b"other", 0), (b"one", 4)):
+        weights.write_bytes(content)
+        with context.override_server_args(**published), opened(pool, url) as storage:
+            assert storage.batch_exists(KEYS) == num_found
+    published["lora_paths"] = [LoRARef("number", "tuned", "organisation/adapter")]
+    refused = pytest.raises(InvalidArgumentError, match="organisation/adapter")
+    with context.override_server_args(**published), refused, opened(pool, url):
+        pass
 
 
 # Opening the store: whoever needs it meanwhile waits for its deadline, not for it.
@@ -191,17 +211,15 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 def not_opened_yet(**extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
     """Make a storage as releases before 0.5.23 do: nobody says when all pools are known."""
     pool = attention_pool("page_first")
-    storage = KVXferStorage(storage_config(extra_config(HOST, timeout_s=HASTY_S, **extra)), {})
+    settings = {"backend": HOST, "timeout_s": HASTY_S} | extra
+    storage = KVXferStorage(storage_config(extra_config(**settings)), {})
     storage.register_mem_pool_host(pool)
     yield pool, storage
     storage.close()
 
 
 def until_stored(storage: KVXferStorage, pool: Any) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while storage.batch_set_v1(KEYS, rows_of(pool)) != [True] * 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4)
 
 
 def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_threads(
@@ -220,6 +238,17 @@ def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_thread
         until_stored(storage, pool)
         assert storage.batch_exists(KEYS) == 4
         assert door.num_opened == 1
+
+
+def test_a_clear_counts_for_a_backend_that_is_opened_after_it(tmp_path: Path) -> None:
+    pool, url = attention_pool("page_first"), file_url(tmp_path)
+    with opened(pool, extra_config(url)) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+    with not_opened_yet(backend=url, timeout_s=60) as (_, storage):
+        storage.clear()
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(KEYS) == 4
 
 
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(

@@ -19,14 +19,7 @@ from tests.sglang.pools import (
     logical_page,
     state_pool,
 )
-from tests.sglang.storages import (
-    KEYS,
-    PAGES,
-    extra_config,
-    file_url,
-    opened,
-    rows_of,
-)
+from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, opened, rows_of
 
 KV, SWA, MAMBA = PoolName.KV, PoolName.SWA, PoolName.MAMBA
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
@@ -63,13 +64,42 @@ LOSSY_WORDS = frozenset({
 experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which compute the same but
 for the order of additions, do not count, as in every engine."""
 
+DESCRIBED = frozenset({
+    # What mappings and shapes describe, or what is named.
+    "tp_rank", "tp_size", "tp_lcm_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
+    "dp_rank", "dcp_rank", "dcp_size", "logical_page_size", "is_mla_model", "model_name",
+    # How SGLang's own storages lay pages out, and settings.
+    "is_page_first_layout", "should_split_heads", "enable_storage_metrics", "extra_config",
+})  # fmt: skip
+"""Fields of what SGLang knows of an engine; one that a later release adds counts, unless it is as
+that release declares it."""
+
 KERNEL = "_backend"
 ADAPTERS = "lora_paths"
 """The adapters that an engine was started with, of which SGLang's keys have name and path; those of
 one that is loaded later have a random id."""
 
 
-def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[str]) -> Namespace:
+def started_adapters() -> list[tuple[str, str]]:
+    """Digest the adapters that the engine was started with, by their names.
+
+    To be called while it starts: later the files may be those of another training.
+
+    Raises:
+        UnsupportedEngineError: This release has its settings in another way.
+        InvalidArgumentError: An adapter is no folder whose files can be read.
+    """
+    settings = published_settings(MODEL, DRAFT)
+    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
+    return sorted((str(each.lora_name), digest_adapter(each.lora_path)) for each in started)
+
+
+def page_namespace(
+    config: HiCacheStorageConfig,
+    revision: str,
+    pools: Sequence[str],
+    adapters: Sequence[tuple[str, str]],
+) -> Namespace:
     """Make the namespace of the pages of some host pools, without groups.
 
     SGLang's keys are hashes of the tokens up to the end of a page, with the salt and the adapter of
@@ -80,17 +110,17 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
 
     Raises:
         UnsupportedEngineError: This release has its settings in another way.
-        InvalidArgumentError: An adapter is no folder whose files can be read.
     """
-    settings = published_settings(MODEL, DRAFT)
-    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
     facts: dict[str, Any] = {
         "format": FORMAT,
         "pools": list(pools),
-        "settings": _counting(settings),
-        "adapters": sorted(
-            (str(each.lora_name), digest_adapter(each.lora_path)) for each in started
-        ),
+        "settings": _counting(published_settings(MODEL, DRAFT)),
+        "adapters": list(adapters),
+    }
+    facts |= {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if each.name not in DESCRIBED and getattr(config, each.name) != each.default
     }
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:

@@ -11,7 +11,7 @@ from kvxfer import runtime
 from kvxfer.connect import backend_choices, choice_of_replica
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
-from kvxfer.integrations.sglang.identity import page_namespace
+from kvxfer.integrations.sglang.identity import page_namespace, started_adapters
 from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_version
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
@@ -38,6 +38,7 @@ class PoolStores:
         self._pools: dict[str, tuple[HostPages, PageMapping]] = {}
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
+        self._adapters = started_adapters()
         self._version = weight_version()
         self._lock = runtime.lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
@@ -45,6 +46,8 @@ class PoolStores:
         self._failed: set[str] = set()  # pools whose opening is tried again after the pause
         self._pause = Pause(settings.pause_s)
         self._closed = False
+        self._num_purges = 0
+        self._purged: dict[str, int] = {}  # purges that are done in the store of a pool
 
     def register(self, name: str, pool: Any) -> None:
         """Announce a pool; errors as `KVXferStorage.register_mem_pool_host`."""
@@ -94,7 +97,12 @@ class PoolStores:
                 return None
 
     def purge(self, deadline: float) -> None:
-        """Forget every page: none that was stored before will be found."""
+        """Forget every page, also where the store is not open yet: none of before will be found."""
+        self._retire()
+        with self._lock:
+            self._num_purges += 1
+            done = [name for name, place in self._stores.items() if place is not None]
+            self._purged |= dict.fromkeys(done, self._num_purges)
         for store in self._open_stores():
             store.purge(deadline)
 
@@ -163,8 +171,8 @@ class PoolStores:
         After an error that lasts there never is one. After any other one nobody waits for the next
         attempt: it is the backend that lets them wait.
         """
+        store: PageStore | None = None
         failure: BaseException | None = None
-        found: dict[str, tuple[PageStore, int] | None] = {}
         with self._lock:
             retired, self._retired = self._retired, []
         for each in retired:
@@ -174,26 +182,39 @@ class PoolStores:
             store = PageStore(
                 [(pages.caches, mapping) for pages, mapping in pools],
                 [choice_of_replica(e, self._rank) for e in backend_choices(settings.backend)],
-                page_namespace(self._config, settings.revision, names),
+                page_namespace(self._config, settings.revision, names, self._adapters),
                 settings,
             )
-            found = {name: (store, group) for group, name in enumerate(names)}
         except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
             failure = exc
-        with self._lock:
-            if isinstance(failure, LASTING):
-                found = dict.fromkeys(names)
-            self._stores |= found
-            self._failed = set(names) - found.keys()
-            self._pause.begin(runtime.monotonic())
-            self._opening, self._is_late = None, bool(self._failed)
-            closed = self._closed
-        if closed and failure is None:
-            _close(store)
+        while not self._publish(names, store, failure):
+            assert store is not None
+            store.purge(runtime.monotonic() + self._settings.timeout_s)
         if failure is None:
             opening.set_result(None)
         else:
             opening.set_exception(failure)
+
+    def _publish(
+        self, names: list[str], store: PageStore | None, failure: BaseException | None
+    ) -> bool:
+        """End an opening; False if the store has to be purged first, as others were meanwhile."""
+        with self._lock:
+            num_purges = min(self._purged.get(name, 0) for name in names)
+            if store is not None and num_purges < self._num_purges:
+                self._purged |= dict.fromkeys(names, self._num_purges)
+                return False
+            if store is not None:
+                self._stores |= {name: (store, group) for group, name in enumerate(names)}
+            elif isinstance(failure, LASTING):
+                self._stores |= dict.fromkeys(names)
+            self._failed = set(names) - self._stores.keys()
+            self._pause.begin(runtime.monotonic())
+            self._opening, self._is_late = None, bool(self._failed)
+            closed = self._closed
+        if closed and store is not None:
+            _close(store)
+        return True
 
     def _retire(self) -> None:
         """Take the stores out of use once the engine has other weights, as after a live update.
