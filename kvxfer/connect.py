@@ -341,9 +341,7 @@ def open_tiers(
         raise
 
 
-def backend_choices(
-    backend: BackendChoice | Sequence[BackendChoice],
-) -> Sequence[BackendChoice]:
+def backend_choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:
     """List the tiers that `connect` is given, a single backend or several.
 
     Raises:

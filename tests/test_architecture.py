@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_054,
+    "kvxfer": 2_052,
     "backends/file": 4_747,
     "backends/host": 2_046,
     "backends/mooncake": 720,
@@ -56,10 +56,10 @@ BUDGETS = {
     "kvxfer/doctor": 1_579,
     "kvxfer/engine_side": 1_530,
     "kvxfer/explain": 903,
-    "kvxfer/face": 431,
-    "kvxfer/integrations": 10_297,
+    "kvxfer/face": 430,
+    "kvxfer/integrations": 10_379,
     "kvxfer/kvcache": 5_782,
-    "kvxfer/lending": 1_482,
+    "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_306,
     "kvxfer/replay": 1_707,
     "kvxfer/runtime": 1_288,

@@ -32,13 +32,8 @@ from tests.kvcache.test_canonical import config_of
 
 FULL = FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=2, dtype=torch.float16)
 SMALL = FullAttentionSpec(tokens_per_block=4, num_kv_heads=1, head_dim=2, dtype=torch.float16)
-
-
-BOUNDS: dict[str, Any] = {
-    "max_num_requests": 3,
-    "max_tokens_per_request": 60,
-    "max_num_batched_tokens": 32,
-}
+BOUNDS: dict[str, Any] = {"max_num_requests": 3, "max_tokens_per_request": 60}
+BOUNDS["max_num_batched_tokens"] = 32
 
 
 def make_table(**options: Any) -> BlockTable:
@@ -159,20 +154,20 @@ class BlockTableMachine(RuleBasedStateMachine):
     def room(self, group: int, row: int) -> int:
         return -(-MAX_TOKENS // SPECS[group].tokens_per_block) - len(self.model[group][row])
 
-    @rule(data=st.data(), row=rows)
-    def append_row(self, data: st.DataObject, row: int) -> None:
+    def put(self, put: Callable[..., None], data: st.DataObject, row: int) -> None:
         block_ids = [data.draw(ids_of(self.room(group, row))) for group in range(len(SPECS))]
-        self.tables.append_row(block_ids, row)
+        put(block_ids, row)
         for group, ids in enumerate(block_ids):
             self.model[group][row] += ids
 
     @rule(data=st.data(), row=rows)
+    def append_row(self, data: st.DataObject, row: int) -> None:
+        self.put(self.tables.append_row, data, row)
+
+    @rule(data=st.data(), row=rows)
     def add_row(self, data: st.DataObject, row: int) -> None:
         self.clear_row(row)
-        block_ids = [data.draw(ids_of(self.room(group, row))) for group in range(len(SPECS))]
-        self.tables.add_row(block_ids, row)
-        for group, ids in enumerate(block_ids):
-            self.model[group][row] = list(ids)
+        self.put(self.tables.add_row, data, row)
 
     @rule(row=rows)
     def clear_row(self, row: int) -> None:

@@ -190,27 +190,18 @@ class World:
         (form,) = spec.cache_tensors
         self.parts, self.dtype = form.parts, integers(form.dtype)
         limits, width = np.iinfo(self.dtype), sum(width for _, width in form.parts)
+        shape = width, num_heads, num_tokens
         self.values = [
-            rng.integers(
-                limits.min,
-                limits.max,
-                (len(layers), width, num_heads, num_tokens),
-                self.dtype,
-                endpoint=True,
-            )
-            for layers in positions
+            rng.integers(limits.min, limits.max, (len(each), *shape), self.dtype, endpoint=True)
+            for each in positions
         ]
 
     def spec(
         self, tokens_per_block: int, num_kv_heads: int, *, padding_factor: int = 0
     ) -> AttentionSpec:
-        spec: AttentionSpec = (
-            MLASpec(tokens_per_block=tokens_per_block, **self._options)
-            if self.latents
-            else FullAttentionSpec(
-                tokens_per_block=tokens_per_block, num_kv_heads=num_kv_heads, **self._options
-            )
-        )
+        common = {"tokens_per_block": tokens_per_block, **self._options}
+        common |= {} if self.latents else {"num_kv_heads": num_kv_heads}
+        spec: AttentionSpec = (MLASpec if self.latents else FullAttentionSpec)(**common)
         if not padding_factor:
             return spec
         padding = padding_factor * 2 * num_kv_heads * tokens_per_block * spec.dtype.itemsize
@@ -344,19 +335,15 @@ class AttentionWorker(Worker):
         )
         cut = options.kernel_blocks_per_block > 1
         entry = with_kernel_blocks(options.entry) if cut else options.entry
-        self._engine = AttentionEngine(
-            entry,
-            [
-                ZooGroup(spec, positions, world.layer_names(group, options.prefix))
-                for group, positions in enumerate(world.positions)
-            ],
-            num_blocks=num_blocks,
-            kernel_blocks_per_block=options.kernel_blocks_per_block,
-        )
-        self.caches = canonicalize(
-            self._engine.kv_caches, self._engine.config, layouts=self._engine.layouts
-        )
-        self._tensors = list(self._engine.tensors.values())
+        groups = [
+            ZooGroup(spec, positions, world.layer_names(group, options.prefix))
+            for group, positions in enumerate(world.positions)
+        ]
+        cuts = options.kernel_blocks_per_block
+        sizes = {"num_blocks": num_blocks, "kernel_blocks_per_block": cuts}
+        self._engine = engine = AttentionEngine(entry, groups, **sizes)
+        self.caches = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
+        self._tensors = list(engine.tensors.values())
 
     def contents(self) -> list[Values]:
         """Compute each tensor's values with every block in its place, by plain indexing."""
@@ -386,19 +373,11 @@ class AttentionWorker(Worker):
         first_head = self.shard.rank % self.shard.tp_size * world.num_heads // self.shard.tp_size
         heads = slice(first_head, first_head + self._num_heads)
         mine = [t for t in range(world.num_tokens) if self._keeps(t)]
-        pool = np.zeros(
-            (
-                self._engine.sizes["layer"],
-                self._engine.config.num_blocks,
-                sum(width for _, width in world.parts),
-                self._num_heads,
-                tokens,
-            ),
-            world.dtype,
-        )
-        for positions, values, ids in zip(
-            world.positions, world.values, self._block_ids, strict=True
-        ):
+        sizes, width = self._engine.sizes, sum(width for _, width in world.parts)
+        shape = sizes["layer"], sizes["block"], width, self._num_heads, tokens
+        pool = np.zeros(shape, world.dtype)
+        groups = zip(world.positions, world.values, self._block_ids, strict=True)
+        for positions, values, ids in groups:
             for position, layer in zip(positions, values, strict=True):
                 for index, block_id in enumerate(ids):
                     chosen = mine[index * tokens : (index + 1) * tokens]
@@ -476,9 +455,8 @@ def worlds(draw: st.DrawFn, entry: EngineLayout) -> World:
 
 @st.composite
 def shards(draw: st.DrawFn, num_heads: int) -> WorkerShard:
-    tp_size = draw(
-        st.sampled_from([n for n in TP_SIZES if max(n, num_heads) % min(n, num_heads) == 0])
-    )
+    sizes = [n for n in TP_SIZES if max(n, num_heads) % min(n, num_heads) == 0]
+    tp_size = draw(st.sampled_from(sizes))
     copies = max(1, tp_size // num_heads)
     return WorkerShard(
         num_kv_heads=num_heads,
@@ -536,10 +514,5 @@ def _turns_fit(shard: WorkerShard, kernel_tokens: int) -> bool:
 
 
 def page_tokens(world: World, options: EngineOptions) -> st.SearchStrategy[int]:
-    return st.sampled_from(
-        [
-            tokens
-            for tokens in divisors(world.num_tokens, at_least=MIN_TOKENS)
-            if options.can_be_mapped(tokens)
-        ]
-    )
+    sizes = divisors(world.num_tokens, at_least=MIN_TOKENS)
+    return st.sampled_from([tokens for tokens in sizes if options.can_be_mapped(tokens)])

@@ -31,6 +31,8 @@ from kvxfer.storage.prompt_keys import PromptKeys
 BLOCK_TOKENS = 16
 NUM_TOKENS = 24
 NAMESPACE = Namespace(model="tests/llama", revision="seed 0", dtype="float32")
+SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +48,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**SIZES, num_hidden_layers=3, initializer_range=0.2)
     return LlamaForCausalLM(config).eval()
 
 
@@ -63,12 +56,8 @@ def generate_unpaged(model: Any, prompt: Sequence[int]) -> list[int]:
     """Generate with transformers itself: the tokens with the prompt."""
     model.set_attn_implementation("sdpa")
     model.generation_config.eos_token_id = None
-    output = model.generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-    )
+    ids, settings = torch.tensor([list(prompt)]), {"max_new_tokens": NUM_TOKENS, "do_sample": False}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     tokens: list[int] = output[0].tolist()
     return tokens
 
@@ -93,15 +82,8 @@ def keys_of(tokens: Sequence[int]) -> list[BlockKey]:
 
 
 def open_engine(model: Any, backend: str | Sequence[str], num_blocks: int = 64) -> Engine:
-    return Engine(
-        model,
-        backend,
-        namespace=NAMESPACE,
-        keys=keys_of,
-        axes={},
-        tokens_per_block=BLOCK_TOKENS,
-        num_blocks=num_blocks,
-    )
+    sizes = {"tokens_per_block": BLOCK_TOKENS, "num_blocks": num_blocks}
+    return Engine(model, backend, namespace=NAMESPACE, keys=keys_of, axes={}, **sizes)
 
 
 def run(
@@ -154,9 +136,7 @@ def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_with_sliding_windows_is_refused() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MistralConfig(vocab_size=300, sliding_window=8, **sizes, **heads)
+    config = MistralConfig(**SIZES, num_hidden_layers=1, sliding_window=8)
     engine = open_engine(MistralForCausalLM(config).eval(), "host://?capacity=8MiB")
     with pytest.raises(NotImplementedError, match="sliding_window"):
         engine.generate([PROMPTS[0]], 1)
@@ -183,12 +163,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Make a folder of a model, whose words are numbers."""
     made = str(tmp_path_factory.mktemp("model"))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-    config = LlamaConfig(vocab_size=300, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    config = LlamaConfig(**SIZES, num_hidden_layers=1)
     LlamaForCausalLM(config).save_pretrained(made)
+    other = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(other).save_pretrained(f"{made}/gpt2")
     words = Tokenizer(models.WordLevel({str(word): word for word in range(300)}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(made)
+    for each in (made, f"{made}/gpt2"):
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(each)
     return made
 
 
@@ -223,6 +205,7 @@ def test_the_second_run_computes_the_rest_only_and_all_with_another_configuratio
         (("--backend", HOST, ""), "0 + 32 tokens: 1 to 8064 in all"),
         (("--backend", HOST, "--with-vllm", "1"), "opened by vLLM once; it has none"),
         (("--backend", HOST, "--model", "/nowhere", "1"), "--model is '/nowhere'; expected a fold"),
+        (("--backend", HOST, "--model", "{}/gpt2", "1 2"), "GPT2LMHeadModel does not say what its"),
     ],
 )
 def test_what_cannot_be_used_is_named_in_a_line(
@@ -233,20 +216,8 @@ def test_what_cannot_be_used_is_named_in_a_line(
     said: str,
 ) -> None:
     with pytest.raises(SystemExit) as exited:
-        command(monkeypatch, "--model", folder, *arguments)
+        command(monkeypatch, "--model", folder, *(each.format(folder) for each in arguments))
     assert exited.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading weights
     assert line.startswith("python -m examples.engine: error: ")
     assert said in line
-
-
-def test_a_model_that_the_engine_does_not_know_is_named_in_a_line(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = str(shutil.copytree(folder, tmp_path / "model"))
-    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained(other)
-    with pytest.raises(SystemExit):
-        command(monkeypatch, "--model", other, "--backend", HOST, "1 2 3")
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "error: GPT2LMHeadModel does not say what its KV heads are" in line
