@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from examples.proxy import __main__ as proxy
-from kvxfer.cli import replay, serve_options
+from kvxfer.cli import replay, serve
 from kvxfer.connect import parse_backend
 from kvxfer.endpoint import Endpoint
 from kvxfer.replay.fleet import parse_fleet
@@ -79,7 +79,7 @@ def check_command(words: list[str]) -> None:
     """Check a command as the program itself does when it starts."""
     match words[:2]:
         case ["kvxfer", "serve"]:
-            arguments = serve_options.make_parser().parse_args(words[2:])
+            arguments = serve.make_parser().parse_args(words[2:])
             Endpoint.parse("listen", arguments.listen)
             for tier in arguments.tier:
                 parse_backend(tier)
@@ -267,7 +267,7 @@ def test_the_chart_starts_a_command_of_this_release_and_probes_where_it_answers(
     [container] = holder["containers"]
     words = words_of(container)
     check_command(words)
-    arguments = serve_options.make_parser().parse_args(words[2:])
+    arguments = serve.make_parser().parse_args(words[2:])
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     assert ports == {
         "control": Endpoint.parse("listen", arguments.listen).port,

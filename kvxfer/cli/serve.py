@@ -12,24 +12,71 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvxfer import runtime
-from kvxfer.cli.serve_options import OF_PEERS, make_parser, require_for_pool
-from kvxfer.cli.service import log_to_stderr, stop_signal
+from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
+    from kvxfer.backends.nixl.config import Transport
     from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.backends.pool import PoolServer
     from kvxfer.cli.http_pages import Page
     from kvxfer.storage.backend import Backend
     from kvxfer.storage.keys import Namespace
     from kvxfer.storage.observer import Observer
-    from kvxfer.telemetry.events import EventPublisher
+    from kvxfer.telemetry.events import EventPublisher, HashForm
     from kvxfer.telemetry.metrics import Metrics
 
     Holder: TypeAlias = StandalonePeer | PoolServer
+
+TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
+HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
+OF_PEERS = (
+    *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca", "max_connections"),
+    *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
+)
+"""Options that are fields of `NixlConfig`; like its times they have no meaning for a host pool."""
+
+_NUMBERS = ("N", "PORT")
+_OPTIONS: Mapping[str, str] = {
+    "--data-port PORT 0": "second port that peers connect to, for blocks that NIXL does not move; "
+    "0, the default, chooses a free port",
+    "--max-connections N 1024": "most connections of peers: one of each where NIXL moves the "
+    "blocks, up to five through sockets; default 1024",
+    "--namespace FILE": "namespace.json of a file store: only engines with this model and layout "
+    "are served, and memory is reserved at once; default: those of the first engine that connects",
+    "--warm N 0": "blocks to bring from the first file tier into memory before this process is "
+    "ready, those that were used last; needs --namespace",
+    "--secret-file FILE": "file with the secret that all peers share; default: the variable "
+    "KVXFER_SECRET",
+    "--tls-cert FILE": "certificate of this process, PEM",
+    "--tls-key FILE": "private key of that certificate, PEM",
+    "--tls-ca FILE": "certificate of the authority that signs those of all peers, PEM",
+    "--discover URL": "etcd://HOST:PORT/PREFIX at which this process announces itself, for engines "
+    "that find their peers there; several members of a cluster with commas between",
+    "--advertise HOST:PORT": "address by which engines reach this process; default: that of "
+    "--listen, and its port in place of port 0",
+    "--etcd-user-file FILE": "file with NAME:PASSWORD for etcd; default: the variables "
+    "ETCDCTL_USER and _PASSWORD",
+    "--etcd-ca FILE": "certificate of the authority of etcd, PEM; default: ETCDCTL_CACERT",
+    "--etcd-cert FILE": "certificate by which etcd knows this process, PEM; default: ETCDCTL_CERT",
+    "--etcd-key FILE": "private key of that certificate, PEM; default: ETCDCTL_KEY",
+    "--lease TIME 8s": "time for which blocks stay pinned for a peer that is silent; default 8s",
+    "--timeout TIME 10s": "time that the bytes of blocks may take through sockets; default 10s",
+    "--drain-timeout TIME 20s": "time to wait at the end for blocks that are being moved; default "
+    "20s",
+    "--warm-timeout TIME 60s": "time that --warm may take; the rest stays below; default 60s",
+    "--ready HOST:PORT": "address that answers GET /ready: 200, or 503 while starting and draining",
+    "--metrics HOST:PORT": "address that answers GET /metrics for Prometheus; may be that of "
+    "--ready",
+    "--events ADDRESS": "address such as tcp://127.0.0.1:5557, at which routers subscribe to the "
+    "blocks that come and go; a ZMQ socket that speaks vLLM's KV events",
+    "--events-replay ADDRESS": "address at which routers ask again for events that they lost",
+}
+"""Meaning of each option that has one text or number: its name, what its value is, its default."""
 
 _PAGE_NAMES = {"/ready": "readiness", "/metrics": "metrics"}
 
@@ -51,6 +98,53 @@ def main(argv: Sequence[str]) -> int:
         pages = _make_pages(arguments, holder, metrics)
         runtime.run(_serve(holder, pages, drain_timeout_s))
     return 0
+
+
+def make_parser() -> CommandLine:
+    """Make the parser of the command line."""
+    parser = CommandLine(
+        prog="kvxfer serve",
+        description="Hold blocks for engines: for those that name this process as "
+        "nixl://HOST:PORT, with --listen, or for those of this machine that attach to its memory "
+        "as pool:///PATH, with --pool. Without --namespace the first engine that connects "
+        "determines the model. SIGTERM or Ctrl-C ends the process once no block is being moved "
+        "any more, a second signal at once.",
+        epilog=exit_statuses("when a signal ended it"),
+    )
+    at = parser.add_mutually_exclusive_group(required=True)
+    listen = "address that peers connect to; port 0 chooses a free port"
+    at.add_argument("--listen", default="", metavar="HOST:PORT", help=listen)
+    pool = "socket that engines of this user and machine attach to; their blocks are in shared "
+    pool += "memory of this process, and outlive them"
+    at.add_argument("--pool", default="", metavar="PATH", help=pool)
+    capacity = "host memory for blocks, such as 8GiB"
+    parser.add_argument("--capacity", required=True, metavar="SIZE", help=capacity)
+    tier = "tier below host memory, such as file:///var/cache/kv?capacity=200GiB; may be given "
+    tier += "several times, fastest first"
+    parser.add_argument("--tier", action="append", default=[], metavar="URL", help=tier)
+    for option, meaning in _OPTIONS.items():
+        name, value, *default = option.split()
+        kind = int if value in _NUMBERS else str
+        parser.add_argument(name, metavar=value, default="".join(default), type=kind, help=meaning)
+    transport = "transport of blocks; auto, the default, chooses one for each peer"
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS, help=transport)
+    hashes = "form of hashes in events; default int64, their last 8 bytes, as in vLLM"
+    parser.add_argument("--events-hashes", default="int64", choices=HASH_FORMS, help=hashes)
+    add_log_level(parser)
+    return parser
+
+
+def _require_for_pool(arguments: argparse.Namespace) -> None:
+    """Check that no option is given which has no meaning for a host pool.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
+    for name in ("lease", "timeout", *OF_PEERS):
+        value = getattr(arguments, name)
+        if value != getattr(defaults, name):
+            raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
 
 
 def _make_metrics() -> "Metrics":
@@ -150,7 +244,7 @@ def _open_holder(
     if arguments.pool:
         from kvxfer.backends.pool import PoolServer
 
-        require_for_pool(arguments)
+        _require_for_pool(arguments)
         return PoolServer(Path(arguments.pool), capacity, opening, **kept)
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer

@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.backends.nixl import Transport
 from kvxfer.cli import _COMMANDS, main
-from kvxfer.cli.serve_options import TRANSPORTS
+from kvxfer.cli.serve import TRANSPORTS
 
 pytestmark = pytest.mark.processes
 
