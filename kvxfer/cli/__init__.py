@@ -8,16 +8,16 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
 from kvxfer.extras import installed_version
 
 _COMMANDS = {
-    "bench": ("kvxfer.cli.bench", "measure how fast a place for blocks is"),
-    "fsck": ("kvxfer.cli.fsck", "verify every block of a store"),
-    "ls": ("kvxfer.cli.ls", "list the namespaces of a store"),
-    "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
-    "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
-    "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
-    "explain": ("kvxfer.cli.explain", "say why a request missed"),
-    "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
-    "vllm-args": ("kvxfer.cli.vllm_args", "print the configuration of vLLM for tiers"),
-    "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a store"),
+    "bench": ("kvxfer.cli.bench:main", "measure how fast a place for blocks is"),
+    "fsck": ("kvxfer.cli.stores:fsck", "verify every block of a store"),
+    "ls": ("kvxfer.cli.stores:ls", "list the namespaces of a store"),
+    "inspect": ("kvxfer.cli.stores:inspect", "show what a block file holds"),
+    "serve": ("kvxfer.cli.serve:main", "hold blocks for other processes"),
+    "doctor": ("kvxfer.cli.doctor:main", "find what silently costs hits or speed"),
+    "explain": ("kvxfer.cli.explain:main", "say why a request missed"),
+    "replay": ("kvxfer.cli.replay:main", "plan caches with a trace of requests"),
+    "vllm-args": ("kvxfer.cli.vllm_args:main", "print the configuration of vLLM for tiers"),
+    "gc": ("kvxfer.cli.stores:gc", "remove stale files and old blocks from a store"),
 }
 
 
@@ -40,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     name = arguments.command
     # Only the command that is run is imported: torch is slow to import, and some need extras.
-    command = importlib.import_module(_COMMANDS[name][0])
-    return run_command(f"kvxfer {name}", lambda: command.main(rest))
+    module, _, function = _COMMANDS[name][0].partition(":")
+    command = getattr(importlib.import_module(module), function)
+    return run_command(f"kvxfer {name}", lambda: command(rest))
 
 
 if __name__ == "__main__":
