@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvxfer.errors import KVXferError
-from kvxfer.text import did_you_mean, printable
+from kvxfer.text import printable
 
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
@@ -33,16 +32,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2 and one line that names what cannot be used."""
-        said = printable(f"{message}{self._nearest(message)}")
-        self.exit(FAILED, f"{self.prog}: {said}; see {self.prog} --help\n")
-
-    def _nearest(self, message: str) -> str:
-        """Suggest the option, the command or the value that was meant; empty without one."""
-        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            return did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
-        if option := re.search(r"unrecognized arguments: .*?(--[^ =]+)", message):
-            return did_you_mean(option[1], re.findall(r"--[a-z-]+", self.format_help()))
-        return ""
+        self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
 
 def wrap(text: str, head: str) -> list[str]:

@@ -70,7 +70,7 @@ def _lines(report: "Report") -> Iterator[str]:
 def _summary(report: "Report") -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at_s))
     what = f"request {report.request}, scheduled {when}" if report.request else "keys"
-    parts = [f"{what}: {_count(report.num_blocks, 'block')}"]
+    parts = [f"{what}: {report.num_blocks} block{'' if report.num_blocks == 1 else 's'}"]
     num_found, num_missed = sum(report.found.values()), sum(report.missed.values())
     parts.append(f"{num_found} found{_counts(report.found)}")
     parts.append(f"{num_missed} missed{_counts(report.missed)}")
@@ -82,10 +82,6 @@ def _summary(report: "Report") -> str:
 def _counts(counts: Mapping[str, int]) -> str:
     each = ", ".join(f"{name} {number}" for name, number in counts.items())
     return f" ({each})" if each else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _label(run: "Run", *, with_group: bool) -> str:

@@ -48,11 +48,7 @@ class HTTPPages:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        pages: Mapping[str, Callable[[], Page]],
-        *,
-        timeout_s: float = 5.0,
+        self, endpoint: Endpoint, pages: Mapping[str, Callable[[], Page]], *, timeout_s: float = 5.0
     ) -> None:
         self.endpoint = endpoint
         self._pages = pages
