@@ -51,7 +51,7 @@ BUDGETS = {
     "backends/pool": 1_167,
     "benchmarks": 4_689,
     "examples": 2_580,
-    "kvxfer/cli": 1_681,
+    "kvxfer/cli": 1_682,
     "kvxfer/copy_engine": 2_465,
     "kvxfer/doctor": 1_579,
     "kvxfer/engine_side": 1_530,

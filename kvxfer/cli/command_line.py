@@ -14,7 +14,8 @@ from kvxfer.text import printable
 
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit statuses after SIGINT, and where nobody reads on: 128 and the signal, as shells have it."""
 WIDTH = 80
 
 
@@ -60,7 +61,7 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe; nothing more must be written to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as exc:
