@@ -53,7 +53,7 @@ BUDGETS = {
     "examples": 2_580,
     "kvxfer/cli": 1_682,
     "kvxfer/copy_engine": 2_465,
-    "kvxfer/doctor": 1_579,
+    "kvxfer/doctor": 1_532,
     "kvxfer/engine_side": 1_530,
     "kvxfer/explain": 903,
     "kvxfer/face": 430,

@@ -89,7 +89,7 @@ def _parser() -> CommandLine:
 def _lines(findings: "Sequence[Finding]") -> Iterator[str]:
     """Format findings, the worst first, lines to copy in one piece."""
     for finding in findings:
-        name, subject = finding.check.value, printable(finding.subject)
+        name, subject = str(finding.check), printable(finding.subject)
         found = printable(finding.found)
         if not finding.mend:
             head = f"{finding.severity.value:<8}{name:<{NAME_WIDTH}}"

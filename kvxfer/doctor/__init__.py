@@ -2,14 +2,13 @@
 
 from kvxfer.doctor.configuration import environment_backends, read_backends, read_hash_name
 from kvxfer.doctor.examination import PlannedCheck, examine, run_checks
-from kvxfer.doctor.finding import Check, Finding, Result, Severity, error, ok, warning
+from kvxfer.doctor.finding import Check, Finding, Severity, error, ok, warning
 from kvxfer.doctor.sharing import compare, is_comparable
 
 __all__ = [
     "Check",
     "Finding",
     "PlannedCheck",
-    "Result",
     "Severity",
     "compare",
     "environment_backends",

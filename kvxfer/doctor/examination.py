@@ -16,7 +16,7 @@ from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import machine, places
-from kvxfer.doctor.finding import Check, Finding, Result, Severity, error
+from kvxfer.doctor.finding import Check, Finding, Severity, error
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
@@ -25,7 +25,7 @@ MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
 
 
-_Run = Callable[..., Result | Iterable[Result]]
+_Run = Callable[..., Finding | Iterable[Finding]]
 
 CHECKS: Mapping[str, Sequence[tuple[Check, str, _Run]]] = {
     "machine": (
@@ -89,7 +89,7 @@ class PlannedCheck:
 
     name: Check
     subject: str
-    run: Callable[[], Result | Iterable[Result]]
+    run: Callable[[], Finding | Iterable[Finding]]
     num_steps: int = 1
 
 
@@ -169,7 +169,7 @@ def _things(
 def _collect(check: PlannedCheck) -> list[Finding]:
     try:
         found = check.run()
-        results = [found] if isinstance(found, Result) else list(found)
+        results = [found] if isinstance(found, Finding) else list(found)
     except Exception as exc:  # noqa: BLE001 - a check that fails is a finding of its own
         said = printable(f"{type(exc).__name__}: {exc}", MAX_CHARACTERS)
         results = [

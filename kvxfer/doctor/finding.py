@@ -1,7 +1,6 @@
 """Findings of `kvxfer doctor`: what was examined, what was found, and how to mend it."""
 
 import enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +17,7 @@ class Severity(enum.Enum):
     OK = "ok"
 
 
-class Check(enum.Enum):
+class Check(enum.StrEnum):
     """Names of the checks, which stay the same from release to release."""
 
     HASH_SEED = "hash-seed"
@@ -53,52 +52,37 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one check.
 
     Attributes:
-        check: Name of the check.
-        subject: Thing that was examined, such as a URL.
+        check: Name of the check; the one in the table of checks where a check names no other.
+        subject: Thing that was examined, such as a URL; likewise.
         severity: See `Severity`.
         found: What was found.
         why: What it costs; empty where all is well.
         mend: Line that mends it, as it is typed or written; empty where all is well.
     """
 
-    check: Check
-    subject: str
-    severity: Severity
-    found: str
-    why: str = ""
-    mend: str = ""
-
-
-class Result(NamedTuple):
-    """What a check finds; fields as those of `Finding`, of which `run_checks` makes one.
-
-    Attributes:
-        subject, check: Where they are not those of the table of checks.
-    """
-
-    severity: Severity
-    found: str
-    why: str = ""
-    mend: str = ""
-    subject: str = ""
     check: Check | None = None
+    subject: str = ""
+    severity: Severity
+    found: str
+    why: str = ""
+    mend: str = ""
 
-    def of(self, check: Check, subject: str) -> Finding:
-        """Make the finding of a check and the thing that was examined."""
+    def of(self, check: Check, subject: str = "") -> "Finding":
+        """Name the check, and the thing that was examined, unless they have names already."""
         named = {"check": self.check or check, "subject": self.subject or subject}
-        return Finding(**self._asdict() | named)
+        return msgspec.structs.replace(self, **named)
 
 
-def ok(found: str) -> Result:
-    """Make the result that all is well."""
-    return Result(Severity.OK, found)
+def ok(found: str) -> Finding:
+    """Find that all is well."""
+    return Finding(severity=Severity.OK, found=found)
 
 
-def warning(found: str, *, why: str, mend: str) -> Result:
-    """Make the result of what is slower or less than it could be."""
-    return Result(Severity.WARNING, found, why, mend)
+def warning(found: str, *, why: str, mend: str) -> Finding:
+    """Find what is slower or less than it could be."""
+    return Finding(severity=Severity.WARNING, found=found, why=why, mend=mend)
 
 
-def error(found: str, *, why: str, mend: str) -> Result:
-    """Make the result of what costs all hits, or keeps an engine from starting."""
-    return Result(Severity.ERROR, found, why, mend)
+def error(found: str, *, why: str, mend: str) -> Finding:
+    """Find what costs all hits, or keeps an engine from starting."""
+    return Finding(severity=Severity.ERROR, found=found, why=why, mend=mend)

@@ -20,7 +20,7 @@ from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS
 from kvxfer.copy_engine.cuda_driver import CudaDriver
-from kvxfer.doctor.finding import Result, error, ok, warning
+from kvxfer.doctor.finding import Check, Finding, error, ok, warning
 from kvxfer.engine_side.vllm_keys import (
     DEFAULT_HASH,
     DEFAULT_SEED_SINCE,
@@ -48,7 +48,7 @@ Source: https://docs.docker.com/reference/cli/docker/container/run/, `--shm-size
 """
 
 
-def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Result:
+def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Finding:
     """Check that the memory that is asked for is available, within all control groups."""
     available = AvailableMemory.read(root)
     shown = f"{format_size(available.num_bytes)} available by {available.limit}"
@@ -63,7 +63,7 @@ def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Result:
     )
 
 
-def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) -> Result:
+def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) -> Finding:
     """Check that /dev/shm has room for the host memory of an engine."""
     why = (
         "Under vLLM, host:// and the tiers below it keep blocks in shared memory: an engine whose "
@@ -83,7 +83,7 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
     return ok(shown)
 
 
-def check_huge_pages(root: Path = ROOT) -> Result:
+def check_huge_pages(root: Path = ROOT) -> Finding:
     """Check that memory may be in huge pages."""
     text = read_or_empty(root / HUGE_PAGES)
     chosen = re.search(r"\[(\w+)\]", text)
@@ -126,7 +126,7 @@ def check_hash_seed(
     *,
     find_version: Callable[[], str] = installed_version,
     hash_name: str = DEFAULT_HASH,
-) -> Result:
+) -> Finding:
     """Check that vLLM makes the same keys in every engine, by its release and its hash."""
     seed, version = environ.get(SEED_VARIABLE), find_version()
     has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
@@ -149,7 +149,7 @@ def check_hash_seed(
     return error(f"{found}has a random seed", why=_MISSED, mend=_SET)
 
 
-def check_open_files(root: Path = ROOT) -> Result:
+def check_open_files(root: Path = ROOT) -> Finding:
     """Check the limit on open files."""
     limit = _read_limit(root, "Max open files")
     if limit >= MIN_OPEN_FILES:
@@ -162,7 +162,9 @@ def check_open_files(root: Path = ROOT) -> Result:
     )
 
 
-def check_locked_memory(needed_bytes: int = 0, *, root: Path = ROOT, ports: Path = PORTS) -> Result:
+def check_locked_memory(
+    needed_bytes: int = 0, *, root: Path = ROOT, ports: Path = PORTS
+) -> Finding:
     """Check the limit on locked memory, which counts where a network card reads it."""
     limit = _read_limit(root, "Max locked memory")
     shown = "unlimited" if limit == math.inf else format_size(int(limit))
@@ -178,10 +180,11 @@ def check_locked_memory(needed_bytes: int = 0, *, root: Path = ROOT, ports: Path
     )
 
 
-def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Result:
+def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Finding:
     """Check that the quota of the control groups has the time of as many CPUs as threads use."""
     num_cpus = runtime.num_cores()
-    quotas = [quota for quota in map(_read_quota, _quota_files(root)) if quota is not None]
+    files = find_limits(root, "cpu", unified=["cpu.max"], legacy=["cpu.cfs_quota_us"])
+    quotas = [quota for quota in map(_read_quota, files) if quota is not None]
     if not quotas:
         return ok(f"{num_cpus} CPUs, no quota")
     quota = min(quotas)
@@ -222,10 +225,6 @@ def _may_lock(root: Path) -> bool:
     return False
 
 
-def _quota_files(root: Path) -> list[Path]:
-    return [*find_limits(root, "cpu", unified=["cpu.max"], legacy=["cpu.cfs_quota_us"])]
-
-
 def _read_quota(path: Path) -> float | None:
     """Read a quota in CPUs; None without one.
 
@@ -242,11 +241,8 @@ def _read_quota(path: Path) -> float | None:
 
 DEVICES = Path("/dev")
 DRIVER_VERSIONS = Path("/proc/driver/nvidia/version")
-CPU_INFO = Path("/proc/cpuinfo")
 
 FindVersion = Callable[[str], str]
-
-_FLAGS = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON", "sse2": "SSE2"}
 
 _WHY = {
     "nixl": "Blocks at peers go through sockets instead of the kernel or a network card.",
@@ -255,17 +251,17 @@ _WHY = {
 }
 
 
-def check_packages(find_version: FindVersion = importlib.metadata.version) -> Iterator[Result]:
+def check_packages(find_version: FindVersion = importlib.metadata.version) -> Iterator[Finding]:
     """Check the releases of the packages that kvxfer needs, by its own metadata."""
     requirements = _requirements("")
     if not requirements:
         found, why = "runs from a folder, and is not installed", "What it needs was not examined."
-        yield warning(found, why=why, mend="pip install -e .")._replace(subject="kvxfer")
+        yield warning(found, why=why, mend="pip install -e .").of(Check.PACKAGE, "kvxfer")
     for name, wanted in map(_split, requirements):
-        yield _check_package(name, wanted, find_version)._replace(subject=name)
+        yield _check_package(name, wanted, find_version).of(Check.PACKAGE, name)
 
 
-def _check_package(name: str, wanted: str, find_version: FindVersion) -> Result:
+def _check_package(name: str, wanted: str, find_version: FindVersion) -> Finding:
     why, mend = _WHY.get(name, "kvxfer is not tested with it."), f"pip install '{name}{wanted}'"
     try:
         version = find_version(name)
@@ -273,11 +269,11 @@ def _check_package(name: str, wanted: str, find_version: FindVersion) -> Result:
         make = warning if name == "nixl" else error  # which sockets stand in for
         return make("is not installed", why=why, mend=mend)
     if is_within(version, wanted):
-        return ok(f"{version}{_vector_units(name)}")
+        return ok(version)
     return error(f"{version}, expected {wanted}", why=why, mend=mend)
 
 
-def check_vllm(find_version: Callable[[], str] = installed_version) -> Result:
+def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
     """Check that the installed release of vLLM, if any, is one that is supported."""
     version = find_version()
     _, wanted = _split([*_requirements("vllm"), "vllm"][0])
@@ -295,7 +291,7 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Result:
 
 def check_plugin(
     environ: Mapping[str, str] = os.environ, find_version: Callable[[], str] = installed_version
-) -> Result:
+) -> Finding:
     """Check that vLLM, if any, loads the plug-in by which configurations name the connectors."""
     if not find_version()[:1].isdigit():
         return ok("vLLM is not installed here")
@@ -314,7 +310,7 @@ def check_plugin(
     )
 
 
-def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Result:
+def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Finding:
     """Check that NIXL opens, with its plug-in that moves bytes between processes."""
     try:
         agent = make_agent()
@@ -330,7 +326,7 @@ def check_cuda(
     devices: Path = DEVICES,
     open_driver: Callable[[int], CudaDriver] = CudaDriver,
     versions: Path = DRIVER_VERSIONS,
-) -> Result:
+) -> Finding:
     """Check that the driver of a GPU, where there is one, can be used, and copies in batches."""
     if not any(devices.glob("nvidia[0-9]*")):
         return ok("no GPU here")
@@ -392,12 +388,3 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Read the numbers that a version begins with: (4, 1) of `4.1rc2`."""
     leading = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, leading[0].split("."))) if leading else ()
-
-
-def _vector_units(name: str) -> str:
-    """Say which of a processor's vector units xxhash chooses when it is imported."""
-    if name != "xxhash":
-        return ""
-    found = set(re.findall(r"\w+", CPU_INFO.read_text()))
-    unit = next((unit for flag, unit in _FLAGS.items() if flag in found), "none")
-    return f", vector unit {unit}"

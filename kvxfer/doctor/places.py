@@ -3,7 +3,6 @@
 import os
 import socket
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
-from kvxfer.doctor.finding import Check, Result, error, ok, warning
+from kvxfer.doctor.finding import Check, Finding, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -40,7 +39,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _OF_CONTAINERS = frozenset({"overlay", "aufs"})
 
 
-def check_folder(config: FileConfig) -> Result:
+def check_folder(config: FileConfig) -> Finding:
     """Check that the folder of a store is there or can be made, and can be written to."""
     path, folder = Path(config.path), standing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
@@ -52,10 +51,12 @@ def check_folder(config: FileConfig) -> Result:
     except OSError as exc:
         found = f"{folder} cannot be written to: {exc.strerror}"
         return error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
-    return ok(_summary(path) if folder == path else f"will be made in {folder}")
+    if folder != path:
+        return ok(f"will be made in {folder}")
+    return ok(f"can be written to, namespaces: {len(_namespaces(path))}")
 
 
-def check_secret(config: FileConfig) -> Result:
+def check_secret(config: FileConfig) -> Finding:
     """Check that the checksums which were asked for can be made."""
     try:
         Digester(config.integrity, read_secret(config.secret_file), config.tenant)
@@ -68,7 +69,7 @@ def check_secret(config: FileConfig) -> Result:
     return ok(f"integrity={config.integrity.value}")
 
 
-def check_space(config: FileConfig) -> Result:
+def check_space(config: FileConfig) -> Finding:
     """Check that the capacity that was asked for can be reached."""
     found = os.statvfs(standing_folder(config))
     if not found.f_blocks:
@@ -87,7 +88,7 @@ def check_space(config: FileConfig) -> Result:
     return warning(limits, why=why, mend=f"capacity={usable >> 20}MiB")
 
 
-def check_inodes(config: FileConfig) -> Result:
+def check_inodes(config: FileConfig) -> Finding:
     """Check that the file system has room for as many files as the capacity has blocks."""
     found = os.statvfs(standing_folder(config))
     if not found.f_files:
@@ -105,7 +106,7 @@ def check_inodes(config: FileConfig) -> Result:
     )
 
 
-def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Result:
+def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
     """Check that the file system keeps files: beyond a restart, and beyond the container."""
     folder = standing_folder(config).resolve()
     kind = point = ""
@@ -129,7 +130,7 @@ def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Result:
     return ok(f"{kind or 'unknown'} at {point or '/'}")
 
 
-def check_direct_io(config: FileConfig) -> Result:
+def check_direct_io(config: FileConfig) -> Finding:
     """Check that the file system has O_DIRECT."""
     if config.direct == "off":
         return ok("not asked for")
@@ -143,7 +144,7 @@ def check_direct_io(config: FileConfig) -> Result:
     )
 
 
-def check_io_uring(config: FileConfig) -> Result:
+def check_io_uring(config: FileConfig) -> Finding:
     """Check that the kernel permits io_uring."""
     if config.engine == "posix":
         return ok("not asked for")
@@ -177,21 +178,6 @@ def _mean_chunk_bytes(namespaces: list[Namespace]) -> int:
     return sum(sizes) // len(sizes) if sizes else 0
 
 
-def _summary(path: Path) -> str:
-    """Say how many namespaces a store has, and in what those of one model differ."""
-    by_model = defaultdict(list)
-    for namespace in _namespaces(path):
-        by_model[namespace.model].append(namespace)
-    texts = []
-    for first, *others in by_model.values():
-        fields = {difference.field for each in others for difference in first.differences(each)}
-        if others:
-            differ = ", ".join(sorted(fields)[:3])
-            texts.append(f"{1 + len(others)} of {first.model}, which differ in {differ}")
-    num_namespaces = sum(map(len, by_model.values()))
-    return "; ".join([f"can be written to, namespaces: {num_namespaces}", *texts])
-
-
 PROBE = "kvxfer-doctor"
 """Object that is made and removed again below the prefix."""
 
@@ -199,7 +185,7 @@ _NO_BLOCKS = "Every lookup there is a miss, and nothing is stored."
 _CREDENTIALS = "docs/objects.md#credentials  # in the environment of the engine, never in the URL"
 
 
-def check_bucket(config: ObjectConfig) -> Result:
+def check_bucket(config: ObjectConfig) -> Finding:
     """Check that a bucket can be read and written: an object is made twice, and removed."""
     try:
         return runtime.run(_try_bucket(config))
@@ -212,7 +198,7 @@ def check_bucket(config: ObjectConfig) -> Result:
         return error(str(exc), why=_NO_BLOCKS, mend=mend)
 
 
-async def _try_bucket(config: ObjectConfig) -> Result:
+async def _try_bucket(config: ObjectConfig) -> Finding:
     bucket = Bucket(config)
     began_at = runtime.monotonic()
     try:
@@ -256,7 +242,7 @@ _MAX_CHARACTERS = 200
 _NO_PEERS = "An engine that starts finds no peers, and no blocks; one that runs keeps its peers."
 
 
-def check_discovery(config: NixlConfig, timeout_s: float) -> Result:
+def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
     """Check that etcd answers, and that what is announced there can be used."""
     etcd = config.etcd
     assert etcd is not None
@@ -294,7 +280,7 @@ def check_discovery(config: NixlConfig, timeout_s: float) -> Result:
     return ok(f"answers; {len(holders)} holders are announced: {shown}")
 
 
-def check_mooncake(config: MooncakeConfig) -> Result:
+def check_mooncake(config: MooncakeConfig) -> Finding:
     """Check that the master answers; it is not asked which processes have memory."""
     try:
         config.require_mooncake()
@@ -310,7 +296,7 @@ def check_mooncake(config: MooncakeConfig) -> Result:
 _NO_POOL = "Every lookup there is a miss: what engines before this one computed is computed again."
 
 
-def check_pool(config: PoolConfig) -> Result:
+def check_pool(config: PoolConfig) -> Finding:
     """Check that a process of this user serves the pool; it is not asked for its model."""
     serve = f"kvxfer serve --pool {config.path} --capacity SIZE"
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -339,7 +325,7 @@ _PEER_MENDS = {
 }
 
 
-def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Result]:
+def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
     """Check that a peer is reached and accepts this process, and by what carrier."""
     try:
         probe = runtime.run(probe_peer(config, endpoint))
@@ -355,7 +341,7 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Result]:
         f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2g} ms; "
         f"{model!r}, namespace {fingerprint}"
     )
-    yield _judge_carrier(config, probe)._replace(check=Check.PEER_CARRIER)
+    yield _judge_carrier(config, probe).of(Check.PEER_CARRIER)
 
 
 def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:
@@ -364,12 +350,12 @@ def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:
     return msgspec.structs.replace(config, handshake_timeout_s=limit_s)
 
 
-def refuse_peer(endpoint: Endpoint, exc: Exception) -> Result:
+def refuse_peer(endpoint: Endpoint, exc: Exception) -> Finding:
     """Tell of a peer that cannot be reached, or refuses this process, by the error."""
     return error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
 
 
-def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Result:
+def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Finding:
     """Judge the carrier: sockets are what there is between machines without RDMA."""
     if probe.carrier != "socket":
         return ok(f"{probe.carrier}")

@@ -12,7 +12,7 @@ from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import NUM_STEPS, PlannedCheck, run_checks
-from kvxfer.doctor.finding import Check, Finding, Result, error, ok
+from kvxfer.doctor.finding import Check, Finding, error, ok
 from kvxfer.doctor.places import hasten, refuse_peer
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
@@ -81,11 +81,8 @@ class Party:
         """Name one of the namespaces."""
         if chosen.kind:
             return f"{self.name} ({chosen.kind})"
-        return (
-            self.name
-            if len(self.namespaces) == 1
-            else f"{self.name}/{chosen.namespace.fingerprint}"
-        )
+        is_only = len(self.namespaces) == 1
+        return self.name if is_only else f"{self.name}/{chosen.namespace.fingerprint}"
 
 
 def _known(namespace: Namespace) -> PlannedNamespace:
@@ -122,7 +119,7 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     """
     refused: list[InvalidArgumentError] = []
 
-    def run() -> list[Result]:
+    def run() -> list[Finding]:
         try:
             return _find(arguments, timeout_s)
         except InvalidArgumentError as exc:  # of the arguments, not of what they name
@@ -143,9 +140,9 @@ def _is_peer(argument: str) -> bool:
     return argument.startswith("nixl:")
 
 
-def _find(arguments: Sequence[str], timeout_s: float) -> list[Result]:
+def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
     parties: list[Party] = []
-    results: list[Result] = []
+    findings: list[Finding] = []
     for argument in arguments:
         if _is_peer(argument):
             config, endpoint = _parse_peer(argument, timeout_s)
@@ -153,15 +150,15 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Result]:
                 probe = runtime.run(probe_peer(config, endpoint))
             except (PeerError, BackendUnavailableError) as exc:
                 refused = refuse_peer(endpoint, exc)
-                results.append(refused._replace(check=Check.PEER, subject=f"nixl://{endpoint}"))
+                findings.append(refused.of(Check.PEER, f"nixl://{endpoint}"))
             else:
                 known = () if probe.namespace is None else (_known(probe.namespace),)
                 parties.append(Party(argument, known, probe.description))
         else:
             parties.append(_of_path(argument, timeout_s))
     if len(parties) == len(arguments):
-        results += _compare(*parties)
-    return results
+        findings += _compare(*parties)
+    return findings
 
 
 def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
@@ -191,7 +188,7 @@ def _of_path(argument: str, timeout_s: float) -> Party:
     return Party(argument, (_known(load_namespace(file)),))
 
 
-def _compare(ours: Party, theirs: Party) -> list[Result]:
+def _compare(ours: Party, theirs: Party) -> list[Finding]:
     for party in (ours, theirs):
         if not party.namespaces:
             return [ok(f"{party.name} takes the model of the first engine that connects")]
@@ -204,7 +201,7 @@ def _compare(ours: Party, theirs: Party) -> list[Result]:
     ]
 
 
-def _compare_nearest(ours: Party, theirs: Party) -> list[Result]:
+def _compare_nearest(ours: Party, theirs: Party) -> list[Finding]:
     """Compare those two namespaces that differ least."""
     pairs = [_Pair.of(our, their) for our in ours.namespaces for their in theirs.namespaces]
     nearest = min(pairs, key=lambda pair: len(pair.differences))
@@ -261,14 +258,14 @@ def _is_among(field: str, known: Collection[str]) -> bool:
     return any(field == each or field.startswith((f"{each}.", f"{each}[")) for each in known)
 
 
-def _differ(difference: Difference, our_name: str, their_name: str) -> Result:
+def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
     field, ours, theirs = difference
     found = f"{_show(ours)} in {our_name}, {_show(theirs)} in {their_name}"
     mend = _MENDS[field.split(".")[0].split("[")[0]]
-    return error(found, why=_WHY, mend=mend)._replace(subject=printable(field))
+    return error(found, why=_WHY, mend=mend).of(Check.SHARING, printable(field))
 
 
-def _compare_caches(ours: Party, theirs: Party) -> list[Result]:
+def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
     """Compare the caches of two engines that lend them: one has to be read as the other."""
     if ours.description is None or theirs.description is None:
         return []
@@ -298,7 +295,7 @@ def _compare_caches(ours: Party, theirs: Party) -> list[Result]:
     return []
 
 
-def _of_another_release(found: str) -> Result:
+def _of_another_release(found: str) -> Finding:
     return error(
         found,
         why="It is an engine of another release, or none: prompts are computed twice.",

@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from kvxfer.doctor import Check, Finding, Result, Severity, examine
+from kvxfer.doctor import Check, Finding, Severity, examine
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 TIMEOUT_S = 20.0
 
 
-def expect(finding: Finding | Result, severity: Severity, *patterns: str) -> None:
+def expect(finding: Finding, severity: Severity, *patterns: str) -> None:
     """Check a finding: what is bad, and only that, says what it costs and what mends it."""
     assert finding.severity is severity, finding
     explained = bool(finding.why and finding.mend)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.doctor import Check, PlannedCheck, Result, Severity, error, ok, run_checks, warning
+from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, error, ok, run_checks, warning
 from kvxfer.doctor.machine import (
     check_cpus,
     check_cuda,
@@ -98,15 +98,15 @@ def quota(num_cpus: float) -> str:
     return f"{int(num_cpus * 100000)}"
 
 
-def locks(num_bytes: int, ports: str = "card") -> Callable[[Path], Result]:
+def locks(num_bytes: int, ports: str = "card") -> Callable[[Path], Finding]:
     return lambda root: check_locked_memory(num_bytes, root=root, ports=root / ports)
 
 
-def needs(num_bytes: int) -> Callable[[Path], Result]:
+def needs(num_bytes: int) -> Callable[[Path], Finding]:
     return lambda root: check_memory(num_bytes, root=root)
 
 
-def runs(num_threads: int) -> Callable[[Path], Result]:
+def runs(num_threads: int) -> Callable[[Path], Finding]:
     return lambda root: check_cpus(root, {"OMP_NUM_THREADS": str(num_threads)})
 
 
@@ -133,7 +133,7 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
 )
 def test_a_limit_that_is_too_low_is_named(
     tmp_path: Path,
-    check: Callable[[Path], Result],
+    check: Callable[[Path], Finding],
     files: dict[str, str],
     severity: Severity,
     words: list[str],
@@ -211,11 +211,11 @@ def test_a_choice_of_plug_ins_without_ours_is_named(chosen: str, mend: str) -> N
 def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:
     may_end = threading.Event()
 
-    def hang() -> Result:
+    def hang() -> Finding:
         may_end.wait(60)
         return ok("late")
 
-    def fail() -> Result:
+    def fail() -> Finding:
         raise RuntimeError("broken\x1b[2J")
 
     several = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.file import FileConfig, Integrity
-from kvxfer.doctor import Result, Severity
+from kvxfer.doctor import Finding, Severity
 from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
@@ -23,12 +23,12 @@ from tests.cli.stores import Store
 from tests.doctor.findings import ERROR, OK, WARNING, expect, make_root
 
 GIB = 1 << 30
-Check = Callable[[FileConfig], Result]
+Check = Callable[[FileConfig], Finding]
 SOUND = (check_folder, check_secret, check_space, check_inodes)
 
 
 def expect_of(
-    check: Callable[[FileConfig], Result],
+    check: Callable[[FileConfig], Finding],
     path: Path,
     severity: Severity,
     *words: str,
@@ -46,14 +46,13 @@ def test_a_sound_folder_is_sound_whether_it_is_there_or_not(tmp_path: Path, name
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_sound_store_is_sound_and_tells_in_what_its_namespaces_differ(store: Store) -> None:
+def test_a_sound_store_is_sound_and_tells_its_namespaces(store: Store) -> None:
     store.fill()
     for check in SOUND:
         expect_of(check, store.root, OK)
     expect_of(check_folder, store.root, OK, "^can be written to, namespaces: 1\n")
     store.fill(num_tensors=2)
-    told = "namespaces: 2; 2 of example/model, which differ in groups.0..tensors"
-    expect_of(check_folder, store.root, OK, told)
+    expect_of(check_folder, store.root, OK, "^can be written to, namespaces: 2\n")
     expect_of(check_space, store.root, OK, "192.0 KiB of the capacity in use")
 
 
@@ -106,7 +105,7 @@ def test_a_medium_that_keeps_nothing_is_named(
     )
     root = make_root(tmp_path / "root", {"proc/self/mountinfo": mounts})
 
-    def check(config: FileConfig) -> Result:
+    def check(config: FileConfig) -> Finding:
         return check_medium(config, root=root)
 
     expect_of(check, tmp_path / "a" / "store", severity, kind)
