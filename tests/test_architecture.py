@@ -61,7 +61,7 @@ BUDGETS = {
     "kvxfer/kvcache": 5_782,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_306,
-    "kvxfer/replay": 1_707,
+    "kvxfer/replay": 1_654,
     "kvxfer/runtime": 1_288,
     "kvxfer/storage": 5_013,
     "kvxfer/telemetry": 1_687,

@@ -1,8 +1,14 @@
 """Planner: what a cache of which policy, capacity and tiers would have had of a trace's blocks."""
 
 from kvxfer.replay.block_size import bytes_per_token, plan_tiers
-from kvxfer.replay.plan import DEFAULT_BANDWIDTHS, Machine, plan_capacities, plan_list
-from kvxfer.replay.recommendation import parse_budget, recommend
+from kvxfer.replay.plan import (
+    DEFAULT_BANDWIDTHS,
+    Machine,
+    parse_budget,
+    plan_capacities,
+    plan_list,
+    recommend,
+)
 from kvxfer.replay.report import Report, format_report, summarise
 from kvxfer.replay.simulation import Medium, TierPlan, simulate
 from kvxfer.replay.synthetic import make_synthetic

@@ -17,13 +17,7 @@ from kvxfer.named_files import read_named_file
 from kvxfer.replay.simulation import TierPlan
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
-_BYTES_OF_DTYPES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_BYTES_OF_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def bytes_per_token(model: Path) -> int:
@@ -78,12 +72,6 @@ def plan_tiers(
     return [_plan_tier(choice, block_size_bytes) for choice in choices]
 
 
-def opaque_namespace(block_size_bytes: int) -> Namespace:
-    """Make a namespace of blocks of which only the size is known."""
-    group = GroupIdentity(page_sizes_bytes=(block_size_bytes,))
-    return Namespace(model="kvxfer replay", groups=(group,))
-
-
 def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
     _, config = parse_backend(choice)
     if isinstance(config, HostConfig):
@@ -92,7 +80,8 @@ def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
         )
         return TierPlan("host", config.eviction, shape.num_slots)
     if isinstance(config, FileConfig):
-        num_bytes = require_room(config, opaque_namespace(block_size_bytes))
+        group = GroupIdentity(page_sizes_bytes=(block_size_bytes,))
+        num_bytes = require_room(config, Namespace(model="kvxfer replay", groups=(group,)))
         return TierPlan("file", config.eviction, config.capacity // num_bytes)
     if isinstance(config, ObjectConfig):
         return TierPlan("object", "none", 0)

@@ -6,14 +6,13 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig, rank
 from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine
-from kvxfer.replay.report import align
+from kvxfer.replay.report import align, percent
 from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers, TierPlan
 from kvxfer.replay.trace import Trace, previous_references
 from kvxfer.settings import convert_settings
@@ -177,22 +176,20 @@ def replay_above(
     engines: Sequence[int],
     num_slots: int,
     groups: Sequence[SimulatedTier],
-) -> NDArray[np.int64]:
-    """Replay a trace; return the hits of each request in its engine, and in the tier below it.
+) -> tuple[int, int]:
+    """Replay a trace; return the hits in engines, and in the tiers below them.
 
     The tiers below are empty, one for the engines of each group, or one for all.
-
-    Returns:
-        int64 `(num_requests, 2)`.
     """
+    memories: list[SimulatedTier] = []
     tiers: dict[int, SimulatedTiers] = {}
-    hits = np.zeros((trace.num_requests, 2), np.int64)
-    for request, (blocks, engine) in enumerate(zip(trace.requests(), engines, strict=True)):
+    for blocks, engine in zip(trace.requests(), engines, strict=True):
         if engine not in tiers:
-            own = SimulatedTier(TierPlan("host", "lru", num_slots))
-            tiers[engine] = SimulatedTiers([own, groups[engine * len(groups) // fleet.engines]])
-        hits[request] = tiers[engine].replay(blocks)
-    return hits
+            memories.append(SimulatedTier(TierPlan("host", "lru", num_slots)))
+            below = groups[engine * len(groups) // fleet.engines]
+            tiers[engine] = SimulatedTiers([memories[-1], below])
+        tiers[engine].replay(blocks)
+    return sum(each.num_hits for each in memories), sum(each.num_hits for each in groups)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -241,16 +238,15 @@ def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) 
     holders = make_holders(fleet, num_slots, trace.num_unique)
     pool = SimulatedTier(TierPlan("host", "lru", num_slots * fleet.holders))
     (own, theirs), (_, pooled) = (
-        replay_above(trace, fleet, engines, num_own, below).sum(axis=0) / trace.num_references
-        for below in (holders, [pool])
+        replay_above(trace, fleet, engines, num_own, below) for below in (holders, [pool])
     )
     sizes = {"capacity": int(fleet.capacity), "engine_capacity": int(fleet.engine_capacity)}
     return FleetReport(
         fleet=msgspec.structs.asdict(fleet) | sizes,
         num_slots=num_slots,
-        hits_own=float(own),
-        hits_holders=float(theirs),
-        hits_pool=float(pooled),
+        hits_own=own / trace.num_references,
+        hits_holders=theirs / trace.num_references,
+        hits_pool=pooled / trace.num_references,
         num_connections=fleet.num_connections,
         holders=_spreads(holders, max(trace.duration_s, 1e-3), block, fleet),
     )
@@ -304,17 +300,13 @@ def _head(report: FleetReport) -> Iterator[str]:
     yield f"         {fleet['engines']:,} engines with {own} of their own"
     parts = ", ".join(f"{name} {fleet[name]}" for name in ("groups", "replicas", "routing"))
     yield f"         {parts}"
-    at_holders, in_pool = map(_percent, (report.hits_holders, report.hits_pool))
-    yield f"hits     {_percent(report.hits_own)} of the blocks in engines"
+    at_holders, in_pool = map(percent, (report.hits_holders, report.hits_pool))
+    yield f"hits     {percent(report.hits_own)} of the blocks in engines"
     yield f"         {at_holders} at holders; {in_pool} in one pool"
     yield f"         of {format_size(capacity * int(fleet['holders']))} in their place"
     if report.num_connections > int(fleet["max_connections"]):
         most = f"{report.num_connections:,} connections at each"
         yield f"refused  with max_connections={fleet['max_connections']}: {most}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,8 @@
-"""Plan: what caches of each policy, capacity and list of tiers give, for a trace and a machine."""
+"""Plan: what caches of each policy, capacity and list of tiers give, and the best for a budget."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Literal
 
 import msgspec
@@ -9,7 +11,8 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.simulation import Medium, SimulatedTier, TierPlan, simulate
 from kvxfer.replay.trace import Trace, count_ceiling
-from kvxfer.storage.eviction.policies import PolicyName
+from kvxfer.storage.eviction.policies import POLICIES, PolicyName
+from kvxfer.units import ByteSize, format_size
 
 SECONDS_PER_DAY = 86400
 FOLDER = "/var/cache/kv"
@@ -18,6 +21,14 @@ BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"
 DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
 """Bytes per second that a load gets from a tier where nothing else is stated: verified host memory
 on a few cores, one NVMe drive, and a bucket of the same region over some 10 Gbit/s."""
+
+AS_GOOD = 0.995
+"""Share of what another list gives at which a simpler or smaller one is as good."""
+
+_MEDIA: Sequence[Medium] = ("host", "file")
+
+Budget = Mapping[Medium, ByteSize]
+"""Bytes that each medium may take."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +139,7 @@ def plan_capacities(
         for num_slots, capacity in zip(slots, capacities, strict=True):
             num_hits = ceiling
             if num_slots < trace.num_unique:  # else nothing is evicted
-                num_hits = simulate(trace, [TierPlan("host", policy, num_slots)]).num_hits
+                num_hits = simulate(trace, [TierPlan("host", policy, num_slots)])[0].num_hits
             rows.append(
                 CapacityRow(
                     policy=policy,
@@ -150,16 +161,15 @@ def plan_list(trace: Trace, machine: Machine, backend: Sequence[str]) -> TiersRo
             not known.
     """
     plans = plan_tiers(backend, machine.block_size_bytes(trace.tokens_per_block))
-    simulation = simulate(trace, plans)
-    hits: dict[Medium, int] = {}
-    for tier in simulation.tiers:
-        hits[tier.plan.medium] = hits.get(tier.plan.medium, 0) + tier.num_hits
+    tiers, hits = simulate(trace, plans), Counter[Medium]()
+    for tier in tiers:
+        hits[tier.plan.medium] += tier.num_hits
     return TiersRow(
         backend=list(backend),
-        num_hits=simulation.num_hits,
-        hit_rate=simulation.num_hits / trace.num_references,
+        num_hits=hits.total(),
+        hit_rate=hits.total() / trace.num_references,
         first_token_s=machine.first_token_s(trace, hits),
-        tiers=[_tier_row(trace, machine, tier) for tier in simulation.tiers],
+        tiers=[_tier_row(trace, machine, tier) for tier in tiers],
     )
 
 
@@ -187,3 +197,94 @@ def _tier_row(trace: Trace, machine: Machine, tier: SimulatedTier) -> TierRow:
         bytes_written=written,
         bytes_written_per_day=written / days if days else None,
     )
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """Recommended list of tiers.
+
+    Attributes:
+        budget: The budget, in bytes.
+        row: The list, and what it gives; None where no tier is worth anything.
+    """
+
+    budget: dict[Medium, int]
+    row: TiersRow | None
+    reasons: list[str]
+
+
+def parse_budget(text: str) -> dict[Medium, ByteSize]:
+    """Parse a budget such as `host=64GiB,file=1TiB`.
+
+    Raises:
+        InvalidArgumentError: It is no such text.
+    """
+    budget: dict[Medium, ByteSize] = {}
+    wanted = "host=SIZE, file=SIZE or both, such as 'host=64GiB,file=1TiB'"
+    for part in text.split(","):
+        medium, _, size = part.partition("=")
+        known = next((each for each in _MEDIA if each == medium and each not in budget), None)
+        if known is None:
+            raise InvalidArgumentError("budget", text, wanted)
+        budget[known] = ByteSize.parse(size, name="budget")
+    return budget
+
+
+def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
+    """Recommend a list of tiers within a budget.
+
+    Policies and tiers are those that give the most with the whole budget: the most time of first
+    tokens saved where a prefill speed is stated, else the most hits. What is simpler wins where it
+    gives as good as that. Then each capacity is halved, that of files first, as long as as good as
+    all is left.
+
+    Raises:
+        InvalidArgumentError: Not one block fits, or the size of a block is not known.
+    """
+    block = machine.block_size_bytes(trace.tokens_per_block)
+    rows: dict[tuple[str, ...], TiersRow] = {}
+
+    def plan(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> TiersRow:
+        urls = tuple(tier_url(each, sizes[each], policies[each]) for each in policies)
+        if urls not in rows:
+            rows[urls] = plan_list(trace, machine, urls)
+        return rows[urls]
+
+    def score(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> float:
+        row = plan(sizes, policies)
+        return row.num_hits if row.first_token_s is None else row.first_token_s
+
+    asked = {medium: int(num_bytes) for medium, num_bytes in budget.items()}
+    sizes = {medium: asked[medium] for medium in _MEDIA if medium in asked}
+    best, policies = 0.0, dict[Medium, PolicyName]()
+    for tried in _choices(sizes):
+        if score(sizes, tried) * AS_GOOD > best:
+            best, policies = score(sizes, tried), tried
+    if not policies:
+        reasons = ["no tier is worth it: a hit saves nothing, or there is none"]
+        return Recommendation(budget=asked, row=None, reasons=reasons)
+    reasons = []
+    for medium in reversed(policies):
+        half = sizes | {medium: sizes[medium] // 2}
+        while _fits(medium, half[medium], block) and score(half, policies) >= AS_GOOD * best:
+            sizes, half = half, half | {medium: half[medium] // 2}
+        given, of_all = format_size(sizes[medium]), format_size(asked[medium])
+        if given != of_all:
+            reasons.append(f"{medium}: {given} are as good as {of_all}")
+    reasons += [f"{medium}: not needed" for medium in sizes if medium not in policies]
+    return Recommendation(budget=asked, row=plan(sizes, policies), reasons=reasons)
+
+
+def _choices(media: Iterable[Medium]) -> Iterator[dict[Medium, PolicyName]]:
+    """List the policies of the first tier alone, then those of two."""
+    for number, _ in enumerate(media, start=1):
+        for chosen in product(POLICIES, repeat=number):
+            yield dict(zip(media, chosen, strict=False))
+
+
+def _fits(medium: Medium, capacity: int, block_size_bytes: int) -> bool:
+    """Whether at least one block fits."""
+    try:
+        plan_tiers(tier_url(medium, capacity, "lru"), block_size_bytes)
+    except InvalidArgumentError:
+        return False
+    return True

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvxfer.replay.plan import CapacityRow, Machine, TierRow, TiersRow
-from kvxfer.replay.recommendation import Recommendation
+from kvxfer.replay.plan import CapacityRow, Machine, Recommendation, TierRow, TiersRow
 from kvxfer.replay.trace import Trace, count_ceiling
 from kvxfer.text import printable
 from kvxfer.units import format_size
@@ -73,7 +72,7 @@ def _head(report: Report) -> str:
     requests = f"{trace.num_requests:,} requests in {_duration(trace.duration_s)}"
     blocks = f"{trace.num_references:,} blocks of {trace.tokens_per_block} tokens"
     different = f"{trace.num_unique:,} different blocks"
-    ceiling = f"{_percent(trace.ceiling)} % of the blocks are hits when nothing is evicted"
+    ceiling = f"{percent(trace.ceiling)} of the blocks are hits when nothing is evicted"
     lines = [("trace", printable(trace.name)), ("", f"{requests}, {blocks}")]
     if machine.bytes_per_token:
         num_bytes = trace.num_unique * trace.tokens_per_block * machine.bytes_per_token
@@ -107,7 +106,7 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
         first = next(iter(chosen.values()))
         cells = [format_size(first.capacity_bytes or 0)] if sized else []
         cells.append(f"{num_slots:,}")
-        cells += [f"{_percent(chosen[policy].hit_rate)} %" for policy in policies]
+        cells += [percent(chosen[policy].hit_rate) for policy in policies]
         if timed:
             cells += [_seconds(chosen[policy].first_token_s) for policy in policies]
         table.append(cells)
@@ -121,7 +120,7 @@ def _tiers(row: TiersRow) -> str:
     saved = (
         "" if row.first_token_s is None else f", a first token {_seconds(row.first_token_s)} sooner"
     )
-    lines.append(f"{_percent(row.hit_rate)} % of the blocks are hits{saved}")
+    lines.append(f"{percent(row.hit_rate)} of the blocks are hits{saved}")
     header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
     return "\n".join([*lines, *align([header, *map(_cells, row.tiers)])])
 
@@ -132,7 +131,7 @@ def _cells(tier: TierRow) -> list[str]:
         tier.medium,
         tier.policy,
         f"{tier.num_slots:,}",
-        f"{_percent(tier.hit_rate)} %",
+        percent(tier.hit_rate),
         f"{tier.num_promoted:,}",
         *map(_bytes, moved),
     ]
@@ -165,8 +164,9 @@ def _quoted(backend: Sequence[str]) -> str:
     return text.replace('","', '", "') if len(text) < 68 else text.replace('","', '",\n  "')
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+def percent(share: float) -> str:
+    """Format a share as `72.6 %`."""
+    return f"{100 * share:.1f} %"
 
 
 def _bytes(number: float | None) -> str:

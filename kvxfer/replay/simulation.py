@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
@@ -75,60 +72,46 @@ class SimulatedTier:
         self.num_evicted += len(plan.evicted)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Simulation:
-    """Use of the tiers, the fastest first, by a trace.
-
-    Attributes:
-        hits: int64 `(num_requests, num_tiers)`; hits of each request by tier.
-    """
-
-    tiers: tuple[SimulatedTier, ...]
-    hits: NDArray[np.int64]
-
-    @property
-    def num_hits(self) -> int:
-        """Hits of all tiers together."""
-        return sum(tier.num_hits for tier in self.tiers)
-
-
-def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
-    """Replay a trace on simulated tiers.
+def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
+    """Replay a trace on simulated tiers, the fastest first; return what it made of them.
 
     Each request looks up its blocks, loads the leading run of those that are there, its hits, and
     stores the others. The next request comes when all of that has ended, copies to lower tiers
     included.
     """
-    tiers = tuple(
+    tiers = [
         SimulatedTier(replace(plan, num_slots=trace.num_unique) if plan.policy == "none" else plan)
         for plan in plans
-    )
+    ]
     engine = SimulatedTiers(tiers)
-    return Simulation(tiers, np.array([engine.replay(each) for each in trace.requests()], np.int64))
+    for blocks in trace.requests():
+        engine.replay(blocks)
+    return tiers
 
 
 class SimulatedTiers:
-    """Tiers without bytes, which do what `TieredBackend` does, one request after the other."""
+    """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
+
+    Its code is not shared: there locks, staging and calls of tiers are between any two steps.
+    `tests/replay/test_real.py` compares the hits of both.
+    """
 
     def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
         self._tiers = tiers
         self._first, self._lower = tiers[0], tiers[1:]
 
-    def replay(self, blocks: Sequence[int]) -> list[int]:
-        """Look up, load and store the blocks of one request; return its hits by tier."""
+    def replay(self, blocks: Sequence[int]) -> None:
+        """Look up, load and store the blocks of one request."""
         if self._lower:
             found_in = self._look_up(blocks)
             run = list(takewhile(found_in.__contains__, blocks))
-            hits = self._load(run, found_in)
+            self._load(run, found_in)
             self._store(blocks[len(run) :])
         else:  # the same, in less time
             run = list(takewhile(self._first.__contains__, blocks))
-            hits = [len(run)]
+            self._first.num_hits += len(run)
             self._first.load(run)
             self._first.store(blocks[len(run) :])
-        for tier, num_hits in zip(self._tiers, hits, strict=True):
-            tier.num_hits += num_hits
-        return hits
 
     def _look_up(self, blocks: Sequence[int]) -> dict[int, int]:
         """Find the tier of each block; what lower tiers have is promoted."""
@@ -142,8 +125,8 @@ class SimulatedTiers:
                 found_in |= dict.fromkeys(below, index)
         return found_in
 
-    def _load(self, blocks: Sequence[int], found_in: dict[int, int]) -> list[int]:
-        """Load each block from the first tier that has it; return how many each tier gave.
+    def _load(self, blocks: Sequence[int], found_in: dict[int, int]) -> None:
+        """Load each block from the first tier that has it, and count the hits of each tier.
 
         A promoted block was given by the tier that it was promoted from. One that promotions of the
         others evicted everywhere ends the run.
@@ -157,10 +140,8 @@ class SimulatedTiers:
             if len(there) == len(left):
                 break
             left = [block for block in left if block not in tier]
-        hits = [0] * len(self._tiers)
         for block in takewhile(given_by.__contains__, blocks):
-            hits[given_by[block]] += 1
-        return hits
+            self._tiers[given_by[block]].num_hits += 1
 
     def _store(self, blocks: Sequence[int]) -> None:
         """Store blocks in the first tier with room, and write the new ones to those below it."""

@@ -88,27 +88,18 @@ class Rag(_Workload, frozen=True, kw_only=True):
 
 Workload = MultiTurn | Agentic | Rag
 
-WORKLOADS: Mapping[str, type[Workload]] = {
-    "multi-turn": MultiTurn,
-    "agentic": Agentic,
-    "rag": Rag,
-}
+WORKLOADS: Mapping[str, type[Workload]] = {"multi-turn": MultiTurn, "agentic": Agentic, "rag": Rag}
 """Kinds of synthetic traces by their names."""
 
 _SIZES: Mapping[str, tuple[float, float]] = {
     "requests": (1, 10**7),
     "requests_per_s": (1e-6, 1e9),
-    "system_prompts": (1, 10**6),
-    "agents": (1, 10**6),
-    "documents": (1, 10**6),
-    "retrieved": (1, 10**6),
-    "turns": (1, 10**6),
-    "steps": (1, 10**6),
-    "think_s": (0, 1e9),
-    "tool_s": (0, 1e9),
     "forks": (0, 1),
     "popularity": (0, 20),
     "system_tokens": (0, 10**7),
+    **dict.fromkeys(("think_s", "tool_s"), (0, 1e9)),
+    **dict.fromkeys(("system_prompts", "agents", "documents", "retrieved"), (1, 10**6)),
+    **dict.fromkeys(("turns", "steps"), (1, 10**6)),
 }
 """Least and most of each size; of other numbers of tokens those below."""
 

@@ -1,12 +1,14 @@
 """The trace of a real engine has its hits, its journal explains each, and its events all blocks."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file import BlockTree, refuse_partial_walk
 from kvxfer.explain import Answer, explain
-from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace, simulate
+from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace
+from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers
 from kvxfer.storage.observer import Requested
 from kvxfer.telemetry.journal_file import Noted, list_files
 from tests.e2e import models
@@ -69,13 +71,16 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
 
     trace = read_trace(path)
     block_bytes = TOKENS_PER_BLOCK * bytes_per_token(models.DEFAULT_DIRECTORY / "llama")
-    tiers = plan_tiers(f"host://?capacity={CAPACITY}", block_bytes)
-    modelled = simulate(trace, tiers)
+    (tier,) = map(SimulatedTier, plan_tiers(f"host://?capacity={CAPACITY}", block_bytes))
+    modelled, tiers = [0], SimulatedTiers([tier])
+    for blocks in trace.requests():
+        tiers.replay(blocks)
+        modelled.append(tier.num_hits)
     assert trace.tokens_per_block == TOKENS_PER_BLOCK
     assert [len(blocks) for blocks in trace.requests()] == [
         len(each) // TOKENS_PER_BLOCK for each in order
     ]
-    assert modelled.hits[:, 0].tolist() == hits
+    assert [after - before for before, after in pairwise(modelled)] == hits
     assert 0 < sum(hits) < count_ceiling(trace)  # some were evicted
 
 

@@ -41,6 +41,6 @@ def index_hits(
 def test_host_memory_is_simulated_as_the_index_of_the_real_one_decides(
     policy: PolicyName, requests: list[list[int]], num_slots: int
 ) -> None:
-    (tier,) = simulate(trace_of(requests), [TierPlan("host", policy, num_slots)]).tiers
+    (tier,) = simulate(trace_of(requests), [TierPlan("host", policy, num_slots)])
     expected = index_hits(list(trace_of(requests).requests()), policy, num_slots)
     assert (tier.num_hits, tier.num_written, tier.num_evicted) == expected
