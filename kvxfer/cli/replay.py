@@ -118,20 +118,12 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     per_token = arguments.bytes_per_token
     if per_token is None and arguments.model is not None:
         per_token = bytes_per_token(arguments.model)
-    stated = {
-        "host": arguments.host_bandwidth,
-        "file": arguments.file_bandwidth,
-        "object": arguments.object_bandwidth,
-    }
-    bandwidths = {
-        medium: float(ByteSize.parse(stated[medium]) if stated[medium] else given)
-        for medium, given in DEFAULT_BANDWIDTHS.items()
-    }
-    return Machine(
-        bytes_per_token=per_token,
-        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
-        bandwidths=bandwidths,
-    )
+    bandwidths = {**DEFAULT_BANDWIDTHS}
+    for medium in bandwidths:
+        if text := getattr(arguments, f"{medium}_bandwidth"):
+            bandwidths[medium] = float(ByteSize.parse(text, name=f"{medium}-bandwidth"))
+    speed = arguments.prefill_tokens_per_s
+    return Machine(bytes_per_token=per_token, prefill_tokens_per_s=speed, bandwidths=bandwidths)
 
 
 def _grid(
@@ -148,7 +140,9 @@ def _grid(
     needed = arguments.capacities is not None or machine.bytes_per_token
     block = machine.block_size_bytes(trace.tokens_per_block) if needed else 0
     if arguments.capacities is not None:
-        sizes = [int(ByteSize.parse(text)) for text in arguments.capacities.split(",")]
+        sizes = [
+            int(ByteSize.parse(text, name="capacities")) for text in arguments.capacities.split(",")
+        ]
         slots = [plan_tiers(f"host://?capacity={size}", block)[0].num_slots for size in sizes]
         return policies, slots, [*sizes]
     if arguments.blocks is not None:

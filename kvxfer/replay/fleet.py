@@ -153,7 +153,12 @@ def make_holders(fleet: Fleet, num_slots: int, num_blocks: int) -> list[Simulate
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
-    """Choose the engine of each request: any one, or the one that has most of the prompt."""
+    """Choose the engine of each request: any one, or the one that has most of the prompt.
+
+    Raises:
+        InvalidArgumentError: The seed is negative.
+    """
+    seed = require_integer("seed", seed)
     engines: list[int] = (
         np.random.default_rng(seed).integers(fleet.engines, size=trace.num_requests).tolist()
     )

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, rank
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay import Machine, MultiTurn, TierPlan, Trace, make_synthetic, simulate
 from kvxfer.replay.fleet import (
     Fleet,
@@ -64,3 +65,5 @@ def test_requests_of_a_chat_stay_at_an_engine_that_has_it() -> None:
     assert engines[0] == engines[2] == engines[4] == engines[6]
     assert engines[1] == engines[3] == engines[7]
     assert len(set(engines)) == 3
+    with pytest.raises(InvalidArgumentError, match="seed is -1"):
+        route(trace, Fleet(), -1)
