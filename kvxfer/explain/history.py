@@ -27,8 +27,7 @@ from kvxfer.storage.observer import (
     Requested,
     Skipped,
 )
-from kvxfer.telemetry.journal import TOLD_BY_TIERS
-from kvxfer.telemetry.journal_file import JournalFile, Lost, Noted, Source, list_files
+from kvxfer.telemetry.journal import TOLD_BY_TIERS, JournalFile, Lost, Noted, Source, list_files
 
 QUEUED = "queued"
 """Status of a batch of an engine whose deadline passed before it was begun."""
@@ -151,14 +150,11 @@ class History:
 
         A holder is a source of its process that has no namespace, and no engine.
         """
-        return next(
-            (
-                source.tiers[0]
-                for other, source in self.sources.items()
-                if other.process == place.process and _is_holder(source)
-            ),
-            "",
-        )
+        for other, source in self.sources.items():
+            is_holder = source.namespace is None and not source.engine and source.tiers in _HELD
+            if other.process == place.process and is_holder:
+                return source.tiers[0]
+        return ""
 
 
 def read_history(
@@ -190,10 +186,6 @@ def read_history(
     for key in wanted:
         history.happenings[key] = sorted(found[key], key=lambda each: each.at_s)
     return history
-
-
-def _is_holder(source: Source) -> bool:
-    return source.namespace is None and not source.engine and source.tiers in _HELD
 
 
 def _happenings(  # noqa: C901 - a case for each kind of event

@@ -194,16 +194,10 @@ def _report(
     blocks: Sequence[Explained],
     places: Sequence[Place],
 ) -> Report:
-    found: Counter[str] = Counter()
-    missed: Counter[str] = Counter()
-    num_skipped = 0
-    for each in blocks:
-        if each.answer is Answer.FOUND:
-            found[each.causes[0].tier] += 1
-        elif each.answer is Answer.NOT_LOOKED_UP:
-            num_skipped += 1
-        else:
-            missed[each.answer.value] += 1
+    found = Counter(each.causes[0].tier for each in blocks if each.answer is Answer.FOUND)
+    missed = Counter(each.answer.value for each in blocks)
+    num_skipped = missed.pop(Answer.NOT_LOOKED_UP, 0)
+    missed.pop(Answer.FOUND, 0)
     return Report(
         request=request,
         at_s=at_s,

@@ -51,11 +51,7 @@ def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Obs
         BackendUnavailableError: No port is free, or the address is not one of this machine.
     """
     warn_of_misspelt_variables()
-    return [
-        *journal_observers(namespace, engine=engine),
-        *_metrics_of_process(),
-        *span_observers(),
-    ]
+    return [*journal_observers(namespace, engine=engine), *_metrics_of_process(), *span_observers()]
 
 
 def span_observers() -> list[Observer]:

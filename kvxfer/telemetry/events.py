@@ -3,9 +3,11 @@
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import msgspec
 import zmq
@@ -14,9 +16,9 @@ from kvxfer import runtime
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.runtime import Pause
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Added, Event, Observer, Removed
-from kvxfer.telemetry.event_replays import EventReplays, Sent, pack
 from kvxfer.telemetry.places import place_of
 
 DEFAULT_BUFFER_BATCHES = 10_000
@@ -24,12 +26,30 @@ DEFAULT_BUFFER_BATCHES = 10_000
 BLOCKS_PER_BATCH = 100
 """Blocks in one batch at most, so that the buffer is bounded in bytes, too."""
 CLOSE_S = 1.0
-"""Seconds that the end waits for subscribers to be sent the last batches, as in vLLM."""
+"""How long `close` waits for subscribers to be sent the last batches, as in vLLM."""
+
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+MAX_REQUEST_BYTES = 64
+"""Bytes of a part of a request for replay, which is a sequence number."""
+
+MAX_REPLAYS = 64
+"""Subscribers that are sent a replay at one time; further ones wait for their turn."""
+MAX_QUEUED_MESSAGES = 16
+"""Messages that wait in memory for one subscriber to take them."""
+BATCHES_PER_TURN = 64
+"""Batches that a subscriber is sent before it is the turn of others, and of new events."""
+REPLAY_TIMEOUT_S = 10.0
+"""Time after which a subscriber that takes nothing is given up."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.1
+"""Delays before retrying a subscriber whose queue was full."""
 
 HashForm: TypeAlias = Literal["int64", "bytes"]
 """Form of hashes: the last 8 bytes as a number, as vLLM has them by default, or all bytes."""
 
 Hash: TypeAlias = int | bytes
+Sent: TypeAlias = deque[tuple[int, bytes]]
+"""Batches that were sent last, and the sequence number of each, without a gap."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +111,117 @@ class _Noted(NamedTuple):
     ts: float
     event: Added | Removed | None  # None: all blocks cleared
     keys: Sequence[BlockKey]
+
+
+def pack(sequence: int) -> bytes:
+    """Write a sequence number as in messages."""
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Replay to one subscriber.
+
+    Attributes:
+        took_s: When the subscriber took a message, on the clock of `runtime.monotonic`.
+        pause: Pause since it could take nothing.
+    """
+
+    next_sequence: int
+    last_sequence: int
+    took_s: float
+    pause: Pause = field(default_factory=partial(Pause, MIN_PAUSE_S, MAX_PAUSE_S))
+
+
+class EventReplays:
+    """Replays on one ROUTER socket, on one thread.
+
+    A subscriber that does not read costs `MAX_QUEUED_MESSAGES` in memory, and is given up after
+    `REPLAY_TIMEOUT_S`; others, and those who read slowly, are served meanwhile.
+
+    Args:
+        socket: The socket, which is not bound yet.
+        sent: Batches that can be asked for.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", sent: Sent, topic: bytes) -> None:
+        # A message that a subscriber has no room for is an error, and is not dropped.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self.socket = socket
+        self._sent = sent
+        self._topic = topic
+        self._replays: dict[bytes, _Replay] = {}
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a further subscriber may be sent a replay."""
+        return len(self._replays) < MAX_REPLAYS
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Time after which `go_on` is to be called; None where nothing is to be sent."""
+        now = runtime.monotonic()
+        return min((each.pause.left_s(now) for each in self._replays.values()), default=None)
+
+    def begin(self) -> None:
+        """Receive a request for the batches from a sequence number on.
+
+        A subscriber that asks again, though its replay has not ended, gets the new one alone.
+        """
+        try:
+            parts = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # whoever asked is gone
+            logger.debug("a request for replay cannot be read: %s", exc)
+            return
+        if len(parts) != 3:
+            logger.debug("a request for replay has %d parts, not 3", len(parts))
+            return
+        client, _, start = parts
+        last = self._sent[-1][0] if self._sent else -1
+        self._replays[client] = _Replay(int.from_bytes(start, "big"), last, runtime.monotonic())
+
+    def go_on(self) -> None:
+        """Send each subscriber what it takes now."""
+        for client, replay in list(self._replays.items()):
+            try:
+                has_ended = self._send(client, replay)
+            except zmq.ZMQError as exc:
+                has_ended = self._is_given_up(replay, exc)
+            if has_ended:
+                del self._replays[client]
+
+    def _send(self, client: bytes, replay: _Replay) -> bool:
+        """Send some batches; whether they were the last."""
+        for _ in range(BATCHES_PER_TURN):
+            first = self._sent[0][0] if self._sent else replay.last_sequence + 1
+            sequence = max(replay.next_sequence, first)  # what is no longer kept is left out
+            if sequence > replay.last_sequence:
+                self._send_message(client, replay, [b"", END_OF_REPLAY, b""])
+                return True
+            payload = self._sent[sequence - first][1]
+            self._send_message(client, replay, [self._topic, pack(sequence), payload])
+            replay.next_sequence = sequence + 1
+        return False
+
+    def _send_message(self, client: bytes, replay: _Replay, parts: list[bytes]) -> None:
+        self.socket.send_multipart([client, b"", *parts], zmq.NOBLOCK)
+        replay.took_s = runtime.monotonic()
+        replay.pause.reset()
+
+    def _is_given_up(self, replay: _Replay, exc: zmq.ZMQError) -> bool:
+        if exc.errno != zmq.EAGAIN:
+            logger.debug("a replay ends, since whoever asked is gone: %s", exc)
+            return True
+        if runtime.monotonic() - replay.took_s > REPLAY_TIMEOUT_S:
+            logger.debug(
+                "a replay ends, since whoever asked took nothing in %g s", REPLAY_TIMEOUT_S
+            )
+            return True
+        replay.pause.begin(runtime.monotonic())
+        return False
 
 
 class EventPublisher(Observer):
@@ -243,47 +374,43 @@ class EventPublisher(Observer):
     def _batch(self, noted: _Noted) -> EventBatch:
         events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         if isinstance(noted.event, Added):
-            events += [self._stored(key, noted.event.tier) for key in noted.keys]
+            where = _place_fields(noted.event.tier)
+            events += [self._stored(key, where) for key in noted.keys]
         elif isinstance(noted.event, Removed):
-            events += self._removed(noted.keys, noted.event.tier)
+            events += self._removed(noted.keys, _place_fields(noted.event.tier))
         else:
             events.append(AllBlocksCleared())
         return EventBatch(noted.ts, events, self._rank)
 
-    def _stored(self, key: BlockKey, tier: str) -> BlockStored:
-        medium, locality = place_of(tier)
+    def _stored(self, key: BlockKey, where: Mapping[str, Any]) -> BlockStored:
         return BlockStored(
             block_hashes=(self._hash(key),),
             parent_block_hash=None,
             token_ids=(),
             block_size=0,
             lora_id=None,
-            medium=medium,
             lora_name=None,
             group_idx=group_of(key),
-            locality=locality,
-            ownership=tier,
+            **where,
         )
 
-    def _removed(self, keys: Sequence[BlockKey], tier: str) -> list[BlockRemoved]:
-        medium, locality = place_of(tier)
+    def _removed(self, keys: Sequence[BlockKey], where: Mapping[str, Any]) -> list[BlockRemoved]:
         groups: dict[int, list[Hash]] = defaultdict(list)
         for key in keys:
             groups[group_of(key)].append(self._hash(key))
         return [
-            BlockRemoved(
-                block_hashes=hashes,
-                medium=medium,
-                group_idx=group,
-                locality=locality,
-                ownership=tier,
-            )
+            BlockRemoved(block_hashes=hashes, group_idx=group, **where)
             for group, hashes in groups.items()
         ]
 
     def _hash(self, key: BlockKey) -> Hash:
         content_hash = key[:-GROUP_INDEX_BYTES]
         return content_hash if self._whole_hashes else int.from_bytes(content_hash[-8:], "big")
+
+
+def _place_fields(tier: str) -> dict[str, Any]:
+    medium, locality = place_of(tier)
+    return {"medium": medium, "locality": locality, "ownership": tier}
 
 
 def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:

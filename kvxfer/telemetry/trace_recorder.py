@@ -13,7 +13,7 @@ import xxhash
 
 from kvxfer import runtime
 from kvxfer.checks import INT64_MAX
-from kvxfer.telemetry.journal_file import append_whole
+from kvxfer.telemetry.journal import append_whole
 
 DEFAULT_TOKENS_PER_BLOCK = 512
 """Tokens of a block in Mooncake's traces.

@@ -10,7 +10,7 @@ from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace
 from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers
 from kvxfer.storage.observer import Requested
-from kvxfer.telemetry.journal_file import Noted, list_files
+from kvxfer.telemetry.journal import Noted, list_files
 from tests.e2e import models
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK

@@ -27,7 +27,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.storage import Backend, BlockKey, Namespace, PromptKeys, make_block_key, observer
 from kvxfer.storage.backend import DONE, PAUSED, Status
-from kvxfer.telemetry import journal_file as journal
+from kvxfer.telemetry import journal
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.units import ByteSize

@@ -12,7 +12,7 @@ import pytest
 from kvxfer.backends.file import Integrity
 from kvxfer.backends.pool import messages as pool
 from kvxfer.storage import Namespace, Status
-from kvxfer.telemetry.journal_file import list_files
+from kvxfer.telemetry.journal import list_files
 from tests.golden import golden_set
 from tests.golden.golden_set import CONVERSATIONS, INTEGRITIES, OF_OBJECTS, SETS, values_of
 

@@ -13,7 +13,7 @@ import zmq
 
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.observer import Added, Removal, Removed
-from kvxfer.telemetry import event_replays
+from kvxfer.telemetry import events
 from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
 from kvxfer.testing.conformance.suite import make_keys
 from tests.telemetry.event_subscriber import EventSubscriber
@@ -76,8 +76,8 @@ def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
     for _ in range(last):
         publisher.note(Added("host", keys))
     subscriber.read_until(lambda: subscriber._next == 1 + last)
-    monkeypatch.setattr(event_replays, "MAX_REPLAYS", 2)
-    monkeypatch.setattr(event_replays, "REPLAY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(events, "MAX_REPLAYS", 2)
+    monkeypatch.setattr(events, "REPLAY_TIMEOUT_S", 0.5)
     with asking_in_vain(publisher, 5):
         subscriber._next = 0
         assert len(subscriber.catch_up()) == 1 + last

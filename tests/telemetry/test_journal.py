@@ -12,9 +12,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.observer import Added
 from kvxfer.telemetry import journal as journal_module
-from kvxfer.telemetry import journal_file
-from kvxfer.telemetry.journal import Journal
-from kvxfer.telemetry.journal_file import Lost, Noted, Record, Source, list_files
+from kvxfer.telemetry.journal import Journal, Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
 
 KEYS = make_keys(4)
@@ -45,7 +43,7 @@ def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Pa
     (file,) = list_files(tmp_path)
     whole, data = records(tmp_path), file.path.read_bytes()
     counts = []
-    next_record = len(journal_file.encode_record(file.began))
+    next_record = len(journal_module.encode_record(file.began))
     for stop in range(next_record, len(data) + 1):
         file.path.write_bytes(data[:stop])
         found = records(tmp_path)
