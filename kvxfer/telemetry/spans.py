@@ -91,7 +91,7 @@ def provider_of_process(exporters: tuple[str, ...]) -> TracerProvider | None:
     except ImportError as exc:
         logger.warning("spans go nowhere: pip install opentelemetry-sdk (%s)", exc)
         return None
-    provider = SDKTracerProvider()
+    processors = []
     for name in exporters:
         found = tuple(importlib.metadata.entry_points(group=EXPORTER_GROUP, name=name))
         if not found:
@@ -103,5 +103,10 @@ def provider_of_process(exporters: tuple[str, ...]) -> TracerProvider | None:
         except Exception as exc:  # noqa: BLE001 - of settings that it alone knows
             logger.warning("spans do not go to %r: %r", name, exc)
             continue
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        processors.append(BatchSpanProcessor(exporter))
+    if not processors:
+        return None
+    provider = SDKTracerProvider()
+    for each in processors:
+        provider.add_span_processor(each)
     return provider

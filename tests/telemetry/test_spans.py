@@ -11,7 +11,7 @@ from opentelemetry.trace import StatusCode
 
 from kvxfer.connect import connect
 from kvxfer.storage.keys import Namespace
-from kvxfer.telemetry.spans import Spans
+from kvxfer.telemetry.spans import Spans, provider_of_process
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer.engine import TransferEngine
@@ -69,10 +69,7 @@ def check(exported: Exported) -> None:
     batch, move = spans["kvxfer.store"].attributes, spans["kvxfer.store host"].attributes
     assert [batch[f"kvxfer.{name}"] for name in ("blocks", "bytes", "done")] == [2, 128, 2]
     assert (move["kvxfer.tier"], move["kvxfer.cause"]) == ("host", "request")
-    assert dict(spans["kvxfer.lookup"].attributes or {}) == {
-        "kvxfer.blocks": 3,
-        "kvxfer.hits": 2,
-    }
+    assert dict(spans["kvxfer.lookup"].attributes or {}) == {"kvxfer.blocks": 3, "kvxfer.hits": 2}
 
 
 def test_so_they_are_when_the_engine_has_a_loop_of_its_own(
@@ -93,3 +90,7 @@ async def test_a_batch_that_failed_is_an_error(memory: BlockMemory, exported: Ex
     status = exported.spans()["kvxfer.store"].status
     assert status.status_code is StatusCode.ERROR
     assert (status.description or "").startswith("failed: ")
+
+
+def test_without_an_exporter_spans_wait_for_the_provider_of_the_program() -> None:
+    assert provider_of_process(("nowhere",)) is None
