@@ -23,12 +23,7 @@ INT64_MAX = int(np.iinfo(np.int64).max)
 
 
 def require_integer(
-    name: str,
-    value: object,
-    *,
-    minimum: int = 0,
-    maximum: int = INT64_MAX,
-    expected: str = "",
+    name: str, value: object, *, minimum: int = 0, maximum: int = INT64_MAX, expected: str = ""
 ) -> int:
     """Convert a whole number of any type, such as `np.int8(3)`; a bool is refused.
 

@@ -243,11 +243,7 @@ def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType
             wanted = f"no {control} in its {parameter}"
             raise InvalidArgumentError("backend", shown(backend), wanted)
     config = convert_settings(
-        "backend",
-        parameters,
-        backend_type.config_type,
-        what=f"a {name} backend",
-        shown_as=backend,
+        "backend", parameters, backend_type.config_type, what=f"a {name} backend", shown_as=backend
     )
     if isinstance(config, NixlConfig):
         config = config.at_rank(replica)

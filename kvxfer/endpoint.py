@@ -15,6 +15,8 @@ from kvxfer.text import find_control
 
 ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - all addresses of a machine, that nobody connects to
 MAX_PORT = (1 << 16) - 1
+MAX_LABEL_CHARACTERS = 63
+"""Characters of a part of a name, which looking it up takes. Source: RFC 1035, 2.3.4."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,8 +105,10 @@ def _is_host(text: str, *, bracketed: bool) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    return bool(text) and all(
-        part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
+    labels = text.split(".")
+    return all(
+        each.isascii() and each.replace("-", "").isalnum() and len(each) <= MAX_LABEL_CHARACTERS
+        for each in labels
     )
 
 

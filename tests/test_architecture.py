@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_052,
+    "kvxfer": 2_047,
     "backends/file": 4_747,
     "backends/host": 2_046,
     "backends/mooncake": 720,

@@ -61,6 +61,7 @@ def test_an_endpoint_is_written_as_it_was_read(text: str, host: str, port: int) 
         ":7000",
         "node-1:70000",
         "node-1:+1",
+        f"{64 * 'n'}.example:7000",
         "node-1:\N{FULLWIDTH DIGIT SEVEN}",
         " node-1:7000",
         "http://node-1:7000",
