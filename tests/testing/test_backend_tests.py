@@ -323,14 +323,9 @@ CAUGHT_BY = [
 ]
 
 
-class SuiteOf(BackendTests):
-    """Conformance suite, run on a backend that must not pass it."""
-
-    persistent = True
+class TestDictBackend(BackendTests):
     max_blocks = 5
-
-    def __init__(self, backend_type: type[DictBackend]) -> None:
-        self.backend_type = backend_type
+    backend_type: type[DictBackend] = DictBackend
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         return self.backend_type(None, namespace)
@@ -341,6 +336,15 @@ class SuiteOf(BackendTests):
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, DictBackend)
         backend.corrupt(key)
+
+
+class SuiteOf(TestDictBackend):
+    """Conformance suite, run on a backend that must not pass it."""
+
+    persistent = True
+
+    def __init__(self, backend_type: type[DictBackend]) -> None:
+        self.backend_type = backend_type
 
 
 @pytest.mark.parametrize(("backend_type", "test"), CAUGHT_BY)
@@ -358,20 +362,6 @@ def test_every_test_of_the_suite_catches_something() -> None:
 
 
 Blocks = dict[BlockKey, Any]
-
-
-class TestDictBackend(BackendTests):
-    max_blocks = 5
-
-    async def make_backend(self, namespace: Namespace) -> Backend:
-        return DictBackend(None, namespace)
-
-    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        return DictBackend(DictConfig(max_blocks=self.max_blocks), namespace)
-
-    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
-        assert isinstance(backend, DictBackend)
-        backend.corrupt(key)
 
 
 class KeptBackend(DictBackend):

@@ -90,6 +90,13 @@ async def store_generated(
     return payloads
 
 
+async def load_done(backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors) -> list[bytes]:
+    """Load blocks, which must all be done; return the bytes."""
+    outcomes = await backend.load(keys, blocks)
+    assert statuses(outcomes) == [Status.DONE] * len(keys), outcomes
+    return read_payloads(blocks)
+
+
 def assert_done_are(
     outcomes: Sequence[Outcome], blocks: Descriptors, payloads: Sequence[bytes]
 ) -> None:
