@@ -67,10 +67,7 @@ class BlockMemory:
         """Make the namespace of these caches, as an engine would."""
         groups = tuple(GroupIdentity(page_sizes_bytes=pages) for pages in self._page_sizes_bytes)
         return Namespace(
-            model=model,
-            revision=revision,
-            groups=groups,
-            blocks_per_chunk=self.blocks_per_chunk,
+            model=model, revision=revision, groups=groups, blocks_per_chunk=self.blocks_per_chunk
         )
 
     def describe(

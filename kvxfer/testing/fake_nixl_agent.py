@@ -4,23 +4,19 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.agents import (
-    Flight,
-    Fragments,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
@@ -61,9 +57,7 @@ class FakeNixlAgent(TransferAgent):
         failing: Whether new reads move only half of their fragments and fail.
     """
 
-    _agents: ClassVar["weakref.WeakValueDictionary[str, FakeNixlAgent]"] = (
-        weakref.WeakValueDictionary()
-    )
+    _agents: ClassVar["WeakValueDictionary[str, FakeNixlAgent]"] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self.name = f"kvxfer-{runtime.unique_id()}"

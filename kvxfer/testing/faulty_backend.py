@@ -84,6 +84,23 @@ class InjectedFault:
     key: BlockKey
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Call of a backend.
+
+    Attributes:
+        tickets: Ticket of each key, which determines its faults whatever else is in the batch.
+    """
+
+    operation: Operation
+    keys: Sequence[BlockKey]
+    tickets: Sequence[bytes]
+
+    def take(self, chosen: Sequence[int]) -> "_Call":
+        keys = [self.keys[index] for index in chosen]
+        return _Call(self.operation, keys, [self.tickets[index] for index in chosen])
+
+
 class FaultyBackend(WrappingBackend):
     """Wrapper of a backend that injects faults.
 
@@ -140,7 +157,7 @@ class FaultyBackend(WrappingBackend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        if await self._begin(Operation.LOOKUP, keys, self._tickets(Operation.LOOKUP, keys)):
+        if await self._begin(self._call(Operation.LOOKUP, keys)):
             raise asyncio.CancelledError
         return await self.inner.lookup(keys)
 
@@ -154,7 +171,7 @@ class FaultyBackend(WrappingBackend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
+        if await self._begin(self._call(Operation.DELETE, keys)):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
 
@@ -173,96 +190,68 @@ class FaultyBackend(WrappingBackend):
     async def _move(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        tickets = self._tickets(operation, keys)
-        cancelled = await self._begin(operation, keys, tickets)
-        if keys and self._hit(Fault.LATE, self.rates.late, operation, keys[0], tickets[0]):
+        call = self._call(operation, keys)
+        was_cancelled = await self._begin(call)
+        if keys and self._hit(Fault.LATE, call):
             self.late.append(blocks)
-            late = asyncio.ensure_future(self._move_late(operation, keys, blocks, tickets))
+            late = asyncio.ensure_future(self._move_late(call, blocks))
             self._late_moves.add(late)
             late.add_done_callback(self._late_moves.discard)
             return await outlive_caller(late)
-        outcomes = await self._move_now(operation, keys, blocks, tickets)
-        if cancelled:
+        outcomes = await self._move_now(call, blocks)
+        if was_cancelled:
             raise asyncio.CancelledError
         return outcomes
 
-    async def _move_late(
-        self,
-        operation: Operation,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        tickets: Sequence[bytes],
-    ) -> list[Outcome]:
+    async def _move_late(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
         await self._wait_for_release()
-        return await self._move_now(operation, keys, blocks, tickets)
+        return await self._move_now(call, blocks)
 
-    async def _move_now(
-        self,
-        operation: Operation,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        tickets: Sequence[bytes],
-    ) -> list[Outcome]:
-        move = self._store if operation is Operation.STORE else self._load
-        if not keys or len(keys) != blocks.num_blocks:
-            return await move(keys, blocks, [])  # misuse, which the inner backend refuses
-        outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in keys]
-        moved = [
-            index
-            for index, (key, ticket) in enumerate(zip(keys, tickets, strict=True))
-            if not self._hit(Fault.FAILURE, self.rates.failure, operation, key, ticket)
-        ]
+    async def _move_now(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
+        move = self._store if call.operation is Operation.STORE else self._load
+        if not call.keys or len(call.keys) != blocks.num_blocks:
+            # Misuse, which the inner backend refuses.
+            return await move(_Call(call.operation, call.keys, []), blocks)
+        outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in call.keys]
+        moved = [at for at, _ in enumerate(call.keys) if not self._hit(Fault.FAILURE, call, at)]
         if moved:
-            chosen = blocks.take(np.array(moved)) if len(moved) < len(keys) else blocks
-            done = await move([keys[i] for i in moved], chosen, [tickets[i] for i in moved])
-            for index, outcome in zip(moved, done, strict=True):
-                outcomes[index] = outcome
+            chosen = blocks.take(np.array(moved)) if len(moved) < len(call.keys) else blocks
+            for at, outcome in zip(moved, await move(call.take(moved), chosen), strict=True):
+                outcomes[at] = outcome
         return outcomes
 
-    async def _store(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, tickets: Sequence[bytes]
-    ) -> list[Outcome]:
-        flipped = [
-            index
-            for index, ticket in enumerate(tickets)
-            if self._hit(Fault.FLIP, self.rates.flip, Operation.STORE, keys[index], ticket)
-        ]
+    async def _store(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
+        flipped = [at for at, _ in enumerate(call.tickets) if self._hit(Fault.FLIP, call, at)]
         if flipped:
             blocks = copy_blocks(blocks)  # the caller's memory stays unchanged
-            for index in flipped:
-                flip_bit(blocks, index, xxhash.xxh3_64_intdigest(tickets[index]))
-        return await self.inner.store(keys, blocks)
+            for at in flipped:
+                flip_bit(blocks, at, xxhash.xxh3_64_intdigest(call.tickets[at]))
+        return await self.inner.store(call.keys, blocks)
 
-    async def _load(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, tickets: Sequence[bytes]
-    ) -> list[Outcome]:
-        outcomes = await self.inner.load(keys, blocks)
-        for index, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
-            done = outcomes[index].done
-            if done and self._hit(Fault.FLIP, self.rates.flip, Operation.LOAD, key, ticket):
-                flip_bit(blocks, index, xxhash.xxh3_64_intdigest(ticket))
+    async def _load(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
+        outcomes = await self.inner.load(call.keys, blocks)
+        for at, outcome in enumerate(outcomes):
+            if outcome.done and self._hit(Fault.FLIP, call, at):
+                flip_bit(blocks, at, xxhash.xxh3_64_intdigest(call.tickets[at]))
         return outcomes
 
-    async def _begin(
-        self, operation: Operation, keys: Sequence[BlockKey], tickets: Sequence[bytes]
-    ) -> bool:
+    async def _begin(self, call: _Call) -> bool:
         """Inject faults of the whole call; return whether it was cancelled while stuck."""
-        if not keys:
-            return False
-        key, ticket, rates = keys[0], tickets[0], self.rates
-        cancelled = False
-        if self._hit(Fault.DELAY, rates.delay, operation, key, ticket):
-            await asyncio.sleep(rates.delay_s)
-        if self._hit(Fault.HANG, rates.hang, operation, key, ticket):
+        was_cancelled = False
+        if not call.keys:
+            return was_cancelled
+        if self._hit(Fault.DELAY, call):
+            await asyncio.sleep(self.rates.delay_s)
+        if self._hit(Fault.HANG, call):
             await self._wait_for_release()
-        if self._hit(Fault.STUCK, rates.stuck, operation, key, ticket):
+        if self._hit(Fault.STUCK, call):
             try:
                 await wait_despite_cancel(self._wait_for_release())
             except asyncio.CancelledError:
-                cancelled = True
-        if self._hit(Fault.ERROR, rates.error, operation, key, ticket):
+                was_cancelled = True
+        if self._hit(Fault.ERROR, call):
             raise BackendUnavailableError("injected error")
-        return cancelled
+        return was_cancelled
 
     async def _wait_for_release(self) -> None:
         with self._lock:
@@ -279,22 +268,20 @@ class FaultyBackend(WrappingBackend):
                 if not self._waiters:
                     self._someone_waits.clear()
 
-    def _tickets(self, operation: Operation, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Make one ticket per key, which determines its faults independently of the batch."""
+    def _call(self, operation: Operation, keys: Sequence[BlockKey]) -> _Call:
         tickets = []
         for key in keys:
             self._attempts[operation, key] += 1
             attempt = self._attempts[operation, key]
             tickets.append(f"{self._seed}/{operation.value}/{attempt}/".encode() + key)
-        return tickets
+        return _Call(operation, keys, tickets)
 
-    def _hit(
-        self, fault: Fault, rate: float, operation: Operation, key: BlockKey, ticket: bytes
-    ) -> bool:
-        drawn = xxhash.xxh3_64_intdigest(fault.value.encode() + ticket) / 2**64
-        if operation not in self.rates.operations or drawn >= rate:
+    def _hit(self, fault: Fault, call: _Call, at: int = 0) -> bool:
+        drawn = xxhash.xxh3_64_intdigest(fault.value.encode() + call.tickets[at]) / 2**64
+        rate: float = getattr(self.rates, fault.value)
+        if call.operation not in self.rates.operations or drawn >= rate:
             return False
-        self.injected.append(InjectedFault(fault, operation, key))
+        self.injected.append(InjectedFault(fault, call.operation, call.keys[at]))
         return True
 
 

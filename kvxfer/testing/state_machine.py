@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, Namespace, group_of, make_block_key
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -22,6 +22,7 @@ BLOCKS_PER_CHUNK = 2
 SENTINEL = 0xA5
 
 KEYS = [make_block_key(f"block-{n}".encode(), group) for n in range(NUM_HASHES) for group in (0, 1)]
+SOME_KEYS = st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True)
 
 
 class BackendStateMachine(RuleBasedStateMachine):
@@ -66,7 +67,7 @@ class BackendStateMachine(RuleBasedStateMachine):
             self.run(self.backend.aclose())
             self._runner.close()
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
+    @rule(keys=SOME_KEYS)
     def lookup(self, keys: list[BlockKey]) -> None:
         """Look keys up: a key is found if, and only if, it was stored."""
         for key, there in zip(keys, self.run(self.backend.lookup(keys)), strict=True):
@@ -75,10 +76,7 @@ class BackendStateMachine(RuleBasedStateMachine):
             else:
                 self._expect_missing(key)
 
-    @rule(
-        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True),
-        version=st.integers(0, 2),
-    )
+    @rule(keys=SOME_KEYS, version=st.integers(0, 2))
     def store(self, keys: list[BlockKey], version: int) -> None:
         """Store blocks: a new key gets the new bytes, a present key keeps its own."""
         blocks = self._describe(keys, first_block_index=0)
@@ -90,15 +88,12 @@ class BackendStateMachine(RuleBasedStateMachine):
         for key, outcome in zip(keys, outcomes, strict=True):
             self._expect_stored(key, version, outcome)
 
-    @rule(
-        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True),
-        first_block_index=st.integers(0, BLOCKS_PER_CHUNK - 1),
-    )
+    @rule(keys=SOME_KEYS, first_block_index=st.integers(0, BLOCKS_PER_CHUNK - 1))
     def load(self, keys: list[BlockKey], first_block_index: int) -> None:
         """Load blocks: those that are done have the stored bytes; no other memory is touched."""
         self._load(keys, first_block_index=first_block_index)
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
+    @rule(keys=SOME_KEYS)
     def delete(self, keys: list[BlockKey]) -> None:
         """Delete keys: returns which were present; none of them is found afterwards."""
         deleted = self.run(self.backend.delete(keys))
@@ -143,7 +138,7 @@ class BackendStateMachine(RuleBasedStateMachine):
         for index, key in enumerate(keys):
             first = index * BLOCKS_PER_CHUNK
             ids = [first + 1, first] if per_chunk == BLOCKS_PER_CHUNK else [first]
-            group = self._group(key)
+            group = group_of(key)
             chunks.append(self.memory.describe(group, ids, first_block_index=first_block_index))
         return Descriptors.concatenate(chunks)
 
@@ -169,9 +164,5 @@ class BackendStateMachine(RuleBasedStateMachine):
         self.model.pop(key, None)
 
     def _payload(self, key: BlockKey, version: int) -> bytes:
-        size = self.memory.chunk_size_bytes(self._group(key))
+        size = self.memory.chunk_size_bytes(group_of(key))
         return make_payload(key, size, version=version)
-
-    @staticmethod
-    def _group(key: BlockKey) -> int:
-        return KEYS.index(key) % 2
