@@ -9,13 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Future,
-    ProcessPoolExecutor,
-    as_completed,
-    wait,
-)
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import get_context
@@ -292,7 +286,7 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     given = parser.parse_args(arguments)
     require_positive("processes", given.processes)
     require_number("seconds", given.seconds)
-    if not given.seeds and not given.seconds and given.seed is None:
+    if not given.seeds and given.seed is None and (given.until_one or not given.seconds):
         given.seeds = 100
     return given
 

@@ -1,5 +1,7 @@
 """Disk of a simulation: files and folders in memory, with faults, kills and power cuts."""
 
+# ruff: noqa: D102 - the calls are those of `kvxfer.runtime.Disk`
+
 import ctypes
 import errno
 import fcntl
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NoReturn, TypeAlias
 
-from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedProcess
+from kvxfer.testing.simulation.scheduler import FaultWindows, Scheduler, SimulatedProcess
 
 FIRST_FD = 1 << 20
 """First descriptor: so large that none of the operating system is meant by mistake."""
@@ -63,16 +65,6 @@ class _Opened:
     num_fds: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Window of time in which a share of the calls of some kinds fails or waits."""
-
-    error: int
-    ends_at: float
-    share: float
-    calls: Collection[str]
-
-
 class SimulatedDisk:
     """Disk of a simulation; see `kvxfer.runtime.Disk`, of which it has all calls.
 
@@ -103,7 +95,7 @@ class SimulatedDisk:
         self._nodes: dict[int, _Node] = {}
         self._gone: list[_Node] = []
         self._opened: dict[int, _Opened] = {}
-        self._windows: list[_Window] = []
+        self._windows = FaultWindows[int]()
         self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
         self._latency = random.choice((0.0, 0.0, 0.02, 0.2))
         self._root = self._make(is_folder=True)
@@ -120,11 +112,11 @@ class SimulatedDisk:
             share: Share of the calls.
             calls: Kinds of the calls.
         """
-        self._windows.append(_Window(error, self._scheduler.now + for_s, share, calls))
+        self._windows.begin(error, self._scheduler.now + for_s, share, calls)
 
     def end_faults(self) -> None:
         """Let no call fail any more."""
-        self._windows = []
+        self._windows = FaultWindows()
 
     def crash_at(
         self, process: SimulatedProcess, num_changes: int, crash: Callable[[], object]
@@ -187,7 +179,6 @@ class SimulatedDisk:
     # The calls of `kvxfer.runtime.Disk`.
 
     def open(self, path: _Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """See `os.open`."""
         del mode
         self._begin("open", path)
         folder, name = self._find(path, dir_fd)
@@ -219,7 +210,6 @@ class SimulatedDisk:
         self._drop(fd)
 
     def dup2(self, fd: int, fd2: int, *, inheritable: bool = True) -> int:
-        """See `os.dup2`."""
         del inheritable
         opened = self._get(fd)
         if fd2 in self._opened:
@@ -228,7 +218,6 @@ class SimulatedDisk:
         return fd2
 
     def flock(self, fd: int, operation: int) -> None:
-        """See `fcntl.flock`."""
         self._scheduler.point()
         opened = self._get(fd)
         locks, kind = opened.node.locks, operation & (fcntl.LOCK_SH | fcntl.LOCK_EX)
@@ -246,13 +235,11 @@ class SimulatedDisk:
         locks[opened] = kind
 
     def fstat(self, fd: int) -> os.stat_result:
-        """See `os.fstat`."""
         return _status(self._get(fd).node)
 
     def stat(
         self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
     ) -> os.stat_result:
-        """See `os.stat`."""
         del follow_symlinks
         self._begin("look", path)
         return _status(self._existing(path, dir_fd))
@@ -268,7 +255,6 @@ class SimulatedDisk:
         return names
 
     def makedirs(self, name: _Name, mode: int = 0o777, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - as in `os`
-        """See `os.makedirs`."""
         del mode
         self._begin("name", name)
         node, parts = self._root, _parts(name)
@@ -281,7 +267,6 @@ class SimulatedDisk:
             _fail(errno.EEXIST, name)
 
     def mkdir(self, path: _Name, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        """See `os.mkdir`."""
         del mode
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
@@ -290,7 +275,6 @@ class SimulatedDisk:
         self._change(folder, {name: self._make(is_folder=True)})
 
     def rmdir(self, path: _Name, *, dir_fd: int | None = None) -> None:
-        """See `os.rmdir`."""
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         node = self._existing(path, dir_fd)
@@ -301,7 +285,6 @@ class SimulatedDisk:
         self._change(folder, {name: None})
 
     def unlink(self, path: _Name, *, dir_fd: int | None = None) -> None:
-        """See `os.unlink`."""
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         if self._existing(path, dir_fd).is_folder:
@@ -339,7 +322,6 @@ class SimulatedDisk:
         self._existing(path, dir_fd).used = self._scheduler.now
 
     def statvfs(self, path: "_Name | int") -> os.statvfs_result:
-        """See `os.statvfs`."""
         del path
         self._begin("look")
         free = max(0, self.size_bytes - self._num_bytes()) // FRAGMENT_BYTES
@@ -348,7 +330,6 @@ class SimulatedDisk:
         return os.statvfs_result((*sizes, 0, 0, 0, 0, 255))
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
-        """See `os.pread`."""
         self._begin("read")
         return bytes(self._file(fd).data[offset : offset + length])
 
@@ -383,7 +364,6 @@ class SimulatedDisk:
         return self._write(self._file(fd), offset, data)
 
     def ftruncate(self, fd: int, length: int) -> None:
-        """See `os.ftruncate`."""
         self._begin("write")
         node = self._file(fd)
         self._crash()
@@ -403,7 +383,6 @@ class SimulatedDisk:
         node.sync()
 
     def sync_file_system(self, fd: int) -> None:
-        """See `kvxfer.runtime.Disk.sync_file_system`."""
         self._get(fd)
         self._begin("sync")
         self._crash()
@@ -411,7 +390,6 @@ class SimulatedDisk:
             node.sync()
 
     def posix_fadvise(self, fd: int, offset: int, length: int, advice: int, /) -> None:
-        """See `os.posix_fadvise`."""
         self._get(fd)
         del offset, length, advice
 
@@ -421,12 +399,10 @@ class SimulatedDisk:
         scheduler.point()
         if self._latency and self._random.random() < self._latency:
             scheduler.sleep(self._random.random() * 0.01)
-        self._windows = [each for each in self._windows if each.ends_at > now]
-        for window in self._windows:
-            if kind in window.calls and self._random.random() < window.share:
-                if window.error:
-                    _fail(window.error, path)
-                scheduler.sleep(window.ends_at - scheduler.now)
+        for error, ends_at in self._windows.draw(now, kind, self._random):
+            if error:
+                _fail(error, path)
+            scheduler.sleep(ends_at - scheduler.now)
 
     def _crash(self) -> None:
         """Count a change; end in the middle of it, if that was planned."""

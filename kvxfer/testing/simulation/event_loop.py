@@ -1,5 +1,7 @@
 """Event loop of a simulation: virtual time, and ready tasks in an order that a seed decides."""
 
+# ruff: noqa: D102 - the methods are those of the base classes
+
 import asyncio
 import contextlib
 import selectors
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 _TASKS_SHOWN = 12
 
 
-class _Task(asyncio.Task[Any]):
-    """Task with a hash that is the same in every run, and with it the order in sets."""
+class _Numbered:
+    """Task or future with a hash that is the same in every run, and with it the order in sets."""
 
     serial: int
 
@@ -34,15 +36,12 @@ class _Task(asyncio.Task[Any]):
     __eq__ = object.__eq__
 
 
-class _Future(asyncio.Future[Any]):
-    """Future with a hash that is the same in every run."""
+class _Task(_Numbered, asyncio.Task[Any]):
+    pass
 
-    serial: int
 
-    def __hash__(self) -> int:
-        return self.serial
-
-    __eq__ = object.__eq__
+class _Future(_Numbered, asyncio.Future[Any]):
+    pass
 
 
 class _Ready(deque[asyncio.Handle]):
@@ -92,25 +91,21 @@ class _Selector(selectors.BaseSelector):
     def register(
         self, fileobj: "FileDescriptorLike", events: int, data: Any = None
     ) -> selectors.SelectorKey:
-        """See `selectors.BaseSelector.register`."""
         fd = _fileno(fileobj)
         key = self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
         self._network.sockets[fd].selectors[self] = None
         return key
 
     def unregister(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
-        """See `selectors.BaseSelector.unregister`."""
         key = self._keys.pop(_fileno(fileobj))
         if watched := self._network.sockets.get(key.fd):
             watched.selectors.pop(self, None)
         return key
 
     def get_key(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
-        """See `selectors.BaseSelector.get_key`."""
         return self._keys[_fileno(fileobj)]
 
     def get_map(self) -> "Mapping[FileDescriptorLike, selectors.SelectorKey]":
-        """See `selectors.BaseSelector.get_map`."""
         return cast("Mapping[FileDescriptorLike, selectors.SelectorKey]", self._keys)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -160,12 +155,7 @@ class _Selector(selectors.BaseSelector):
 class SimulatedLoop(BaseSelectorEventLoop):
     """Event loop of a simulation; several may run, each in a thread of its own.
 
-    Args:
-        scheduler: Scheduler of the simulation.
-        network: Network of the simulation.
-
     Attributes:
-        scheduler: As given.
         process: Process that has made it.
         errors: Errors that nobody fetched.
     """
@@ -201,7 +191,6 @@ class SimulatedLoop(BaseSelectorEventLoop):
         super().close()
 
     def create_future(self) -> asyncio.Future[Any]:
-        """See `asyncio.AbstractEventLoop.create_future`."""
         future = _Future(loop=self)
         future.serial = next(self._serials)
         return future
@@ -213,7 +202,6 @@ class SimulatedLoop(BaseSelectorEventLoop):
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, **given: Any
     ) -> Any:
-        """See `asyncio.AbstractEventLoop.create_connection`."""
         if host is not None:
             made = self._network.open(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:

@@ -4,16 +4,18 @@ import asyncio
 import enum
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status, WrappingBackend
+from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.testing.simulation.scenario import Simulation
+from kvxfer.testing.simulation.scheduler import FaultWindows
 
 MAX_LATENCY_S = 0.02
 CALLS = ("lookup", "store", "load", "delete", "purge", "drain")
@@ -46,16 +48,6 @@ class TierFault(enum.StrEnum):
     UNSAFE = "unsafe"
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Window of time in which a share of some calls has a fault."""
-
-    fault: TierFault
-    ends_at: float
-    share: float
-    calls: Collection[str]
-
-
 class FaultyTier(WrappingBackend):
     """Backend that takes some time for each call, and has faults in windows of time.
 
@@ -77,14 +69,14 @@ class FaultyTier(WrappingBackend):
         self.name = name
         self._simulation = simulation
         self._num_calls: Counter[tuple[str, ...]] = Counter()
-        self._windows: list[_Window] = []
+        self._windows = FaultWindows[TierFault]()
         self._late: dict[asyncio.Future[Any], None] = {}
 
     def begin_fault(
         self, fault: TierFault, for_s: float, share: float, calls: Collection[str] = CALLS
     ) -> None:
         """Let a share of some calls that begin from now on, and for a time, have a fault."""
-        self._windows.append(_Window(fault, self._simulation.now + for_s, share, calls))
+        self._windows.begin(fault, self._simulation.now + for_s, share, calls)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
@@ -92,13 +84,11 @@ class FaultyTier(WrappingBackend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
-        random = self._random_of("store", keys)
-        return await self._move(_Move(self, keys, blocks, random, is_load=False))
+        return await self._move("store", self.inner.store, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        random = self._random_of("load", keys)
-        return await self._move(_Move(self, keys, blocks, random, is_load=True))
+        return await self._move("load", self.inner.load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
@@ -114,7 +104,7 @@ class FaultyTier(WrappingBackend):
     async def drain(self) -> None:
         """See `Backend.drain`."""
         random = self._random_of("drain", [])
-        drawn = self._draw(random, "drain")
+        drawn = next(self._windows.draw(self._simulation.now, "drain", random), None)
         if drawn and drawn[0] is TierFault.ERROR:
             self.has_refused_drain = True
             _raise(drawn, random)
@@ -142,20 +132,11 @@ class FaultyTier(WrappingBackend):
         self._num_calls[call] += 1
         return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
 
-    def _draw(self, random: Random, name: str) -> tuple[TierFault, float] | None:
-        """Draw the fault of a call, and when its window ends."""
-        now = self._simulation.now
-        self._windows = [each for each in self._windows if each.ends_at > now]
-        for window in self._windows:
-            if name in window.calls and random.random() < window.share:
-                return window.fault, window.ends_at
-        return None
-
     async def _call(
         self, name: str, keys: Sequence[BlockKey], call: Callable[[], Awaitable[T]]
     ) -> T:
         random = self._random_of(name, keys)
-        drawn = self._draw(random, name)
+        drawn = next(self._windows.draw(self._simulation.now, name, random), None)
         await _latency(random)
         was_cancelled = await self._delay(drawn, random)
         _raise(drawn, random)
@@ -165,22 +146,53 @@ class FaultyTier(WrappingBackend):
             raise asyncio.CancelledError
         return given
 
-    async def _move(self, move: "_Move") -> list[Outcome]:
-        drawn = self._draw(move.random, "load" if move.is_load else "store")
-        await _latency(move.random)
-        was_cancelled = await self._delay(drawn, move.random)
-        if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
-            self._go_on(move.touch_until(drawn[1]))
-        _raise(drawn, move.random)
-        if drawn and drawn[0] is TierFault.LATE:
-            return await asyncio.shield(self._go_on(move.run_late(drawn[1])))
-        if drawn and drawn[0] in (TierFault.FAILED, TierFault.UNSAFE):
-            return await self._fail_some(drawn, move)
-        outcomes = await move.run()
-        await _latency(move.random)
+    async def _move(
+        self, name: str, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        random = self._random_of(name, keys)
+        drawn = next(self._windows.draw(self._simulation.now, name, random), None)
+        await _latency(random)
+        was_cancelled = await self._delay(drawn, random)
+        fault, ends_at = drawn or (None, 0.0)
+        touch = partial(self._touch_until, ends_at, random, is_load=name == "load")
+
+        async def move_late() -> Sequence[Outcome]:
+            await touch(blocks)
+            return await move(keys, blocks)
+
+        if fault is TierFault.FOREIGN_CANCEL:
+            self._go_on(touch(blocks))
+        _raise(drawn, random)
+        if fault is TierFault.LATE:
+            return list(await asyncio.shield(self._go_on(move_late())))
+        if fault in (TierFault.FAILED, TierFault.UNSAFE):
+            kept = [at for at in range(len(keys)) if random.random() < 0.5]
+            failed = [at for at in range(len(keys)) if at not in kept]
+            is_safe = fault is TierFault.FAILED
+            outcomes = [Outcome(Status.FAILED, memory_safe=is_safe, reason="injected")] * len(keys)
+            if failed and not is_safe:
+                self._go_on(touch(blocks.take(failed)))
+            if kept:
+                given = await move([keys[at] for at in kept], blocks.take(kept))
+                for at, each in zip(kept, given, strict=True):
+                    outcomes[at] = each
+            return outcomes
+        outcomes = list(await move(keys, blocks))
+        await _latency(random)
         if was_cancelled:
             raise asyncio.CancelledError
         return outcomes
+
+    async def _touch_until(
+        self, ends_at: float, random: Random, blocks: Descriptors, *, is_load: bool
+    ) -> None:
+        """Touch memory until some time: a load may write anything before it ends."""
+        while self._simulation.now < ends_at:
+            await asyncio.sleep(0.1 + (ends_at - self._simulation.now) / 3)
+            if is_load:
+                write_payloads(
+                    blocks, [random.randbytes(len(each)) for each in read_payloads(blocks)]
+                )
 
     async def _delay(self, drawn: tuple[TierFault, float] | None, random: Random) -> bool:
         """Wait as long as a fault lets a call wait; return whether it was cancelled meanwhile."""
@@ -196,67 +208,12 @@ class FaultyTier(WrappingBackend):
             return await _sleep_despite_cancel(ends_at, self._simulation)
         return False
 
-    async def _fail_some(self, drawn: tuple[TierFault, float], move: "_Move") -> list[Outcome]:
-        fault, ends_at = drawn
-        kept = [at for at in range(len(move.keys)) if move.random.random() < 0.5]
-        failed = [at for at in range(len(move.keys)) if at not in kept]
-        is_safe = fault is TierFault.FAILED
-        outcomes = [Outcome(Status.FAILED, memory_safe=is_safe, reason="injected")] * len(move.keys)
-        if failed and not is_safe:
-            self._go_on(move.take(failed).touch_until(ends_at))
-        if kept:
-            for at, given in zip(kept, await move.take(kept).run(), strict=True):
-                outcomes[at] = given
-        return outcomes
-
     def _go_on(self, work: Awaitable[T]) -> "asyncio.Future[T]":
         """Let work go on whatever happens to its caller; `drain` waits for it."""
         future = asyncio.ensure_future(work)
         self._late[future] = None
         future.add_done_callback(lambda _: self._late.pop(future, None))
         return future
-
-
-class _Move:
-    """Store or load of a batch in the inner backend of a tier."""
-
-    def __init__(
-        self,
-        tier: FaultyTier,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        random: Random,
-        *,
-        is_load: bool,
-    ) -> None:
-        self.random = random
-        self.keys = keys
-        self.is_load = is_load
-        self._tier = tier
-        self._blocks = blocks
-
-    def take(self, chosen: Sequence[int]) -> "_Move":
-        keys = [self.keys[at] for at in chosen]
-        blocks = self._blocks.take(chosen)
-        return _Move(self._tier, keys, blocks, self.random, is_load=self.is_load)
-
-    async def run(self) -> list[Outcome]:
-        inner = self._tier.inner
-        move = inner.load if self.is_load else inner.store
-        return await move(self.keys, self._blocks)
-
-    async def run_late(self, ends_at: float) -> list[Outcome]:
-        """Touch the memory, wait, and only then do what was asked for."""
-        await self.touch_until(ends_at)
-        return await self.run()
-
-    async def touch_until(self, ends_at: float) -> None:
-        """Touch the memory until some time: a load may write anything before it ends."""
-        simulation = self._tier._simulation  # noqa: SLF001 - a part of it
-        while simulation.now < ends_at:
-            await asyncio.sleep(0.1 + (ends_at - simulation.now) / 3)
-            if self.is_load:
-                _scribble(self._blocks, self.random)
 
 
 async def _latency(random: Random) -> None:
@@ -286,8 +243,3 @@ async def _sleep_despite_cancel(ends_at: float, simulation: Simulation) -> bool:
         except asyncio.CancelledError:
             was_cancelled = True
     return was_cancelled
-
-
-def _scribble(blocks: Descriptors, random: Random) -> None:
-    """Write other bytes into the memory, which a load in flight may do."""
-    write_payloads(blocks, [random.randbytes(len(each)) for each in read_payloads(blocks)])

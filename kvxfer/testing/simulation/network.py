@@ -1,5 +1,7 @@
 """Network of a simulation: sockets in memory, with latency and faults that a seed decides."""
 
+# ruff: noqa: D102 - the methods of a socket are those of `socket.socket`
+
 import array
 import errno
 import os
@@ -74,10 +76,6 @@ class Network:
 
     Sockets of it have the methods of `socket.socket` that kvxfer and asyncio call. Connections over
     paths take next to no time, and only their processes end them.
-
-    Args:
-        scheduler: Scheduler of the simulation.
-        random: Random numbers that decide.
     """
 
     def __init__(self, scheduler: Scheduler, random: Random) -> None:
@@ -202,10 +200,6 @@ class Network:
         """Time from which on something passes between two processes."""
         return max(self.now, self._partitions.get(frozenset((one.name, other.name)), 0.0))
 
-    def latency_s(self, pipe_latency_s: float) -> float:
-        """Draw the time that a segment takes."""
-        return pipe_latency_s * (0.5 + self.random.random())
-
 
 class Waitable:
     """Something that a thread or a selector waits for.
@@ -243,7 +237,6 @@ class WatchedProcess(Waitable):
         self._process = process
 
     def ready(self) -> tuple[bool, bool]:
-        """See `Waitable.ready`."""
         return self._process.has_ended, False
 
     def look(self) -> None:
@@ -292,28 +285,22 @@ class SimulatedSocket(Waitable):
     # What asks or sets something.
 
     def fileno(self) -> int:
-        """See `socket.socket.fileno`."""
         return self._fileno
 
     def setblocking(self, flag: bool) -> None:  # noqa: FBT001 - as in `socket`
-        """See `socket.socket.setblocking`."""
         self._timeout_s = None if flag else 0.0
 
     def settimeout(self, value: float | None) -> None:
-        """See `socket.socket.settimeout`."""
         self._timeout_s = value
 
     def gettimeout(self) -> float | None:
-        """See `socket.socket.gettimeout`."""
         return self._timeout_s
 
     def getsockname(self) -> Address:
-        """See `socket.socket.getsockname`."""
         self._require_open()
         return self.address
 
     def getpeername(self) -> Address:
-        """See `socket.socket.getpeername`."""
         self._require_open()
         if self.peer is None or self._error():
             raise OSError(errno.ENOTCONN, "not connected")
@@ -352,12 +339,10 @@ class SimulatedSocket(Waitable):
         self.address = address
 
     def listen(self, backlog: int = 128) -> None:
-        """See `socket.socket.listen`."""
         self._most_waiting = backlog
         self.network.listeners[self.address] = self
 
     def accept(self) -> tuple["SimulatedSocket", Address]:
-        """See `socket.socket.accept`."""
         self._wait(lambda: self.ready()[0])
         if self.network.is_starving(self.process.name):
             raise OSError(errno.EMFILE, "no descriptor is left")
@@ -366,7 +351,6 @@ class SimulatedSocket(Waitable):
         return accepted, accepted.peer.address if accepted.peer else ("unknown", 0)
 
     def connect(self, address: Address) -> None:
-        """See `socket.socket.connect`."""
         self._require_open()
         network = self.network
         network.scheduler.point()
@@ -397,7 +381,6 @@ class SimulatedSocket(Waitable):
         return len(self.backlog) > self._most_waiting
 
     def shutdown(self, how: int) -> None:
-        """See `socket.socket.shutdown`."""
         self._require_open()
         if self.peer is None or self._error():
             raise OSError(errno.ENOTCONN, "not connected")
@@ -432,7 +415,6 @@ class SimulatedSocket(Waitable):
         self.change()
 
     def detach(self) -> int:
-        """See `socket.socket.detach`."""
         raise OSError(errno.ENOTSUP, "a simulated socket has no descriptor")
 
     def reset(self) -> None:
@@ -479,13 +461,11 @@ class SimulatedSocket(Waitable):
     # How bytes move.
 
     def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002 - as in `socket`
-        """See `socket.socket.send`."""
         # Released before an error is seen: the buffer of a transport is emptied then.
         with memoryview(data) as view, view.cast("B") as octets:
             return self._send(octets, [])
 
     def sendall(self, data: Any, flags: int = 0) -> None:  # noqa: ARG002 - as in `socket`
-        """See `socket.socket.sendall`."""
         left, limit_s = memoryview(data).cast("B"), self._timeout_s
         ends_at = None if limit_s is None else self.network.now + limit_s
         try:
@@ -508,25 +488,21 @@ class SimulatedSocket(Waitable):
         return self._send(memoryview(whole), descriptors)
 
     def recv(self, num_bytes: int, flags: int = 0) -> bytes:
-        """See `socket.socket.recv`."""
         return self._receive(num_bytes, flags)[0]
 
     def recv_into(self, buffer: Any, num_bytes: int = 0, flags: int = 0) -> int:
-        """See `socket.socket.recv_into`."""
         view = memoryview(buffer).cast("B")
         data = self.recv(num_bytes or len(view), flags)
         view[: len(data)] = data
         return len(data)
 
     def recvmsg(self, num_bytes: int, num_ancillary: int = 0, flags: int = 0) -> Any:  # noqa: ARG002 - as in `socket`
-        """See `socket.socket.recvmsg`."""
         data, descriptors = self._receive(num_bytes, flags)
         rights = array.array("i", descriptors).tobytes()
         given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         return data, given, 0, None
 
     def recvmsg_into(self, buffers: Iterable[Any], *_: object) -> Any:
-        """See `socket.socket.recvmsg_into`."""
         views = [memoryview(each).cast("B") for each in buffers]
         data = memoryview(self.recv(sum(map(len, views))))
         start = 0
@@ -607,7 +583,6 @@ class SimulatedSocket(Waitable):
         return bytes(taken), descriptors
 
     def ready(self) -> tuple[bool, bool]:
-        """See `Waitable.ready`."""
         if self._connecting is not None:
             return False, self._connecting[0] <= self.network.now
         if self._most_waiting:
@@ -619,7 +594,6 @@ class SimulatedSocket(Waitable):
         return bool(can_read), bool(can_write or self.peer is None)
 
     def changes_at(self) -> float | None:
-        """See `Waitable.changes_at`."""
         if self._connecting is not None:
             return self._connecting[0]
         if self._most_waiting:
@@ -655,7 +629,7 @@ class SimulatedSocket(Waitable):
         """Time at which something arrives that is sent now."""
         assert self.peer is not None
         passes_at = self.network.passes_at(self.process, self.peer.process)
-        return passes_at + self.network.latency_s(self.outgoing.latency_s)
+        return passes_at + self.outgoing.latency_s * (0.5 + self.network.random.random())
 
     def _end_sending(self) -> None:
         pipe = self.outgoing

@@ -1,10 +1,12 @@
 """Locks, conditions and events of simulated threads, with the faces of those of `threading`."""
 
+# ruff: noqa: D102 - the methods are those of `threading` and `queue`
+
 import queue
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
 
@@ -24,7 +26,6 @@ class SimulatedLock:
         self._num_holds = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
-        """See `threading.Lock.acquire`."""
         scheduler = self._scheduler
         scheduler.point()
         limit_s = None if timeout < 0 else timeout
@@ -37,7 +38,6 @@ class SimulatedLock:
         return True
 
     def release(self) -> None:
-        """See `threading.Lock.release`."""
         if self._owner is None:
             raise RuntimeError("release unlocked lock")
         self._num_holds -= 1
@@ -47,7 +47,6 @@ class SimulatedLock:
             self._scheduler.point()
 
     def locked(self) -> bool:
-        """See `threading.Lock.locked`."""
         return self._owner is not None
 
     def __enter__(self) -> bool:
@@ -63,44 +62,24 @@ class SimulatedLock:
         return self._owner is None or is_mine
 
 
-class SimulatedCondition:
+class SimulatedCondition(SimulatedLock):
     """Condition with a lock of its own; see `threading.Condition`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._lock = SimulatedLock(scheduler, is_reentrant=True)
+        super().__init__(scheduler, is_reentrant=True)
         self._waiting: list[list[bool]] = []
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
-        """See `threading.Lock.acquire`."""
-        return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        """See `threading.Lock.release`."""
-        self._lock.release()
-
-    def __enter__(self) -> Self:
-        self._lock.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._lock.release()
-
     def wait(self, timeout: float | None = None) -> bool:
-        """See `threading.Condition.wait`."""
         is_told = [False]
         self._waiting.append(is_told)
-        self._lock.release()
+        self.release()
         try:
             return self._scheduler.wait_until(lambda: is_told[0], is_told, timeout)
         finally:
             self._waiting = [each for each in self._waiting if each is not is_told]
-            self._lock.acquire()
+            self.acquire()
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """See `threading.Condition.wait_for`."""
         due = None if timeout is None else self._scheduler.now + timeout
         while not predicate():
             left = None if due is None else due - self._scheduler.now
@@ -110,14 +89,12 @@ class SimulatedCondition:
         return True
 
     def notify(self, n: int = 1) -> None:
-        """See `threading.Condition.notify`."""
         for is_told in self._waiting[:n]:
             is_told[0] = True
             self._scheduler.wake(is_told)
         del self._waiting[:n]
 
     def notify_all(self) -> None:
-        """See `threading.Condition.notify_all`."""
         self.notify(len(self._waiting))
 
 
@@ -129,21 +106,17 @@ class SimulatedEvent:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """See `threading.Event.is_set`."""
         return self._is_set
 
     def set(self) -> None:
-        """See `threading.Event.set`."""
         self._is_set = True
         self._scheduler.wake(self)
         self._scheduler.point()
 
     def clear(self) -> None:
-        """See `threading.Event.clear`."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See `threading.Event.wait`."""
         return self._scheduler.wait_until(self.is_set, self, timeout)
 
 
@@ -155,25 +128,20 @@ class SimulatedQueue:
         self._items: deque[Any] = deque()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ARG002, FBT001, FBT002 - as in `queue`
-        """See `queue.SimpleQueue.put`."""
         self._items.append(item)
         self._scheduler.wake(self)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002 - as in `queue`
-        """See `queue.SimpleQueue.get`."""
         limit_s = timeout if block else 0.0
         if not self._scheduler.wait_until(lambda: bool(self._items), self, limit_s):
             raise queue.Empty
         return self._items.popleft()
 
     def get_nowait(self) -> Any:
-        """See `queue.SimpleQueue.get_nowait`."""
         return self.get(block=False)
 
     def empty(self) -> bool:
-        """See `queue.SimpleQueue.empty`."""
         return not self._items
 
     def qsize(self) -> int:
-        """See `queue.SimpleQueue.qsize`."""
         return len(self._items)

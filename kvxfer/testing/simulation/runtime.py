@@ -1,5 +1,7 @@
 """Runtime of a simulation: virtual time, seeded threads, locks, loops and random numbers."""
 
+# ruff: noqa: D102 - the methods are those of `kvxfer.runtime.Runtime`
+
 import asyncio
 import socket
 import threading
@@ -49,23 +51,18 @@ class SimulatedRuntime(Runtime):
         self.files = SimulatedDisk(self.scheduler, Random(f"{seed}/disk"))
 
     def monotonic(self) -> float:
-        """See `Runtime.monotonic`."""
         return self.scheduler.now
 
     def wall_time(self) -> float:
-        """See `Runtime.wall_time`."""
         return FIRST_WALL_TIME_S + self.scheduler.now
 
     def sleep(self, seconds: float) -> None:
-        """See `Runtime.sleep`."""
         self.scheduler.sleep(seconds)
 
     def token_bytes(self, num_bytes: int) -> bytes:
-        """See `Runtime.token_bytes`."""
         return self._random.randbytes(num_bytes)
 
     def random(self) -> Random:
-        """See `Runtime.random`."""
         return self._random
 
     def num_cores(self) -> int:
@@ -75,30 +72,24 @@ class SimulatedRuntime(Runtime):
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
     ) -> threading.Thread:
-        """See `Runtime.start_thread`."""
         thread: SimulatedThread = self.scheduler.start(lambda: target(*args), name)
         return cast("threading.Thread", thread)
 
     def lock(self) -> Lock:
-        """See `Runtime.lock`."""
         return SimulatedLock(self.scheduler)
 
     def condition(self) -> threading.Condition:
-        """See `Runtime.condition`."""
         return cast("threading.Condition", SimulatedCondition(self.scheduler))
 
     def event(self) -> threading.Event:
-        """See `Runtime.event`."""
         return cast("threading.Event", SimulatedEvent(self.scheduler))
 
     def queue(self) -> "SimpleQueue[Any]":
-        """See `Runtime.queue`."""
         return cast("SimpleQueue[Any]", SimulatedQueue(self.scheduler))
 
     def wait_futures(
         self, futures: Collection[FutureT], timeout_s: float | None = None
     ) -> tuple[list[FutureT], list[FutureT]]:
-        """See `Runtime.wait_futures`."""
         turn = object()
         for future in futures:
             future.add_done_callback(lambda _: self.scheduler.wake(turn))
@@ -107,21 +98,17 @@ class SimulatedRuntime(Runtime):
         return done, [each for each in futures if not each.done()]
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        """See `Runtime.new_event_loop`."""
         loop = SimulatedLoop(self.scheduler, self.network)
         self.loops.append(loop)
         return loop
 
     def disk(self) -> Disk:
-        """See `Runtime.disk`."""
         return cast("Disk", self.files)
 
     def open_socket(self, family: int, kind: int) -> socket.socket:
-        """See `Runtime.open_socket`."""
         return cast("socket.socket", self.network.open(family, kind))
 
     def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """See `Runtime.listen`."""
         listening = self.network.open(family, socket.SOCK_STREAM)
         listening.bind(address)
         listening.listen(backlog)

@@ -4,11 +4,11 @@ import ctypes
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from random import Random
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 FIRST_TIME_S = 1000.0
 _PACKAGE = Path(__file__).parents[2]
@@ -20,6 +20,9 @@ STEP_S = 1e-6
 """Virtual time that passes at each step, so that a loop that never waits reaches its deadline."""
 
 
+F = TypeVar("F")
+
+
 class SimulationEnded(BaseException):
     """Raised in threads that a simulation leaves behind, to end them."""
 
@@ -29,6 +32,24 @@ class StuckError(KeyboardInterrupt):
 
     An interrupt, as no task may take it for the failure of a call.
     """
+
+
+class FaultWindows(Generic[F]):
+    """Windows of virtual time, in which a share of the calls of some kinds has a fault."""
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[F, float, float, Collection[str]]] = []
+
+    def begin(self, fault: F, ends_at: float, share: float, calls: Collection[str]) -> None:
+        """Begin a window now."""
+        self._windows.append((fault, ends_at, share, calls))
+
+    def draw(self, now: float, call: str, random: Random) -> Iterator[tuple[F, float]]:
+        """Draw the faults of a call, one after the other, and when their windows end."""
+        self._windows = [each for each in self._windows if each[1] > now]
+        for fault, ends_at, share, calls in self._windows:
+            if call in calls and random.random() < share:
+                yield fault, ends_at
 
 
 class SimulatedProcess:
@@ -54,17 +75,9 @@ class SimulatedProcess:
 class SimulatedThread:
     """Thread of a simulation: an operating system's thread that runs when it is its turn.
 
-    Args:
-        scheduler: Scheduler of the simulation.
-        name: Name of the thread.
-        process: Process of the thread.
-
     Attributes:
-        name: As given.
-        process: As given.
         waits_for: Object that the thread waits for; None while it could go on.
         due: Virtual time until which it waits; None for no limit.
-        woken: Whether what it waited for came before that time.
     """
 
     def __init__(self, scheduler: "Scheduler", name: str, process: SimulatedProcess) -> None:
@@ -73,7 +86,6 @@ class SimulatedThread:
         self.ident: int | None = None
         self.waits_for: object | None = None
         self.due: float | None = None
-        self.woken = False
         self.ended = False
         self.error: BaseException | None = None
         self.turn = threading.Lock()
@@ -274,10 +286,10 @@ class Scheduler:
     def _wake(self, on: object) -> None:
         for thread in self._threads:
             if thread.waits_for is on:
-                self._make_ready(thread, woken=True)
+                self._make_ready(thread)
 
-    def _make_ready(self, thread: SimulatedThread, *, woken: bool) -> None:
-        thread.waits_for, thread.due, thread.woken = None, None, woken
+    def _make_ready(self, thread: SimulatedThread) -> None:
+        thread.waits_for = thread.due = None
         self._ready.append(thread)
 
     def _wait(self, on: object, due: float | None) -> None:
@@ -301,12 +313,12 @@ class Scheduler:
             raise error
         self._main.error = self._main.error or error
         if self._main.waits_for is not None:
-            self._make_ready(self._main, woken=False)
+            self._make_ready(self._main)
 
     def _ready_now(self) -> bool:
         for thread in self._threads:
             if thread.due is not None and thread.due <= self.now:
-                self._make_ready(thread, woken=False)
+                self._make_ready(thread)
         return bool(self._ready)
 
     def _choose(self) -> SimulatedThread:
@@ -316,7 +328,7 @@ class Scheduler:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
                 self._main.error = StuckError(f"all wait, and no deadline is set\n{self.stacks()}")
-                self._make_ready(self._main, woken=False)
+                self._make_ready(self._main)
             else:
                 raise AssertionError("nobody can go on")
         chosen = able[self.random.randrange(len(able)) if len(able) > 1 else 0]
