@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_288,
     "kvxfer/storage": 5_013,
     "kvxfer/telemetry": 1_644,
-    "kvxfer/testing": 7_112,
+    "kvxfer/testing": 7_026,
     "kvxfer/tiering": 1_597,
     "kvxfer/transfer": 2_125,
 }

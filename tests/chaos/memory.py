@@ -14,7 +14,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, group_of, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.testing.simulation.oracle import WatchedMemory
+from kvxfer.testing.simulation.world import WatchedMemory
 from kvxfer.transfer.job import Direction
 from tests.chaos.faults import Kind, report
 

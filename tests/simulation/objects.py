@@ -20,8 +20,7 @@ from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
 from kvxfer.testing.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
-from kvxfer.testing.simulation.oracle import History
-from kvxfer.testing.simulation.world import Batch, Part, World, draw_parts
+from kvxfer.testing.simulation.world import Batch, History, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.tiers import ROOM, SLOT_BYTES, join, leftovers_of_all, of_process
@@ -349,7 +348,7 @@ class _EngineRun(EngineRun):
         )
         for key, is_there in zip(keys, answers, strict=True):
             name = self._process.objects._pages.name(key)
-            if is_there and not self._bucket.history.was(name, seen_s, is_there=True):
+            if is_there and not self._bucket.was(name, seen_s, is_there=True):
                 self._simulation.fail("a stale answer", f"{name} is there no more")
             must_be_there = self._salted.history.must_be_there(key, 0, since=missed_s)
             if in_time and must_be_there and not is_there:
@@ -396,7 +395,7 @@ class _Run:
         self._simulation = simulation
         self._steps = steps
         self._bucket = SimulatedBucket(simulation)
-        self._bucket.history.on_late = self._note_late
+        self._bucket.on_late = self._note_late
         self._counting = _Counting()
         damage = _Damage()
         self._worlds = [_World(simulation, damage)]

@@ -16,7 +16,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.simulation import Scenario, Simulation, Step
 from kvxfer.testing.simulation.faults import TierFault
-from kvxfer.testing.simulation.oracle import History
+from kvxfer.testing.simulation.world import History
 from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.simulation.polled import carry_out_on_threads, draw_faults

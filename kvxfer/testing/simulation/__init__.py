@@ -3,8 +3,7 @@
 from kvxfer.testing.simulation.campaign import cut_down, main
 from kvxfer.testing.simulation.engine_scenario import EngineRun, EngineScenario, Opened
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
-from kvxfer.testing.simulation.fleet_scenario import FleetScenario, Holder
-from kvxfer.testing.simulation.processes import ProcessRun
+from kvxfer.testing.simulation.fleet_scenario import FleetScenario, Holder, ProcessRun
 from kvxfer.testing.simulation.runtime import SimulatedRuntime
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 

@@ -17,13 +17,13 @@ from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
-from kvxfer.testing.simulation.oracle import History
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step
 from kvxfer.testing.simulation.world import (
     BLOCKS_PER_CHUNK,
     NUM_KEYS,
     PAGE_SIZES_BYTES,
     Batch,
+    History,
     Part,
     World,
     draw_parts,
@@ -203,12 +203,7 @@ class EngineScenario(Scenario):
         kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
         arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
         fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
-        given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
-        stores = [
-            Step(0.1 + random.random(), "store", given | {"parts": draw_parts(random)})
-            for _ in range(LOST_STORES)
-        ]
-        return sorted([Step(0.0, "fault", fault), *stores], key=lambda step: step.at_s)
+        return [Step(0.0, "fault", fault), *_draw_stores(random, 1.0, after_s=0.1)]
 
     def _plan_given_up(self, random: Random) -> list[Step]:
         """Plan calls that are given up, or end by themselves, while one tier does odd things."""
@@ -230,13 +225,8 @@ class EngineScenario(Scenario):
 
     def _plan_close(self, random: Random) -> list[Step]:
         """Plan stores, and a close while they are written back to the tiers below."""
-        given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
-        stores = [
-            Step(0.1 * random.random(), "store", given | {"parts": draw_parts(random)})
-            for _ in range(LOST_STORES)
-        ]
-        close = Step(0.1 + 0.05 * random.random(), "close", {"cancel_s": None})
-        return [*sorted(stores, key=lambda step: step.at_s), close]
+        stores = _draw_stores(random, 0.1)
+        return [*stores, Step(0.1 + 0.05 * random.random(), "close", {"cancel_s": None})]
 
     def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
         num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
@@ -270,16 +260,20 @@ class EngineScenario(Scenario):
         await engine.require_nothing_left()
 
 
+def _draw_stores(random: Random, within_s: float, *, after_s: float = 0.0) -> list[Step]:
+    """Draw stores that nobody gives up."""
+    given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
+    stores = [
+        Step(after_s + within_s * random.random(), "store", given | {"parts": draw_parts(random)})
+        for _ in range(LOST_STORES)
+    ]
+    return sorted(stores, key=lambda step: step.at_s)
+
+
 class _Bounded(WrappingBackend):
     """Backend of an engine, which checks the bound on bytes that the engine hands to it.
 
-    Args:
-        inner: The backend.
-        simulation: The run.
-        max_bytes: The bound.
-
     Attributes:
-        max_bytes: As given.
         is_checked: Whether the bound holds: not when calls are given up, which then are not in it.
     """
 
@@ -412,11 +406,7 @@ class EngineRun:
             self.opened.faulty[tier].begin_fault(fault, for_s, share, calls)
 
     async def _move(
-        self,
-        what: str,
-        parts: tuple[Part, ...],
-        timeout_s: float | None,
-        cancel_s: float | None,
+        self, what: str, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> Sequence[Outcome] | None:
         """Move a batch, by a call that is awaited or a job that is polled; judge its outcomes."""
         is_store, engine = what.endswith("store"), self._engine

@@ -1,5 +1,7 @@
 """Object storage of a simulation: a bucket, its clients, and a network that a seed decides."""
 
+# ruff: noqa: D102 - the calls are those of `obstore`
+
 import asyncio
 import enum
 import hashlib
@@ -15,12 +17,14 @@ from obstore.store import ObjectStore
 
 from kvxfer import runtime
 from kvxfer.backends.object import S3Config
-from kvxfer.testing.simulation.oracle import BucketHistory
 from kvxfer.testing.simulation.scenario import Simulation
+from kvxfer.testing.simulation.scheduler import FaultWindows
 
 REQUESTS = ("HEAD", "GET", "PUT", "DELETE", "COPY", "LIST")
 MAX_LATENCY_S = 0.02
 """Most time of a request on its way to the server, and of its answer on the way back."""
+LOOK_S = 0.025
+"""Most time between a look at an object and its removal: the answer comes, and the client asks."""
 
 T = TypeVar("T")
 Listed: TypeAlias = list[dict[str, Any]]
@@ -57,14 +61,6 @@ _DELAYED = (BucketFault.SLOW, BucketFault.HANG, BucketFault.LATE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    fault: BucketFault
-    ends_at: float
-    share: float
-    requests: Collection[str]
-
-
-@dataclass(frozen=True, slots=True)
 class _Object:
     data: bytes
     serial: int
@@ -91,30 +87,28 @@ class _Config(S3Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SimulatedBucket:
     """Bucket of S3 in memory, strongly consistent; processes share it by a client each.
 
-    Args:
-        simulation: The run.
-
     Attributes:
-        history: What was there when; not for the code under test.
+        on_late: Called with the kind and the name of a request that arrives when its client has
+            given it up.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
-        self.history = BucketHistory(simulation)
+        self.on_late: Callable[[str, str], object] | None = None
         self._objects: dict[str, _Object] = {}
         self._num_stored = 0
-        self._windows: list[_Window] = []
+        self._changes: dict[str, list[tuple[float, bool]]] = {}
+        self._looks: dict[tuple[str, str], tuple[float, int]] = {}
+        self._windows = FaultWindows[BucketFault]()
         self._num_asked: Counter[tuple[str, str, str]] = Counter()
 
     def begin_fault(
-        self,
-        fault: BucketFault,
-        for_s: float,
-        share: float,
-        requests: Collection[str] = REQUESTS,
+        self, fault: BucketFault, for_s: float, share: float, requests: Collection[str] = REQUESTS
     ) -> None:
         """Let a share of some requests that begin from now on, and for a time, have a fault."""
-        self._windows.append(_Window(fault, self.simulation.now + for_s, share, requests))
+        if fault is BucketFault.FULL:
+            requests = [each for each in requests if each == "PUT"]
+        self._windows.begin(fault, self.simulation.now + for_s, share, requests)
 
     def open_client(self, name: str, **fields: Any) -> tuple[S3Config, "SimulatedStore"]:
         """Open a client for one process, and make the configuration of a backend that uses it.
@@ -176,18 +170,13 @@ class SimulatedBucket:
     def delete(self, name: str) -> None:
         """Remove an object; none is no failure, as in S3."""
         if self._objects.pop(name, None) is not None:
-            self.history.note_change(name, is_there=False)
+            self._note_change(name, is_there=False)
 
     def draw(self, request: str, random: Random) -> tuple[BucketFault | None, float]:
         """Draw the fault of a request, and how long its window is still open."""
         now = self.simulation.now
-        self._windows = [each for each in self._windows if each.ends_at > now]
-        for window in self._windows:
-            if window.fault is BucketFault.FULL and request != "PUT":
-                continue
-            if request in window.requests and random.random() < window.share:
-                return window.fault, window.ends_at - now
-        return None, 0.0
+        fault, ends_at = next(self._windows.draw(now, request, random), (None, now))
+        return fault, ends_at - now
 
     def random_of(self, client: str, request: str, name: str) -> Random:
         """Make the random numbers of a request, which do not depend on other requests."""
@@ -195,10 +184,43 @@ class SimulatedBucket:
         self._num_asked[asked] += 1
         return self.simulation.random(f"{asked} {self._num_asked[asked]}")
 
+    def was(self, name: str, since: float, *, is_there: bool) -> bool:
+        """Whether there was an object, or none, at some moment since then."""
+        was_there = False
+        for at, is_there_now in self._changes.get(name, []):
+            if at > since and is_there in (was_there, is_there_now):
+                return True
+            was_there = is_there_now
+        return was_there is is_there
+
+    def note_look(self, client: str, name: str, serial: int) -> None:
+        """Note that a client is told which object has a name."""
+        self._looks[client, name] = self.simulation.now, serial
+
+    def note_removal(self, client: str, name: str, serial: int | None) -> None:
+        """Check that who asks for a removal has just looked at what is there.
+
+        What is stored between the look and the removal is lost: S3 removes without a condition. So
+        there is no other moment between the two.
+        """
+        at, looked_at = self._looks.get((client, name), (-1.0, None))
+        is_unseen = serial is not None and serial != looked_at
+        if is_unseen and self.simulation.now - at > LOOK_S:
+            detail = f"{client}: {name}, looked at {self.simulation.now - at:.3f} s before"
+            self.simulation.fail("removed what it had not looked at", detail)
+
+    def note_arrival(self, request: str, name: str, *, is_late: bool) -> None:
+        """Note that a request has reached the bucket."""
+        if is_late and self.on_late is not None:
+            self.on_late(request, name)
+
     def _put(self, name: str, data: bytes) -> None:
         self._num_stored += 1
         self._objects[name] = _Object(data, self._num_stored, runtime.wall_time())
-        self.history.note_change(name, is_there=True)
+        self._note_change(name, is_there=True)
+
+    def _note_change(self, name: str, *, is_there: bool) -> None:
+        self._changes.setdefault(name, []).append((self.simulation.now, is_there))
 
 
 class SimulatedStore:
@@ -232,17 +254,14 @@ class SimulatedStore:
                 request.answer.set_exception(_lost("Connect"))
 
     async def head_async(self, path: str) -> dict[str, Any]:
-        """See `obstore.head_async`."""
         return await self._ask("HEAD", path, lambda: self._look(path).meta(path))
 
     async def get_async(self, path: str, *, options: Any = None) -> "_Answer":
-        """See `obstore.get_async`."""
         start, stop = (options or {}).get("range", (0, None))
         found = await self._ask("GET", path, lambda: self._read(path, start, stop))
         return _Answer(self, *found)
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> bytes:
-        """See `obstore.get_range_async`."""
         _, data = await self._ask("GET", path, lambda: self._read(path, start, end))
         self.received_bytes += len(data)
         return data
@@ -260,7 +279,6 @@ class SimulatedStore:
         return await self._ask("PUT", path, lambda: self._bucket.put(path, bytes(data), mode))
 
     async def copy_async(self, from_: str, to: str) -> None:
-        """See `obstore.copy_async`."""
 
         def copy() -> None:
             self._bucket.put(to, self._look(from_).data, "overwrite")
@@ -268,14 +286,12 @@ class SimulatedStore:
         await self._ask("COPY", from_, copy)
 
     async def delete_async(self, path: str) -> None:
-        """See `obstore.delete_async`."""
         found = self._bucket.find(path)
         serial = None if found is None else found.serial
-        self._bucket.history.note_removal(self._name, path, serial)
+        self._bucket.note_removal(self._name, path, serial)
         await self._ask("DELETE", path, lambda: self._bucket.delete(path))
 
     async def list_with_delimiter_async(self, prefix: str | None = None) -> dict[str, Any]:
-        """See `obstore.list_with_delimiter_async`."""
 
         def find() -> dict[str, Any]:
             folder = f"{(prefix or '').rstrip('/')}/" if prefix else ""
@@ -320,7 +336,7 @@ class SimulatedStore:
 
     def _look(self, name: str) -> _Object:
         found = self._bucket.get(name)
-        self._bucket.history.note_look(self._name, name, found.serial)
+        self._bucket.note_look(self._name, name, found.serial)
         return found
 
     def _read(self, name: str, start: int, stop: int | None) -> tuple[dict[str, Any], bytes]:
@@ -388,13 +404,13 @@ class _Request:
     def abandon(self) -> None:
         """Note that the client waits no more: it may be that nothing was sent yet."""
         if self._has_arrived:
-            self._bucket.history.note_arrival(self._request, self._name, is_late=True)
+            self._bucket.note_arrival(self._request, self._name, is_late=True)
         elif self._random.random() < 0.5:
             self._arrival.cancel()
 
     def _arrive(self) -> None:
         self._has_arrived, fault = True, self._fault
-        self._bucket.history.note_arrival(self._request, self._name, is_late=self.answer.done())
+        self._bucket.note_arrival(self._request, self._name, is_late=self.answer.done())
         for _ in range(2 if fault is BucketFault.REPEATED else 1):
             error, result = None, None
             try:
@@ -426,7 +442,6 @@ class _Answer:
         self._data = data
 
     async def bytes_async(self) -> bytes:
-        """See `obstore.GetResult.bytes_async`."""
         self._client.received_bytes += len(self._data)
         return self._data
 

@@ -1,21 +1,332 @@
-"""World of an engine: its memory and keys, its batches, and what their outcomes must be."""
+"""World of an engine: its memory, keys and batches, and what loads of it may find."""
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing.block_memory import BlockMemory
-from kvxfer.testing.simulation.oracle import History, Stored, WatchedMemory
 from kvxfer.testing.simulation.scenario import Simulation
 
 PAGE_SIZES_BYTES = ((192, 64), (128,))
 NUM_BLOCKS = 64
 BLOCKS_PER_CHUNK = 2
 NUM_KEYS = 10
+MAX_PARTS = 16
 GIVEN_UP = (Status.TIMED_OUT, Status.CANCELLED)
 """How blocks end that were not looked for to the end."""
+
+
+@dataclass(slots=True)
+class Stored:
+    """Store of a key: bytes that no other store of it has.
+
+    Attributes:
+        version: Number of the store.
+        first: Index of its first block in the chunk.
+        num_blocks: Blocks of the chunk that were stored.
+        began: When it began.
+        ended: When it ended; None as long as something may still read the memory.
+        is_done: Whether it was `DONE`.
+        is_flushed: Whether a flush has ended that began later.
+    """
+
+    version: int
+    first: int
+    num_blocks: int
+    began: float
+    ended: float | None = None
+    is_done: bool = False
+    is_flushed: bool = False
+
+    def covers(self, first: int, num_blocks: int) -> bool:
+        """Whether it has these blocks of the chunk."""
+        return self.first <= first and first + num_blocks <= self.first + self.num_blocks
+
+
+class WatchedMemory:
+    """Memory of an engine, of which each block that nobody may touch has bytes of its own."""
+
+    def __init__(self, simulation: Simulation, memory: BlockMemory, random: Random) -> None:
+        self._simulation = simulation
+        self._memory = memory
+        self._random = random
+        self._num_canaries = 0
+        self._pages = [_pages(memory, group) for group in range(memory.num_groups)]
+        self._expected = [[pages.copy() for pages in group] for group in self._pages]
+        self._free: list[dict[int, None]] = [{} for _ in range(memory.num_groups)]
+        for group in range(memory.num_groups):
+            self.give_back(group, range(memory.num_blocks))
+
+    def take(self, group: int, num_blocks: int) -> list[int]:
+        """Take free blocks, which nobody can have touched; none if there are too few."""
+        free = self._free[group]
+        if len(free) < num_blocks:
+            return []
+        block_ids = self._random.sample(list(free), num_blocks)
+        self._check(group, block_ids)
+        for block_id in block_ids:
+            del free[block_id]
+        return block_ids
+
+    def give_back(self, group: int, block_ids: Sequence[int]) -> None:
+        """Give blocks back that are said to be safe, with new bytes in them."""
+        canaries = []
+        for _ in block_ids:
+            self._num_canaries += 1
+            size = self._memory.chunk_size_bytes(group) // self._memory.blocks_per_chunk
+            canaries.append(_bytes_of(b"canary", self._num_canaries, size))
+        self.write(group, block_ids, canaries)
+        for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+            expected[block_ids] = pages[block_ids]
+        self._free[group] |= dict.fromkeys(block_ids)
+
+    def look(self) -> None:
+        """Check all blocks that nobody may touch."""
+        for group, free in enumerate(self._free):
+            self._check(group, list(free))
+
+    def num_taken(self) -> int:
+        """Count the blocks that were taken and not given back."""
+        return sum(self._memory.num_blocks - len(free) for free in self._free)
+
+    def read(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        """Read the bytes of blocks."""
+        pages = self._pages[group]
+        return [b"".join(each[block_id].tobytes() for each in pages) for block_id in block_ids]
+
+    def write(self, group: int, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Write the bytes of blocks."""
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            start, written = 0, np.frombuffer(payload, np.uint8)
+            for pages in self._pages[group]:
+                stop = start + pages.shape[1]
+                pages[block_id] = written[start:stop]
+                start = stop
+
+    def _check(self, group: int, block_ids: Sequence[int]) -> None:
+        touched = np.zeros(len(block_ids), np.bool_)
+        for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+            touched |= (pages[block_ids] != expected[block_ids]).any(axis=1)
+        for at in np.flatnonzero(touched).tolist():
+            self._simulation.fail("safe memory was touched", f"block {block_ids[at]} of {group}")
+            for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+                expected[block_ids[at]] = pages[block_ids[at]]
+
+
+class History:
+    """Stores, loads and deletes of keys, and which bytes they allow.
+
+    Args:
+        simulation: The run.
+        block_size_bytes: Bytes of a block.
+
+    Attributes:
+        is_strict: Whether nothing excuses that an older store comes back: no fault, no eviction
+            that nobody sees.
+        keeps_all: Whether nothing excuses, either, that what was stored is not found.
+        may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
+    """
+
+    def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
+        self._simulation = simulation
+        self._block_sizes = block_size_bytes
+        self._stores: dict[BlockKey, list[Stored]] = {}
+        self._deleted: dict[BlockKey, list[tuple[float, float]]] = {}
+        self._removing: Counter[BlockKey] = Counter()
+        self._removed: dict[BlockKey, float] = {}
+        self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
+        self._missed: dict[BlockKey, list[tuple[float, float, int, int]]] = {}
+        self._versions: dict[tuple[BlockKey, int], dict[bytes, int]] = {}  # of payloads
+        self._num_versions = self._num_purges = 0
+        self._mixed: dict[BlockKey, None] = {}
+        self._damaged: dict[BlockKey, float] = {}
+        self.is_strict = True
+        self.keeps_all = False
+        self.may_be_torn = False
+
+    def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
+        """Note that a store begins, and give it a version."""
+        self._num_versions += 1
+        stored = Stored(self._num_versions, first, num_blocks, self._simulation.now)
+        self._stores.setdefault(key, []).append(stored)
+        return stored
+
+    def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
+        """Make the bytes of a block of a chunk, as a store of it has them."""
+        number = version * MAX_PARTS + index
+        payload = _bytes_of(key, number, self._block_sizes[group])
+        self._versions.setdefault((key, index), {})[payload] = version
+        return payload
+
+    def end_store(self, stored: Stored, *, is_done: bool) -> None:
+        """Note that a store has ended, and that nothing reads its memory any more."""
+        stored.ended, stored.is_done = self._simulation.now, is_done
+
+    def end_flush(self, began: float) -> None:
+        """Note that all that was stored before a time is safe from a power cut."""
+        for stores in self._stores.values():
+            for each in stores:
+                each.is_flushed |= each.is_done and each.ended is not None and each.ended <= began
+
+    def lose_power(self, *, is_durable: bool) -> None:
+        """Note a power cut: what was not flushed may be lost, and what was deleted come back.
+
+        Args:
+            is_durable: Whether whatever is `DONE` is there after it, and nothing is in part.
+        """
+        for stores in self._stores.values():
+            for each in stores:
+                each.is_done &= each.is_flushed or is_durable
+        self._deleted, self._found, self._missed = {}, {}, {}
+        self.may_be_torn |= not is_durable
+
+    def begin_removal(self, key: BlockKey) -> None:
+        """Note that a key may be gone from now on, until `end_removal` says otherwise."""
+        self._removing[key] += 1
+
+    def note_unseen_eviction(self, key: BlockKey) -> None:
+        """Note that a tier evicts a key unseen: of a store beside it, others may have bytes."""
+        if any(each.ended is None for each in self._stores.get(key, [])):
+            self._mixed[key] = None
+
+    def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
+        """Note that nothing removes a key any more, and whether a delete has found it."""
+        self._removing[key] -= 1
+        self._removed[key] = self._simulation.now
+        if was_found:
+            self._deleted.setdefault(key, []).append((began, self._simulation.now))
+
+    def begin_purge(self) -> None:
+        """Note that every key may be gone from now on, until `end_purge` says otherwise."""
+        self._num_purges += 1
+
+    def end_purge(self, began: float, *, is_whole: bool) -> None:
+        """Note that a purge has ended, and removes nothing any more; and whether it said so."""
+        self._num_purges -= 1
+        for key in self._stores:
+            self._removed[key] = self._simulation.now
+            if is_whole:
+                self._deleted.setdefault(key, []).append((began, self._simulation.now))
+
+    def judge_damage(self, key: BlockKey, reason: object) -> None:
+        """Check that bytes of a key may be damaged; stores that have met these are gone with them.
+
+        A store of what is there reads nothing, and is `DONE`.
+        """
+        if not self.may_be_torn:
+            self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
+        self._removed[key] = self._simulation.now
+
+    def note_loss(self, key: BlockKey) -> None:
+        """Note that a fault has removed a key, in one place at least."""
+        self._removed[key] = self._simulation.now
+        self._mixed[key] = None
+
+    def note_damage(self, key: BlockKey, found_s: float | None) -> None:
+        """Note that a byte of a key changed where it is stored, so that it may be dropped.
+
+        Args:
+            key: The key.
+            found_s: Seconds after which no load has that byte; None if it need not be found.
+        """
+        self.note_loss(key)
+        until = inf if found_s is None else self._simulation.now + found_s
+        self._damaged[key] = max(self._damaged.get(key, 0.0), until)
+
+    def note_late_store(self, key: BlockKey) -> None:
+        """Note that a store that had failed, or was given up, has stored a key all the same."""
+        self._mixed[key] = None
+
+    def judge_load(self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float) -> int:
+        """Check the bytes of a load that is `DONE`: all of one store that they may be of.
+
+        Returns:
+            Version of the store; 0 if there is none, which is noted.
+        """
+        now, matches = self._simulation.now, None  # type: tuple[float, set[int] | None]
+        for index, found in enumerate(blocks, first):
+            version = self._versions.get((key, index), {}).get(found)
+            if version is None and began <= self._damaged.get(key, -1.0):
+                return 0
+            if version is None:
+                detail = f"block {index} of {_name(key)} begins with {found[:8].hex()}"
+                self._simulation.fail("wrong bytes", f"{detail}, as no store of it")
+                return 0
+            matches = {version} if matches is None else matches & {version}
+        if not matches:
+            self._simulation.fail("wrong bytes", f"{_name(key)} is of several stores")
+            return 0
+        [version] = matches
+        if self.is_strict and self.is_of_one_store(key):
+            self._judge_order(key, version, began)
+        self._found.setdefault(key, []).append((began, now, version))
+        return version
+
+    def note_miss(self, key: BlockKey, first: int, num_blocks: int, began: float) -> None:
+        """Note that a call that began then has said that blocks are not there."""
+        missed = (began, self._simulation.now, first, num_blocks)
+        self._missed.setdefault(key, []).append(missed)
+
+    def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
+        """Check that a key may be gone whose whole chunk, of so many blocks, was not found."""
+        if self.keeps_all and self.must_be_there(key, of, since=began):
+            self._simulation.fail("not found", f"{_name(key)}, which was stored before")
+
+    def is_of_one_store(self, key: BlockKey) -> bool:
+        """Whether all its copies are of one store: not of parts, or beside an unseen eviction."""
+        parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
+        return len(parts) <= 1 and not self.is_mixed(key)
+
+    def is_mixed(self, key: BlockKey) -> bool:
+        """Whether a tier may lack a store of it: beside an unseen eviction, or by a loss."""
+        return key in self._mixed
+
+    def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
+        """Check that a store is not found again after it was deleted, or a later one was found."""
+        [stored] = [each for each in self._stores[key] if each.version == version]
+        if stored.ended is None:
+            return
+        for delete_began, delete_ended in self._deleted.get(key, []):
+            if stored.ended < delete_began and delete_ended < began:
+                detail = f"store {version} of {_name(key)}, deleted at {delete_ended:.4f}"
+                self._simulation.fail("deleted and found again", detail)
+                return
+        for miss_began, miss_ended, *blocks in self._missed.get(key, []):
+            if stored.ended < miss_began and miss_ended < began and stored.covers(*blocks):
+                detail = f"store {version} of {_name(key)}, not found at {miss_ended:.4f}"
+                self._simulation.fail("found after it was not", detail)
+                return
+        for found_began, found_ended, other in self._found.get(key, []):
+            if other != version and stored.ended < found_began and found_ended < began:
+                detail = f"store {version} of {_name(key)} after store {other}"
+                self._simulation.fail("an older store came back", detail)
+                return
+
+    def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
+        """Whether a chunk was stored, and nothing can have removed it since.
+
+        Args:
+            key: The key.
+            num_blocks: Blocks of a whole chunk, of which each is wanted; 0 if any of them will do.
+            since: Time before which the store has ended.
+        """
+        # A store of what is there reads nothing: it goes with bytes that are found to be damaged.
+        removed = max(self._removed.get(key, -1.0), self._damaged.get(key, -1.0))
+        return not (self._removing[key] or self._num_purges) and any(
+            each.is_done
+            and (not num_blocks or each.covers(0, num_blocks))
+            and each.began > removed
+            and (each.ended or 0.0) <= since
+            for each in self._stores.get(key, [])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +543,19 @@ class World:
             return
         found = self.watched.read(part.group, ids)
         self.history.judge_load(self.key(part), part.first, found, batch.began)
+
+
+def _pages(memory: BlockMemory, group: int) -> list[NDArray[np.uint8]]:
+    """View the pages of all blocks of a group, `(num_blocks, page_size_bytes)` each."""
+    refs, tensors = memory.caches.group_data_refs[group], memory.caches.tensors
+    every = [tensors[ref.tensor_idx].tensor.numpy().view(np.uint8) for ref in refs]
+    return [pages[:, : ref.page_size_bytes] for pages, ref in zip(every, refs, strict=True)]
+
+
+def _bytes_of(name: bytes, number: int, num_bytes: int) -> bytes:
+    """Make up bytes, always the same for a name and a number."""
+    return hashlib.shake_128(b"%d %b" % (number, name)).digest(num_bytes)
+
+
+def _name(key: BlockKey) -> str:
+    return bytes(key).hex()[:12]
