@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_288,
     "kvxfer/storage": 5_013,
-    "kvxfer/telemetry": 1_644,
+    "kvxfer/telemetry": 1_635,
     "kvxfer/testing": 7_026,
     "kvxfer/tiering": 1_597,
     "kvxfer/transfer": 2_125,

@@ -50,22 +50,13 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "store_bytes": ("Bytes of blocks passed to a tier.", ("tier", "cause", "outcome")),
     "load_blocks": ("Blocks asked of a tier.", ("tier", "cause", "outcome")),
     "load_bytes": ("Bytes of blocks asked of a tier.", ("tier", "cause", "outcome")),
-    "lookup_blocks": (
-        "Blocks looked up by engines, by the tier that finally gave them.",
-        ("tier", "outcome"),
-    ),
+    "lookup_blocks": ("Blocks looked up, by the tier that finally gave them.", ("tier", "outcome")),
     "lookup_bytes": ("Bytes of blocks looked up by engines.", ("tier", "outcome")),
     "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
     "skipped_blocks": ("Blocks that a suspended tier was not called for.", ("tier", "operation")),
-    "not_loaded_blocks": (
-        "Blocks that are computed, since loading them from a tier would take longer.",
-        ("tier",),
-    ),
-    "not_written_back_blocks": (
-        "Blocks that a tier does not get, because it is too slow.",
-        ("tier",),
-    ),
+    "not_loaded_blocks": ("Blocks that are computed, since a load would take longer.", ("tier",)),
+    "not_written_back_blocks": ("Blocks that a tier is too slow to get.", ("tier",)),
 }
 """Counters: their meaning and labels. Prometheus shows each with `_total` at the end."""
 
