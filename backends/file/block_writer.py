@@ -17,6 +17,7 @@ from kvxfer.backends.file.block_files import (
 )
 from kvxfer.backends.file.file_index import file_ids
 from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.open_folders import GONE
 from kvxfer.backends.file.io.file_io import IOVector, NewFile, Result
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import padded
@@ -103,7 +104,7 @@ class BlockWriter:
             view[:] = header
         totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
-        gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
+        gone = [i for i, each in enumerate(results) if getattr(each, "errno", 0) in GONE]
         if gone:  # perhaps with their folders
             again = self._make(
                 [keys[i] for i in gone],

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,19 +263,22 @@ async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
 async def test_what_others_store_in_a_folder_made_anew_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_levels: int, *, is_nfs: bool
 ) -> None:
-    fstat = runtime.disk().fstat
+    disk, fstat = runtime.disk(), runtime.disk().fstat
 
-    def refuse_removed(fd: int) -> os.stat_result:
-        if not (found := fstat(fd)).st_nlink and is_nfs:
+    def answer(call: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """As a client of NFS, of what another host has removed."""
+        fd = given[0] if call is fstat else more.get("dir_fd")
+        if fd is not None and not fstat(fd).st_nlink:
             raise OSError(errno.ESTALE, "another host has removed it")
-        return found
+        return call(*given, **more)
 
-    monkeypatch.setattr(runtime.disk(), "fstat", refuse_removed)
+    for name in ("fstat", "open", "stat") if is_nfs else ():
+        monkeypatch.setattr(disk, name, partial(answer, getattr(disk, name)))
     memory, keys, root = one_page_memory(), hashed_keys(4), tmp_path / "store"
     removed = path_of(root, memory.namespace(), keys[0]).parents[num_levels - 1]
     async with (
-        open_store(root, memory.namespace()) as ours,
-        open_store(root, memory.namespace()) as theirs,
+        open_store(root, memory.namespace(), engine="posix" if is_nfs else "auto") as ours,
+        open_store(root, memory.namespace(), engine="posix" if is_nfs else "auto") as theirs,
     ):
         await store(ours, keys, memory.describe(0, range(4)))
         for version in range(3):

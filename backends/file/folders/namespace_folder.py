@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.open_folders import OWN, OpenFolders
+from kvxfer.backends.file.folders.open_folders import GONE, OWN, OpenFolders
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
@@ -296,7 +296,9 @@ class NamespaceFolder:
 
         try:
             return self._folders.within(folder, check_and_act)
-        except FileNotFoundError:
+        except OSError as exc:
+            if exc.errno not in GONE:
+                raise
             return False
 
 

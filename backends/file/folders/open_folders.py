@@ -14,7 +14,9 @@ OWN = "."
 """Name of the namespace's own folder; every other name is that of a folder in it."""
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_GONE = {errno.ENOENT, errno.ESTALE}
+
+GONE = frozenset({errno.ENOENT, errno.ESTALE})
+"""Errors of what was removed; the second one where another host of an NFS did so."""
 
 T = TypeVar("T")
 
@@ -108,7 +110,7 @@ class OpenFolders:
             try:
                 return act(fd)
             except OSError as exc:
-                if exc.errno not in _GONE:
+                if exc.errno not in GONE:
                     raise
                 if not self.have_changed([name], since):
                     raise
