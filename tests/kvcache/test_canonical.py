@@ -285,20 +285,6 @@ def test_caches_keep_the_memory_alive_and_show_what_is_written_there() -> None:
     assert (caches.tensors[0].tensor[4].view(torch.float16) == 2).all()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "page"),
-    [
-        (torch.zeros(4, 8), 8),
-        (torch.zeros(4, 8, dtype=torch.int8), 4),
-        (torch.zeros(4, 8, dtype=torch.int8)[:, ::2], 4),
-        (torch.zeros(0, 8, dtype=torch.int8), 8),
-    ],
-)
-def test_a_canonical_tensor_is_rows_of_bytes(tensor: torch.Tensor, page: int) -> None:
-    with pytest.raises(InvalidArgumentError, match="tensor"):
-        CanonicalKVCacheTensor(tensor, page)
-
-
 def test_keys_and_values_of_a_layer_have_layouts_of_their_own() -> None:
     keys = torch.rand(NUM_BLOCKS, 3, 8, 16).to(SPEC.dtype)
     values = torch.rand(NUM_BLOCKS, 3, 16, 8).to(SPEC.dtype)
@@ -401,8 +387,8 @@ def dense(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float16)
 
 
-def pair(second: Any, error: type[KVXferError], match: str) -> Refused:
-    return {"a": nhd(), "b": second}, config_of((SPEC, "ab")), {}, error, match
+def pair(first: Any, second: Any, error: type[KVXferError], match: str) -> Refused:
+    return {"a": first, "b": second}, config_of((SPEC, "ab")), {}, error, match
 
 
 def word(layout: Any, error: type[KVXferError], match: str, *, name: str = "a") -> Refused:
@@ -427,6 +413,12 @@ def all_layers(other: KVCacheSpec) -> Refused:
 def told(error: type[KVXferError], **layouts: str) -> Refused:
     engine = cross_layer(ALL_LAYERS[0], tuple("abcd"))
     return engine.kv_caches, engine.config, layouts, error, "layer block kv"
+
+
+def values_with_gaps() -> Refused:
+    raw, config = dense(3 * 384), config_of((SPEC, "a"), num_blocks=1)
+    keys, values = raw[:384].view(1, 3, 16, 8), raw[384:].view(1, 3, 32, 8)[:, :, :16]
+    return {"a": [keys, values]}, config, {}, LayoutError, "3 pieces of 256 bytes, 512 apart"
 
 
 def gaps(names: str) -> Refused:
@@ -458,12 +450,14 @@ def refused() -> dict[str, Callable[[], Refused]]:
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
     return {
         "missing layer": lambda: ({"a": nhd()}, config_of((SPEC, "ab")), {}, invalid, r"\['b'\]"),
-        "three tensors": lambda: pair([nhd()] * 3, invalid, "'b'.*3 tensors"),
-        "meta": lambda: pair(nhd().to("meta"), invalid, "meta"),
+        "three tensors": lambda: pair(nhd(), [nhd()] * 3, invalid, "'b'.*3 tensors"),
+        "meta": lambda: pair(nhd(), nhd().to("meta"), invalid, "meta"),
         "another device": lambda: pair(
-            nhd().as_subclass(Elsewhere), invalid, r"\['cpu', 'cuda:0'\]"
+            nhd(), nhd().as_subclass(Elsewhere), invalid, r"\['cpu', 'cuda:0'\]"
         ),
-        "negated values": lambda: pair([nhd()[:, 0], negated[:, 1]], unknown, "'b': got a negated"),
+        "negated values": lambda: pair(
+            nhd(), [nhd()[:, 0], negated[:, 1]], unknown, "'b': got a negated"
+        ),
         "layers apart": lambda: ({"a": nhd(), "b": nhd()}, apart, {}, LayoutError, "'a' and 'b'"),
         "a layout of nothing": lambda: word(NHD, invalid, "layouts", name="b"),
         "a layout that does not fit": lambda: word(SPLIT, unknown, SPLIT),
@@ -476,6 +470,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
             first, torch.zeros(NUM_BLOCKS, 75)[:, :50].view(NUM_BLOCKS, 2, 5, 5)
         ),
         "pages of two sizes": lambda: all_layers(replace(SPEC, page_size_padded=2 * PAGE)),
+        "gaps of heads in values that follow keys": values_with_gaps,
         "gaps of heads": lambda: gaps("ab"),
         "too close for padding": lambda: padding(
             PAGE, NUM_BLOCKS * PAGE, LayoutError, f"'a'.*{PAGE} bytes apart.*{PAGE + 64}"

@@ -229,6 +229,7 @@ def caches_of(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> Canonic
 ROWS = caches_of(0)
 TWO = describe(ROWS, 0, [1, 5])
 INVALID = InvalidArgumentError
+BYTES = torch.zeros(4, 8, dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,10 @@ INVALID = InvalidArgumentError
         (lambda: describe(ROWS, 1, [0]), UnknownGroupError, "1.*1"),
         (lambda: BlockDescriber(caches_of(0, 1)), INVALID, "meta"),
         (lambda: Descriptors.concatenate([TWO, describe(caches_of(1), 0, [0])]), INVALID, "meta"),
+        (lambda: CanonicalKVCacheTensor(torch.zeros(4, 8), 8), INVALID, "tensor.dtype"),
+        (lambda: CanonicalKVCacheTensor(BYTES, 4), INVALID, "tensor.shape"),
+        (lambda: CanonicalKVCacheTensor(BYTES[:, ::2], 4), INVALID, "tensor.stride"),
+        (lambda: CanonicalKVCacheTensor(BYTES[:0], 8), INVALID, "tensor.shape"),
         (lambda: CanonicalKVCaches([], []), INVALID, "group_data_refs is "),
         (caches_of, INVALID, r"group_data_refs\[0\] is "),
         (lambda: TWO.take([0, -1]), INVALID, r"blocks is .*-1"),

@@ -188,8 +188,8 @@ def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
     same_blocks = num_blocks == 1 or (len(steps) == 1 and min(steps) >= cache.spec.page_size_bytes)
     one_storage = len({tensor.untyped_storage().data_ptr() for tensor in cache.tensors}) == 1
     whole = all(
-        reading.block_axis == 0 and reading.kernel_blocks_per_block == 1
-        for reading in cache.readings
+        each.block_axis == 0 and each.kernel_blocks_per_block == 1 and not each.has_gaps
+        for each in cache.readings
     )
     if follows and same_blocks and one_storage and whole:
         return True
