@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/explain": 889,
     "kvxfer/face": 430,
     "kvxfer/integrations": 10_379,
-    "kvxfer/kvcache": 5_782,
+    "kvxfer/kvcache": 5_800,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_306,
     "kvxfer/replay": 1_659,

@@ -445,7 +445,8 @@ def refused() -> dict[str, Callable[[], Refused]]:
     first, second = states(
         replace(MAMBA, page_size_padded=300), torch.zeros(400 * NUM_BLOCKS, dtype=torch.int8)
     )
-    negated = torch._neg_view(nhd())
+    negated, three = torch._neg_view(nhd()), dense(3, NUM_BLOCKS, 16, 3, 8)
+    k, v, other = three
     invalid, unknown = InvalidArgumentError, UnknownLayoutError
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
     return {
@@ -471,6 +472,11 @@ def refused() -> dict[str, Callable[[], Refused]]:
         ),
         "pages of two sizes": lambda: all_layers(replace(SPEC, page_size_padded=2 * PAGE)),
         "gaps of heads in values that follow keys": values_with_gaps,
+        "keys that are values of a layer": lambda: pair(
+            three[:2], three[1:], OverlapError, "not all"
+        ),
+        "keys and values of a layer, turned": lambda: pair([k, v], [v, k], OverlapError, "pages"),
+        "values of a layer, other keys": lambda: pair([k, v], [other, v], OverlapError, "not all"),
         "gaps of heads": lambda: gaps("ab"),
         "too close for padding": lambda: padding(
             PAGE, NUM_BLOCKS * PAGE, LayoutError, f"'a'.*{PAGE} bytes apart.*{PAGE + 64}"

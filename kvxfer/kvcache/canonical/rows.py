@@ -1,5 +1,6 @@
 """Rows: pages of several layers that are adjacent in every block, joined into one piece."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -56,9 +57,11 @@ def join_rows(pages: Sequence[LayerPages]) -> list[Row]:
     used by the engine for something else, so it is never part of a row.
 
     Raises:
-        OverlapError: Pages share some bytes, but are not the same pages.
+        OverlapError: Pages share some bytes, but are not the same pages; or only some of the pages
+            of two layers are the same.
         LayoutError: A page is in several pieces whose gaps no other layer fills.
     """
+    _require_shared_wholly(pages)
     by_place = sorted(pages, key=lambda p: (p.block_stride_bytes, p.address, p.extent_bytes))
     rows = []
     for _, alike in groupby(by_place, key=lambda p: p.block_stride_bytes):
@@ -67,6 +70,20 @@ def join_rows(pages: Sequence[LayerPages]) -> list[Row]:
             rows += _touching(window)
     _require_rows_apart(rows)
     return rows
+
+
+def _require_shared_wholly(pages: Sequence[LayerPages]) -> None:
+    """Refuse layers of one group that have some of their pages in common, but not all."""
+    places: dict[tuple[int, str], set[int]] = defaultdict(set)
+    users: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for page in pages:
+        for name in page.layer_names:
+            places[page.group, name].add(page.address)
+            users[page.group, page.address].append(name)
+    for (group, _), names in users.items():
+        found = {name: places[group, name] for name in names}
+        if any(each != found[names[0]] for each in found.values()):
+            raise OverlapError(names, "they have some pages in common, but not all")
 
 
 def _windows(pages: Sequence[LayerPages]) -> list[list[LayerPages]]:
@@ -117,12 +134,13 @@ def _require_same_or_apart(window: Sequence[LayerPages]) -> None:
 def _same_pages(page: LayerPages, other: LayerPages) -> bool:
     """Whether two pages may share their bytes: equal in one group, equal starts across groups.
 
-    Two of one layer may not: keys are never values.
+    Two of one layer may not, nor two parts of several layers: keys are never values.
     """
     if not set(page.layer_names).isdisjoint(other.layer_names):
         return False
     if page.group == other.group:
-        return bool(_place_of(page) == _place_of(other))
+        parts, others = ([(box.part, box.first) for box in each.boxes] for each in (page, other))
+        return bool(_place_of(page) == _place_of(other)) and parts == others
     return page.address == other.address
 
 
