@@ -194,11 +194,8 @@ class Roster:
         self._was_listed = True
         self._warned &= entries.keys()
         self._doubtful.clear()
-        for name in [each for each in self._present if each not in entries]:
-            self._drop(name, now)
-        for name, data in entries.items():
-            self._take(name, data, now)
-        self._publish()
+        gone = {name: None for name in self._present if name not in entries}
+        self.change(gone | dict(entries), now)
 
     def change(self, changes: Mapping[bytes, bytes | None], now: float) -> None:
         """Take entries that are new or changed; None where one is gone."""
@@ -234,12 +231,11 @@ class Roster:
             self._skip(name, exc)
             return
         self._warned.discard(name)
+        self._doubtful.discard(name)
         if announcement.namespace not in ("", self._namespace):
             self._present.pop(name, None)
-            self._doubtful.discard(name)
         elif name in self._present or len(self._present) < MAX_PEERS:
             self._present[name] = endpoint
-            self._doubtful.discard(name)
         elif not self._is_full:
             self._is_full = True
             logger.warning("%d holders are announced; any more are ignored", MAX_PEERS)
@@ -701,16 +697,15 @@ async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, byte
     """
     import_aetcd()
     config.check()
-    failure: EtcdError | None = None
+    failure = EtcdError(f"no answer within {4 * timeout_s:.2g} s")
     for endpoint in config.endpoints:
         try:
             found = await run_there(partial(_list_at, config, endpoint, timeout_s), 4 * timeout_s)
         except EtcdError as exc:
-            failure = exc
-        else:
-            if found is not None:
-                return found
-    raise failure or EtcdError(f"no answer within {4 * timeout_s:.2g} s")
+            failure, found = exc, None
+        if found is not None:
+            return found
+    raise failure
 
 
 async def _list_at(config: EtcdConfig, endpoint: Endpoint, timeout_s: float) -> dict[bytes, bytes]:
@@ -788,8 +783,7 @@ class EtcdDiscovery(Discovery):
 
     def gauges(self) -> Mapping[Gauge, float]:
         """See `Discovery.gauges`."""
-        tasks: list[_EtcdTask] = [self._follower]
-        tasks += [self._announcer] if self._announcer is not None else []
+        tasks = filter(None, (self._follower, self._announcer))
         gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
         if self._follower.is_begun:
             gauges[Gauge.PEERS_KNOWN] = len(self._follower.roster.endpoints)
