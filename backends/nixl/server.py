@@ -82,21 +82,6 @@ class BlockStore:
 Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Unpublished:
-    """Blocks that a holder has read from a peer, which has not confirmed them yet.
-
-    Attributes:
-        room: Their memory.
-        rows: Positions of those that were read among all blocks of the `Pull`.
-        checksums: XXH3-64 of what was read of each of these; None if it was not hashed.
-    """
-
-    room: ReservedBlocks
-    rows: list[int]
-    checksums: list[int] | None
-
-
 class ClientSession:
     """Session of one peer: answers the requests of its control connection, several at a time.
 
@@ -119,7 +104,9 @@ class ClientSession:
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
-        self._unpublished: dict[int, _Unpublished] = {}  # each with a pin of the same number
+        # Blocks that were read from the peer, which has not confirmed them yet, each with a pin of
+        # the same number: their room, and XXH3-64 of what was read, if it was hashed.
+        self._unpublished: dict[int, tuple[ReservedBlocks, list[int] | None]] = {}
         self._lending: set[asyncio.Task[None]] = set()
         self._draining = False
         self._ended = False
@@ -328,13 +315,13 @@ class ClientSession:
             room = await stack.enter_async_context(self._lender.make_room(offered))
             if room.blocks is None:
                 return wire.Pulled(request_id=number, endings=_endings(room.outcomes))
-            wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
+            wanted = _rows_with_room(room)
             checksums: list[int] | None = None
             if request.hashed:
                 checksums = await self._theirs.read(theirs.take(wanted), room.blocks)
             else:
                 await self._theirs.copy(theirs.take(wanted), room.blocks)
-            self._unpublished[number] = _Unpublished(room, wanted, checksums)
+            self._unpublished[number] = room, checksums
             stack.callback(self._unpublished.pop, number, None)
             self._pins[number] = stack.pop_all()
         endings = _endings([outcome or DONE for outcome in room.outcomes])
@@ -345,15 +332,16 @@ class ClientSession:
         waiting = self._unpublished.get(request.pull)
         if waiting is None:
             raise InvalidArgumentError("pull", request.pull, "one that waits to be published")
-        room = waiting.room
-        num_checksums = 0 if waiting.checksums is None else len(room.outcomes)
+        room, checksums = waiting
+        num_checksums = 0 if checksums is None else len(room.outcomes)
         if len(request.checksums) != num_checksums:
             raise InvalidArgumentError("checksums", len(request.checksums), str(num_checksums))
-        if waiting.checksums is None:
-            room.arrived.update(dict.fromkeys(range(len(waiting.rows))))
+        rows = _rows_with_room(room)
+        if checksums is None:
+            room.arrived.update(dict.fromkeys(range(len(rows))))
         else:
-            expected = [request.checksums[row] for row in waiting.rows]
-            pairs = enumerate(zip(waiting.checksums, expected, strict=True))
+            expected = [request.checksums[row] for row in rows]
+            pairs = enumerate(zip(checksums, expected, strict=True))
             room.arrived.update({at: found for at, (found, wanted) in pairs if found == wanted})
         await self._pins.pop(request.pull).aclose()
         return wire.Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
@@ -649,6 +637,10 @@ class Server:
             self._refusals.note(logging.INFO, "ended a data connection: %s", peer, reason)
         finally:
             (connection or plain).close()
+
+
+def _rows_with_room(room: ReservedBlocks) -> list[int]:
+    return [row for row, outcome in enumerate(room.outcomes) if outcome is None]
 
 
 def _endings(outcomes: Sequence[Outcome | None]) -> list[wire.Ending]:
