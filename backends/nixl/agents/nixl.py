@@ -322,7 +322,9 @@ class NixlPeers:
         if not remote:
             remote = self._begin_adding(peer)
         remote.num_users += 1
-        remote.added.add_done_callback(partial(_pass_on, to=done))
+        remote.added.add_done_callback(
+            lambda added: attempt(done, lambda: done.set_result(added.result()))
+        )
 
     def _add_postponed(self, peer: AgentMetadata, done: "Future[str]") -> None:
         if done in self._postponed:  # else it was cancelled
@@ -470,14 +472,6 @@ def attempt(done: "Future[T]", command: Callable[[], object]) -> None:
         command()
     except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
         done.set_exception(exc)
-
-
-def _pass_on(ended: "Future[T]", *, to: "Future[T]") -> None:
-    """End one future as another one has ended."""
-    if error := ended.exception():
-        to.set_exception(error)
-    else:
-        to.set_result(ended.result())
 
 
 class NixlThread:
