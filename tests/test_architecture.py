@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_288,
     "kvxfer/storage": 5_013,
     "kvxfer/telemetry": 1_635,
-    "kvxfer/testing": 7_026,
+    "kvxfer/testing": 7_028,
     "kvxfer/tiering": 1_597,
     "kvxfer/transfer": 2_125,
 }

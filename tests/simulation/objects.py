@@ -289,23 +289,6 @@ class _EngineRun(EngineRun):
             if not self._num_moving:
                 self._idle.set()
 
-    async def _delete(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
-        """Delete blocks, which the other process takes to be there as long as it remembers them.
-
-        What that one stores meanwhile is `DONE` in its own memory, and not written back.
-        """
-        history, began, keys = self._world.history, self._simulation.now, self._salted.keys(parts)
-        await super()._delete(parts, timeout_s, cancel_s)
-        if self._process.is_alone:
-            return
-        for key in keys:
-            history.begin_removal(key)
-        await asyncio.sleep(self._process.config.found_ttl_s)
-        for key in keys:
-            history.end_removal(key, began, was_found=False)
-
     async def _damage(self, parts: tuple[Part, ...]) -> None:
         """Let objects rot; what is there may be lost, until somebody has found it corrupt."""
         for key in self._salted.keys(parts):
@@ -436,6 +419,8 @@ class _Run:
         world = self._worlds[number]
         process = _Process(self._simulation, self._bucket, name, world.namespace)
         process.opened = replace(process.opened, may_delete_late=not self._is_alone)
+        # Others take a removed block to be there: what they store is `DONE` in their own memory.
+        self._history.remembered_s = process.config.found_ttl_s if process.have_tiers else 0.0
         self._history.is_strict = not (process.have_tiers or self._has_faults)
         self._history.keeps_all = self._history.is_strict and self._is_alone
         process.objects.observe(Reports([self._counting]))

@@ -133,6 +133,7 @@ class History:
             that nobody sees.
         keeps_all: Whether nothing excuses, either, that what was stored is not found.
         may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
+        remembered_s: Seconds for which some engine may take to be there what was removed.
     """
 
     def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
@@ -148,6 +149,7 @@ class History:
         self._num_versions = self._num_purges = 0
         self._mixed: dict[BlockKey, None] = {}
         self._damaged: dict[BlockKey, float] = {}
+        self.remembered_s = 0.0
         self.is_strict = True
         self.keeps_all = False
         self.may_be_torn = False
@@ -200,7 +202,7 @@ class History:
     def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
         """Note that nothing removes a key any more, and whether a delete has found it."""
         self._removing[key] -= 1
-        self._removed[key] = self._simulation.now
+        self._removed[key] = self._simulation.now + self.remembered_s
         if was_found:
             self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
@@ -212,7 +214,7 @@ class History:
         """Note that a purge has ended, and removes nothing any more; and whether it said so."""
         self._num_purges -= 1
         for key in self._stores:
-            self._removed[key] = self._simulation.now
+            self._removed[key] = self._simulation.now + self.remembered_s
             if is_whole:
                 self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
