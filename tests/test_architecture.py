@@ -52,7 +52,7 @@ BUDGETS = {
     "benchmarks": 4_689,
     "examples": 2_580,
     "kvxfer/cli": 1_676,
-    "kvxfer/copy_engine": 2_465,
+    "kvxfer/copy_engine": 2_464,
     "kvxfer/doctor": 1_532,
     "kvxfer/engine_side": 1_530,
     "kvxfer/explain": 889,

@@ -175,8 +175,7 @@ class Span:
         if self.unit(row_bytes) == row_bytes or not (places % row_bytes).any():
             step, places = row_bytes, places // row_bytes
         # The view ends with the last piece: numpy copies rows of the other side that lie within it.
-        last = int(self._offsets.argmax())
-        num_bytes = int(self._offsets[last]) + int(self._lengths[last])
+        num_bytes = int(np.maximum.reduce(self._offsets + self._lengths.view(np.int64)))
         if int(self._lengths.max()) > row_bytes:
             counts = self._lengths.view(np.int64) // row_bytes
             firsts = np.cumsum(counts)

@@ -224,10 +224,10 @@ def places(side: Side, lengths: Sequence[int]) -> list[int]:
 
 
 def test_one_piece_may_be_copied_to_many_places(engine: CPUCopyEngine) -> None:
-    lengths = [4 * KIB] * 256
-    source = Side(lay_out(lengths[:1], seed=1).buffer, [0] * len(lengths))
-    copy = Copy(source, lay_out(lengths, seed=2, shuffled=True, gap=64), lengths)
-    copy.check(lambda: engine.copy(*copy.describe()))
+    for lengths in ([4 * KIB] * 256, [64, 128, 192, *[256] * 64]):
+        source = Side(lay_out([max(lengths)], seed=1).buffer, [0] * len(lengths))
+        copy = Copy(source, lay_out(lengths, seed=2, shuffled=True, gap=64), lengths)
+        copy.check(lambda copy=copy: engine.copy(*copy.describe()))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
