@@ -153,14 +153,14 @@ class _Locks(_Counter):
             yield
 
 
-class _RuntimeOfLocks(runtime.OrdinaryRuntime):
+class _RuntimeOfLocks(runtime.Runtime):
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self._numbers = numbers
 
-    def lock(self) -> runtime.Lock:  # type: ignore[override]
+    def lock(self) -> runtime.Lock:
         return _Lock(self._numbers, threading.Lock())
 
-    def condition(self) -> threading.Condition:  # type: ignore[override]
+    def condition(self) -> threading.Condition:
         return threading.Condition(_Lock(self._numbers, threading.RLock()))  # type: ignore[arg-type]
 
 

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 
-from kvxfer.runtime import OrdinaryRuntime
+from kvxfer.runtime import Runtime
 
 LIMIT_S = 15.0
 
 
-class Clock(OrdinaryRuntime):
+class Clock(Runtime):
     """Runtime whose monotonic clock stands still until a test moves it."""
 
     def __init__(self, now: float = 1000.0) -> None:

@@ -15,7 +15,6 @@ from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
 from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, Uniform, uniform
 from kvxfer.runtime.runtime import (
     Lock,
-    OrdinaryRuntime,
     Runtime,
     condition,
     connect,
@@ -58,7 +57,6 @@ __all__ = [
     "Lock",
     "LoopThread",
     "Once",
-    "OrdinaryRuntime",
     "Pause",
     "Runtime",
     "Suspension",

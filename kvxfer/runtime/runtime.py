@@ -12,7 +12,6 @@ import ssl
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from itertools import compress
@@ -53,38 +52,48 @@ class Lock(Protocol):
         """Give the lock back."""
 
 
-class Runtime(ABC):
-    """Source of everything that is not a function of its arguments.
+class Runtime:
+    """Source of everything that is not a function of its arguments: the operating system.
 
-    Implementors must let any thread call the methods, and what these return have the methods of
-    the class of the standard library that is named.
+    Any thread may call the methods. A simulation overrides them all; what its methods return has
+    the methods of the class of the standard library that these return.
+
+    Attributes:
+        monotonic: Reads the monotonic clock, in seconds.
+        wall_time: Reads the clock of the day, in seconds since the epoch, as in the times of files.
+        lock: Makes a lock for threads.
+        condition: Makes a condition for threads, with a lock of its own.
+        event: Makes an event for threads.
+        new_event_loop: Makes an event loop, which the caller closes.
     """
 
-    @abstractmethod
-    def monotonic(self) -> float:
-        """Read the monotonic clock, in seconds."""
+    _random: Random = SystemRandom()  # a forked process has other numbers
+    _disk = Disk()
 
-    @abstractmethod
-    def wall_time(self) -> float:
-        """Read the clock of the day, in seconds since the epoch, as in the times of files."""
+    # The functions themselves: no call more on the way of a block.
+    monotonic = staticmethod(time.monotonic)
+    wall_time = staticmethod(time.time)
+    lock: Callable[[], Lock] = staticmethod(threading.Lock)
+    condition: Callable[[], threading.Condition] = staticmethod(threading.Condition)
+    event = staticmethod(threading.Event)
+    new_event_loop = staticmethod(asyncio.new_event_loop)
 
-    @abstractmethod
     def sleep(self, seconds: float, /) -> None:
         """Let the calling thread wait; on an event loop `asyncio.sleep` waits."""
+        time.sleep(seconds)
 
-    @abstractmethod
     def token_bytes(self, num_bytes: int, /) -> bytes:
         """Make bytes that nobody can guess."""
+        return secrets.token_bytes(num_bytes)
 
-    @abstractmethod
     def random(self) -> Random:
         """Get the source of random numbers, which differ in each process."""
+        return self._random
 
-    @abstractmethod
     def num_cores(self) -> int:
         """Count the cores that this process may run on."""
+        return len(os.sched_getaffinity(0))
 
-    @abstractmethod
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
     ) -> threading.Thread:
@@ -93,24 +102,14 @@ class Runtime(ABC):
         Raises:
             RuntimeError: No thread can be started, as at the end of the interpreter.
         """
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
 
-    @abstractmethod
-    def lock(self) -> Lock:
-        """Make a lock for threads."""
-
-    @abstractmethod
-    def condition(self) -> threading.Condition:
-        """Make a condition for threads, with a lock of its own."""
-
-    @abstractmethod
-    def event(self) -> threading.Event:
-        """Make an event for threads."""
-
-    @abstractmethod
     def queue(self) -> "SimpleQueue[Any]":
         """Make a queue for threads, without a bound; `put` may interrupt another `put`."""
+        return SimpleQueue()
 
-    @abstractmethod
     def wait_futures(
         self, futures: Collection[FutureT], timeout_s: float | None = None
     ) -> tuple[list[FutureT], list[FutureT]]:
@@ -119,78 +118,6 @@ class Runtime(ABC):
         Returns:
             Those that are done and those that are not, in the order given.
         """
-
-    @abstractmethod
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        """Make an event loop, which the caller closes."""
-
-    @abstractmethod
-    def disk(self) -> Disk:
-        """Get the calls of files and folders."""
-
-    @abstractmethod
-    def open_socket(self, family: int, kind: int, /) -> socket.socket:
-        """Open a socket that is not connected.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
-
-    @abstractmethod
-    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """Open a socket that listens at an address of TCP.
-
-        Raises:
-            OSError: The address is in use, or is not one of this machine.
-        """
-
-
-class OrdinaryRuntime(Runtime):
-    """Runtime of the operating system."""
-
-    _random = SystemRandom()  # a forked process has other numbers
-    _disk = Disk()
-
-    # The functions themselves: no call more on the way of a block.
-    monotonic = staticmethod(time.monotonic)
-    wall_time = staticmethod(time.time)
-    lock = staticmethod(threading.Lock)
-    condition = staticmethod(threading.Condition)
-    event = staticmethod(threading.Event)
-    new_event_loop = staticmethod(asyncio.new_event_loop)
-
-    def sleep(self, seconds: float, /) -> None:
-        """See `Runtime.sleep`."""
-        time.sleep(seconds)
-
-    def token_bytes(self, num_bytes: int, /) -> bytes:
-        """See `Runtime.token_bytes`."""
-        return secrets.token_bytes(num_bytes)
-
-    def random(self) -> Random:
-        """See `Runtime.random`."""
-        return self._random
-
-    def num_cores(self) -> int:
-        """See `Runtime.num_cores`."""
-        return len(os.sched_getaffinity(0))
-
-    def start_thread(
-        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
-    ) -> threading.Thread:
-        """See `Runtime.start_thread`."""
-        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def queue(self) -> "SimpleQueue[Any]":
-        """See `Runtime.queue`."""
-        return SimpleQueue()
-
-    def wait_futures(
-        self, futures: Collection[FutureT], timeout_s: float | None = None
-    ) -> tuple[list[FutureT], list[FutureT]]:
-        """See `Runtime.wait_futures`."""
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         for each in futures:  # `concurrent.futures.wait` is not told of one that is cancelled
             if not each.done():
@@ -204,19 +131,27 @@ class OrdinaryRuntime(Runtime):
         ]
 
     def disk(self) -> Disk:
-        """See `Runtime.disk`."""
+        """Get the calls of files and folders."""
         return self._disk
 
     def open_socket(self, family: int, kind: int, /) -> socket.socket:
-        """See `Runtime.open_socket`."""
+        """Open a socket that is not connected.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
         return socket.socket(family, kind)
 
     def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """See `Runtime.listen`."""
+        """Open a socket that listens at an address of TCP.
+
+        Raises:
+            OSError: The address is in use, or is not one of this machine.
+        """
         return socket.create_server(address, family=family, backlog=backlog)
 
 
-_current: Runtime = OrdinaryRuntime()
+_current = Runtime()
 
 
 @contextlib.contextmanager

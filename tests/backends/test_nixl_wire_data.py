@@ -21,7 +21,7 @@ from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import PeerError, TransferFailedError
-from kvxfer.runtime import OrdinaryRuntime
+from kvxfer.runtime import Runtime
 from tests.backends.agent_contract import words
 from tests.backends.nixl_wire import HOST, Authority
 
@@ -177,7 +177,7 @@ def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
         ends.server_socket.sendall(said)
     steps = itertools.count()
 
-    class Closing(OrdinaryRuntime):
+    class Closing(Runtime):
         def monotonic(self) -> float:
             if next(steps) == step:
                 ends.client.close()

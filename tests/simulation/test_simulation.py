@@ -17,6 +17,7 @@ from _pytest.mark import ParameterSet
 from kvxfer import runtime
 from kvxfer.testing.simulation import (
     Scenario,
+    SimulatedRuntime,
     Simulation,
     Step,
     cut_down,
@@ -46,6 +47,10 @@ def _parameter(scenario: Scenario) -> ParameterSet:
     """Make the parameter of a scenario; vLLM warns when it is imported."""
     marks = pytest.mark.filterwarnings("ignore") if isinstance(scenario, VLLMScenario) else ()
     return pytest.param(scenario, id=scenario.name, marks=marks)
+
+
+def test_a_simulation_replaces_all_of_the_runtime() -> None:
+    assert {name for name in vars(runtime.Runtime) if name[0] != "_"} <= {*vars(SimulatedRuntime)}
 
 
 class Written(Scenario):
