@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from math import inf
 from typing import Any, TypeAlias, TypeVar
 
 from kvxfer.errors import BackendUnavailableError
@@ -65,12 +66,18 @@ async def wait_despite_cancel(
         on_cancel()
         left = asyncio.wrap_future(future) if isinstance(future, Future) else future
         left.add_done_callback(fetch_error)
-        ending = asyncio.ensure_future(asyncio.wait([left], timeout=within_s))
-        while not ending.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([ending])
+        await _wait_to_the_end(left, within_s)
         raise
     return _result_of(future)
+
+
+async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None = None) -> None:
+    """Wait for a future, however often cancelled; in no task, which the end of a loop cancels."""
+    now = asyncio.get_running_loop().time
+    ends_at = now() + (inf if within_s is None else within_s)
+    while not future.done() and now() < ends_at:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future], timeout=None if within_s is None else ends_at - now())
 
 
 async def outlive_caller(call: "Work[T]") -> T:
@@ -231,7 +238,7 @@ class Calls:
             timer = loop.call_at(ends_at, self._end_late, task, note_late)
             task.add_done_callback(lambda _: timer.cancel())
             if keeps_caller:
-                await wait_despite_cancel(asyncio.wait([task]))
+                await _wait_to_the_end(task)
             raise
         if not task.done():
             self._leave(task)

@@ -258,14 +258,18 @@ class LoopThread:
         return result(self.submit(work), timeout_s)
 
     def stop(self) -> None:
-        """Cancel the tasks that are left, end the loop and its threads. May be called again.
+        """Cancel the tasks that are left, end the loop and its threads; also by several at once.
 
         A task that goes on for longer than `END_OF_TASKS_S` is left behind, as is a call that
         blocks beyond `END_OF_THREADS_S`.
         """
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+
+    def _stop(self) -> None:
+        if not self.is_ending:  # else this would break off the end of the tasks
+            self.loop.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvxfer.errors import DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
-from kvxfer.runtime import Pause, await_call, wait_despite_cancel
+from kvxfer.runtime import Pause, await_call
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
@@ -117,14 +117,17 @@ async def wait_for_begun(begun: Begun) -> list[Outcome]:
         asyncio.CancelledError: The caller was cancelled; the transfer has ended.
         DeviceLostError: The device is gone.
     """
-    outcomes = begun.poll()
-    return list(await wait_despite_cancel(_poll(begun)) if outcomes is None else outcomes)
-
-
-async def _poll(begun: Begun) -> Sequence[Outcome]:
-    while (outcomes := begun.poll()) is None:  # noqa: ASYNC110 - see `MARK_PAUSE_S`
-        await asyncio.sleep(MARK_PAUSE_S)
-    return outcomes
+    cancelled: asyncio.CancelledError | None = None
+    try:
+        while (outcomes := begun.poll()) is None:
+            try:  # in no task, which the end of a loop cancels
+                await asyncio.sleep(MARK_PAUSE_S)
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+    finally:
+        if cancelled is not None:
+            raise cancelled
+    return list(outcomes)
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:

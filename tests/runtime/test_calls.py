@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ NUM_TICKS = 8
 Wait = Callable[[Any], Awaitable[str]]
 
 
-STEPS = st.lists(st.sampled_from(["cancel the caller", "turn"]), max_size=6)
+STEPS = st.lists(st.sampled_from(["cancel the caller", "cancel all", "turn"]), max_size=6)
 ENDS = st.sampled_from(["returns", "raises", "is cancelled"])
 KINDS = st.sampled_from(["coroutine", "future", "future of a thread"])
 
@@ -36,8 +37,8 @@ class Caller:
         self.happened: list[str] = []
         is_thread = kind == "future of a thread"
         self.future: Any = Future() if is_thread else asyncio.get_running_loop().create_future()
-        work = asyncio.ensure_future(self.work()) if kind == "coroutine" else self.future
-        self.task = asyncio.ensure_future(self.call(wait, work))
+        self.begun = asyncio.ensure_future(self.work()) if kind == "coroutine" else self.future
+        self.task = asyncio.ensure_future(self.call(wait, self.begun))
 
     async def work(self) -> str:
         return str(await self.future)
@@ -50,7 +51,9 @@ class Caller:
 
     async def take(self, steps: list[str]) -> None:
         for step in steps:
-            if step == "cancel the caller" and self.task.cancel():
+            others = asyncio.all_tasks() - {asyncio.current_task(), self.begun}
+            chosen = {"cancel the caller": {self.task}, "cancel all": others}.get(step, set())
+            if self.task in {each for each in chosen if each.cancel()}:
                 self.happened.append("cancelled")
             await yield_to_loop(1)
 
@@ -110,7 +113,7 @@ def test_a_call_that_outlives_its_caller_ends_whatever_becomes_of_him(
     ends = {"CancelledError", "result", "KeyError", "BackendUnavailableError"}
     [ended_by] = [each for each in happened if each in ends]
     assert ended_by == "CancelledError" or "cancelled" not in happened[: happened.index(ended_by)]
-    if "cancel the caller" in before:
+    if {*before} - {"turn"}:
         assert ended_by == "CancelledError"
         assert happened.index(ended_by) < happened.index(end), "he waits for it"
 
@@ -153,19 +156,26 @@ def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told()
     thread.stop()
 
 
-def test_stop_cancels_what_is_left_and_lets_it_end() -> None:
+def test_stop_cancels_what_is_left_and_lets_it_end_though_it_is_called_again_meanwhile() -> None:
     thread, begun, ended = LoopThread("loop"), threading.Event(), threading.Event()
+    call_soon, told = thread.loop.call_soon_threadsafe, threading.Semaphore(0)
+    other = threading.Thread(target=thread.stop)
 
     async def wait_and_tidy_up() -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)
+            other.start()
+            assert all(told.acquire(timeout=10) for _ in range(2))
+            await yield_to_loop(NUM_TICKS)
             ended.set()
 
     left = thread.submit(wait_and_tidy_up())
     assert begun.wait(10)
-    thread.stop()
+    telling = lambda *call: (call_soon(*call), told.release())  # noqa: E731
+    with patch.object(thread.loop, "call_soon_threadsafe", telling):
+        thread.stop()
+        other.join()
     assert ended.is_set()
     assert left.cancelled()
