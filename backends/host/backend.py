@@ -264,21 +264,27 @@ class HostBackend(LendingBackend, ImmediateMover):
         """See `Backend.delete`."""
         self._guard.check_batch(keys)
         with self._lock:
-            slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
-            removed = dict.fromkeys(self._index.remove(keys))
-            if removed:
-                self._pool.spoil([slots[key] for key in removed])
-            self._reports.removed(list(removed), Removal.DELETED)
+            removed = set(self._remove(keys))
         return [key in removed for key in keys]
 
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises while blocks are being stored, which stay."""
         require_instance("prefix", prefix, bytes)
         with self._lock:
-            removed, left = self._index.quarantine_all(prefix)
-            self._reports.removed(removed, Removal.DELETED)
+            self._remove(self._index.keys(prefix))
+            pinned, left = self._index.quarantine_all(prefix)
+            self._reports.removed(pinned, Removal.DELETED)
             if left:
                 raise BackendUnavailableError("blocks are being stored")
+
+    def _remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Remove blocks that nobody uses; who knows their places proves nothing by them."""
+        slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
+        removed = self._index.remove(keys)
+        if removed:
+            self._pool.spoil([slots[key] for key in removed])
+        self._reports.removed(removed, Removal.DELETED)
+        return removed
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:

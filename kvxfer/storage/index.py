@@ -125,9 +125,9 @@ class BlockIndex:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def keys(self) -> list[BlockKey]:
-        """Every key of the index, in any state."""
-        return list(self._entries)
+    def keys(self, prefix: bytes = b"") -> list[BlockKey]:
+        """Every key of the index that begins with a prefix, in any state."""
+        return [key for key in self._entries if key.startswith(prefix)]
 
     def gauges(self, slot_size_bytes: int) -> Mapping[Gauge, float]:
         """State of the index for observers; of any thread, and so maybe of different moments."""
@@ -319,7 +319,7 @@ class BlockIndex:
         """
         removed: list[BlockKey] = []
         left: list[BlockKey] = []
-        for key in [each for each in self.keys() if each.startswith(prefix)]:
+        for key in self.keys(prefix):
             (left if self.state(key) is BlockState.STORING else removed).append(key)
             self.quarantine(key)
         return removed, left

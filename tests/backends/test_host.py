@@ -9,7 +9,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,46 +29,34 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, CapacityError, InvalidArgumentError
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 from tests.backends.processes import start
 from tests.examples import examples
 
-KEYS = make_keys(3)
 CAPACITY = ByteSize(1 << 20)
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HAS_HUGE_PAGES = HUGE_PAGES.exists() and "[never]" not in HUGE_PAGES.read_text()
 
 
 def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
-    """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
-    chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
-    size = 4096
-    while True:
-        try:
-            shape = PoolShape.fit(capacity_bytes=size, num_parts=1, part_size_bytes=chunk)
-        except InvalidArgumentError:
-            shape = None
-        if shape is not None and shape.num_slots == num_blocks:
-            return ByteSize(size)
-        size += 4096
+    """Compute a capacity in which exactly `num_blocks` chunks of the largest group fit."""
+    shape = PoolShape(num_blocks, num_parts=1, part_size_bytes=aligned(max(namespace.chunk_sizes)))
+    return ByteSize(shape.num_bytes + ALIGNMENT_BYTES)
 
 
 class TestHostBackend(BackendTests):
     max_blocks = 5
-
-    integrity = MemoryIntegrity.FENCED
+    more: ClassVar[dict[str, Any]] = {}
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        capacity = capacity_for(namespace, 64)
-        return HostBackend(HostConfig(capacity=capacity, integrity=self.integrity), namespace)
+        return HostBackend(HostConfig(capacity=capacity_for(namespace, 64), **self.more), namespace)
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        capacity = capacity_for(namespace, 5)
-        return HostBackend(HostConfig(capacity=capacity, integrity=self.integrity), namespace)
+        return HostBackend(HostConfig(capacity=capacity_for(namespace, 5), **self.more), namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         """Damage the tag: what else changes in memory, only `full` sees."""
@@ -77,13 +65,7 @@ class TestHostBackend(BackendTests):
 
 
 class TestHostBackendFull(TestHostBackend):
-    integrity = MemoryIntegrity.FULL
-
-    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        config = HostConfig(
-            capacity=capacity_for(namespace, 5), eviction="arc", integrity=self.integrity
-        )
-        return HostBackend(config, namespace)
+    more: ClassVar[dict[str, Any]] = {"integrity": MemoryIntegrity.FULL, "eviction": "arc"}
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, HostBackend)
@@ -143,14 +125,16 @@ async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_t
         assert read_payloads(blocks) == [payload]
 
 
-async def test_a_key_of_another_group_and_a_block_of_another_size_are_refused() -> None:
-    memory, larger = BlockMemory([[512]], num_blocks=8), BlockMemory([[1024]], num_blocks=8)
-    async with HostBackend(HostConfig(capacity=CAPACITY), memory.namespace()) as backend:
-        with pytest.raises(InvalidArgumentError, match="group"):
-            await backend.store([make_block_key(b"block", 1)], memory.describe(0, [1]))
-        with pytest.raises(InvalidArgumentError, match="1024"):
-            await backend.store(KEYS[:1], larger.describe(0, [1]))
-        assert await backend.lookup(KEYS[:1]) == [False]
+@pytest.mark.parametrize("verb", ["delete", "purge"])
+async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
+    memory: BlockMemory, verb: str
+) -> None:
+    async with open_host(memory, integrity=MemoryIntegrity.FULL) as backend:
+        key, payload = await store_one(memory, backend)
+        generation = backend.pool.generations.of(0)
+        await (backend.delete([key]) if verb == "delete" else backend.purge())
+        assert backend.pool.generations.of(0) != generation
+        assert backend.pool.slots[0].tobytes() != payload
 
 
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
