@@ -94,8 +94,8 @@ class HeldTiers:
             settled.require_same(namespace)  # who did not wait may have settled another one
             self.namespace = settled
             if self._prepare is not None:
-                prepare, self._prepare = self._prepare, None
-                await prepare(backend)
+                await self._prepare(backend)
+                self._prepare = None
             return backend
 
     async def aclose(self, close_users: Callable[[], Awaitable[None]] | None = None) -> None:
