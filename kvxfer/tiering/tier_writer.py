@@ -81,6 +81,7 @@ class TierWriter:
         self._chunk_sizes = chunk_sizes
         self._in_part: dict[BlockKey, None] = {}  # what the target got a part of, oldest first
         self._held_back: list[bytes] = []  # beginnings of keys
+        self._is_closed = False
         self._worker: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._settled.set()
@@ -93,6 +94,9 @@ class TierWriter:
 
     def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
+        if self._is_closed:
+            self._target.reports.not_written_back([*blocks])
+            return
         if dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back there"
             logger.warning(text, self._target.index, len(dropped))
@@ -115,7 +119,11 @@ class TierWriter:
             await self._ended.wait()
 
     async def cancel(self) -> None:
-        """Stop copying and drop the queue; staging buffers in use are drained in the background."""
+        """Stop copying for ever, and drop the queue; buffers in use are drained in the background.
+
+        What a store that goes on beyond the close adds is not written back.
+        """
+        self._is_closed = True
         if len(self.queue):
             text = "tier %d: %d blocks were not written back there"
             logger.warning(text, self._target.index, len(self.queue))

@@ -1,5 +1,6 @@
 """Tiers: which outcome is given, what stays where, and what cannot be tiers at all."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -7,11 +8,11 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import store_generated
-from kvxfer.tiering import TieredBackend
+from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
+from kvxfer.tiering import TieredBackend, TierTimeouts
 from tests.backends.test_host import capacity_for
 from tests.tiering.opened_tiers import KEYS, load_from, open_dict, open_host, settle
 
@@ -67,6 +68,24 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     assert all(tier._guard.closed for tier in tiers)
 
 
+async def test_a_store_that_ends_after_the_close_leaves_no_task(memory: BlockMemory) -> None:
+    class Slow(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await may_end.wait()
+            return [DONE] * len(keys)
+
+    may_end, namespace = asyncio.Event(), memory.namespace()
+    tiers = [Slow(None, namespace), open_dict(namespace)]
+    backend = TieredBackend(tiers, namespace, timeouts=TierTimeouts(close_s=0))
+    storing = asyncio.ensure_future(backend.store(KEYS[:1], memory.describe(0, [0])))
+    await yield_to_loop(8)
+    await backend.aclose()
+    may_end.set()
+    assert await storing == [DONE]
+    await yield_to_loop(8)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> None:
     class OnlyCuda(DictBackend):
         memory_kinds = frozenset({"cuda"})
@@ -84,12 +103,13 @@ def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> N
         TieredBackend([], namespace)
 
 
+@pytest.mark.parametrize("is_tiered", [True, False])
 async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
-    memory: BlockMemory,
+    memory: BlockMemory, *, is_tiered: bool
 ) -> None:
-    larger = BlockMemory([[1000]], num_blocks=8)
-    namespace = memory.namespace()
-    async with TieredBackend([open_dict(namespace), open_dict(namespace)], namespace) as backend:
+    larger, namespace = BlockMemory([[1000]], num_blocks=8), memory.namespace()
+    host = open_host(namespace, 4)
+    async with TieredBackend([host], namespace) if is_tiered else host as backend:
         with pytest.raises(InvalidArgumentError, match="1000"):
             await backend.store(KEYS[:1], larger.describe(0, [0]))
         with pytest.raises(InvalidArgumentError, match="group"):
