@@ -1,12 +1,13 @@
 """Portable backend: a wrapper that stores portable pages in another backend, shard by shard."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
-from kvxfer.errors import InvalidArgumentError, UnknownGroupError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, WrappingBackend, pick_outcome
@@ -15,6 +16,8 @@ from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.portable_namespace import shard_groups
+
+T = TypeVar("T")
 
 _Ask = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 
@@ -84,24 +87,17 @@ class PortableBackend(WrappingBackend):
         self._guard.check_batch(keys)
         return [any(shards) for shards in await self._ask(self.inner.delete, keys)]
 
-    async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> Iterator[list[bool]]:
+    async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> list[Sequence[bool]]:
         """Ask the backend about all shards; return the answers grouped by page."""
         names, counts = self._names(keys)
-        answers = iter(await ask(names))
-        return (list(islice(answers, count)) for count in counts)
+        return _by_page(await ask(names), counts)
 
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         names, counts = self._names(keys)
         sizes = [size for key in keys for size in self._sizes[group_of(key)]]
-        found = await move(names, _split(blocks, sizes))
-        outcomes, start = [], 0
-        for count in counts:
-            shards = found[start : start + count]
-            outcomes.append(_worst(shards))
-            start += count
-        return outcomes
+        return list(map(_worst, _by_page(await move(names, _split(blocks, sizes)), counts)))
 
     def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:
         """Return the keys of all shards, and the number of shards of each page."""
@@ -119,6 +115,14 @@ class PortableBackend(WrappingBackend):
         if (group := group_of(key)) >= len(self._groups):
             raise UnknownGroupError(group, len(self._groups))
         return group
+
+
+def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
+    """Group what a backend answered for shards by page; no answer is no page that is there."""
+    ends = list(accumulate(counts))
+    if len(answers) != ends[-1]:
+        raise BackendUnavailableError(f"{len(answers)} answers for {ends[-1]} shards")
+    return [answers[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PageMappingError
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.spec import AttentionSpec
@@ -217,12 +218,14 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
         assert await inner.delete([make_block_key(content_hash, 2)]) == [True]
         assert await engine.lookup(KEYS) == [True, False, True, True]
         outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
-        assert [outcome.status for outcome in outcomes] == [
-            Status.DONE,
-            Status.MISSING,
-            Status.DONE,
-            Status.DONE,
-        ]
+        expected = [Status.DONE, Status.MISSING, Status.DONE, Status.DONE]
+        assert [outcome.status for outcome in outcomes] == expected
+        none = AsyncMock(return_value=[])
+        with patch.multiple(inner, load=none, lookup=none):
+            outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
+            assert {outcome.status for outcome in outcomes} == {Status.FAILED}
+            with pytest.raises(BackendUnavailableError, match="0 answers"):
+                await engine.lookup(KEYS)
         content_hash = KEYS[2][:-4]
         first, *_ = worker.mappings[0].shards
         assert await inner.delete([make_block_key(content_hash, first)]) == [True]

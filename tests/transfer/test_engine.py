@@ -223,9 +223,7 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
     assert engine.may_touch(job)
 
 
-def test_an_engine_entered_on_a_loop_that_stopped_says_so(
-    memory: BlockMemory,
-) -> None:
+def test_an_engine_entered_on_a_loop_that_stopped_says_so(memory: BlockMemory) -> None:
     stopped, engine = asyncio.new_event_loop(), TransferEngine(memory.caches, make_backend(memory))
     stopped.run_until_complete(engine.__aenter__())
     for call in (
@@ -300,13 +298,9 @@ FORK = """
     spec = kvxfer.FullAttentionSpec(
         tokens_per_block=16, num_kv_heads=4, head_dim=8, dtype=torch.float32
     )
-    config = kvxfer.KVCacheConfig(
-        num_blocks=16, groups=(kvxfer.KVCacheGroup(spec, ("layer",)),)
-    )
+    config = kvxfer.KVCacheConfig(num_blocks=16, groups=(kvxfer.KVCacheGroup(spec, ("layer",)),))
     caches = kvxfer.canonicalize(kv_caches, config)
-    engine = kvxfer.connect(
-        "host://?capacity=1MiB", caches, namespace=kvxfer.Namespace(model="m")
-    )
+    engine = kvxfer.connect("host://?capacity=1MiB", caches, namespace=kvxfer.Namespace(model="m"))
     key = kvxfer.make_block_key(b"k", 0)
     if sys.argv[1] == "used":
         job = engine.submit_store([key], [[1]])
@@ -349,14 +343,8 @@ FORK = """
 @pytest.mark.parametrize("use", ["unused", "used", "awaited"])
 @pytest.mark.processes
 def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(use: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORK), use],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path.cwd(),
-        timeout=60,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(FORK), use]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
