@@ -21,10 +21,7 @@ class Values(BytesBackend):
     """Values in a dictionary, under the names of the base class."""
 
     def __init__(
-        self,
-        values: dict[str, bytes],
-        namespace: Namespace,
-        integrity: Integrity = Integrity.FAST,
+        self, values: dict[str, bytes], namespace: Namespace, integrity: Integrity = Integrity.FAST
     ) -> None:
         super().__init__(namespace, integrity=integrity)
         self.values = values

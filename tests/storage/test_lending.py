@@ -31,10 +31,9 @@ OTHER_KEYS = make_keys(2, group=1)
 
 
 def make_lender(caches: CanonicalKVCaches, **options: Any) -> CacheLender:
-    threads: Any = None
-    copy_engine: Any = None
+    none: Any = None
     return CacheLender(
-        caches, lease_s=8, description=b"", threads=threads, copy_engine=copy_engine, **options
+        caches, lease_s=8, description=b"", threads=none, copy_engine=none, **options
     )
 
 

@@ -38,14 +38,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
-from tests.transfer.handover_engines import (
-    HND,
-    LIMIT_S,
-    Engine,
-    EngineProcess,
-    get,
-    prompt,
-)
+from tests.transfer.handover_engines import HND, LIMIT_S, Engine, EngineProcess, get, prompt
 from tests.transfer.test_engine import check_that_it_is_closed_at_the_end
 
 TICKET = "0123456789abcdef"

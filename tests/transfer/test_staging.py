@@ -153,9 +153,7 @@ async def test_what_did_not_arrive_leaves_the_memory_of_the_device_as_it_was() -
         ]
 
 
-async def test_copies_that_are_refused_fail_their_blocks_and_keep_no_buffer(
-    staged: Staged,
-) -> None:
+async def test_copies_that_are_refused_fail_their_blocks_and_keep_no_buffer(staged: Staged) -> None:
     there, new = make_keys(NUM_BUFFERS), make_keys(NUM_BUFFERS, first=50)
     assert await staged.backend.store(there, staged.blocks(NUM_BUFFERS)) == [DONE] * NUM_BUFFERS
     staged.copies.error = REFUSED
