@@ -5,9 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed
+from kvxfer.storage.observer import Added, AskGauges, Event, Gauge, Observer, Removed
 
 E = TypeVar("E", bound=Event)
 

@@ -39,11 +39,10 @@ from kvxfer.runtime import CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.observer import Gauge, Removal, Reports
 
 STALLED_S = 30.0
 """Seconds after which a write that has not ended counts as a failure."""

@@ -10,9 +10,8 @@ from kvxfer import runtime
 from kvxfer.pages.names import FINGERPRINT_DIGITS, FoundBlock
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Removal
+from kvxfer.storage.observer import Gauge, Removal
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 

@@ -18,9 +18,8 @@ from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
 from kvxfer.storage.eviction.policies import EvictionPolicy
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.observer import Gauge, Removal, Reports
 
 KEYS_PER_LOCK = 256
 """Files that are removed at one time, while all other processes wait."""

@@ -32,7 +32,6 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_begun
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.key_locks import KeyLocks
@@ -45,7 +44,7 @@ from kvxfer.storage.lending import (
     ReservedBlocks,
     require_parts_in_blocks,
 )
-from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.observer import Gauge, Removal, Reports
 
 NUM_THREADS = 2
 """Threads for batches that are hashed: one stores while another loads; the copy engine adds its

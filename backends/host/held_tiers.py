@@ -8,8 +8,8 @@ from typing import Protocol
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Gauge
 from kvxfer.tiering.tiered_backend import tiers_of
 from kvxfer.units import format_size
 

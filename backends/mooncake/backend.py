@@ -18,10 +18,9 @@ from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.observer import Gauge, Removal, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
 from kvxfer.named_files import load_certificates, read_named_file
 from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error, uniform
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
+from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.runtime import fetch_error
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import LendingBackend
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 
 SETTLE_S = 0.5

@@ -38,10 +38,10 @@ from kvxfer.errors import (
 from kvxfer.listener import Listener
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, Lender, ReservedBlocks
+from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
 
 MAX_REQUESTS = 64

@@ -23,11 +23,10 @@ from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import delete_from
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.observer import Gauge, Removal, Reports
 
 MAX_THREADS = 4
 """Most threads that copy and verify: a network feeds no more."""

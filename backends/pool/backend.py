@@ -27,9 +27,8 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Pause, Threads
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 
 AnswerT = TypeVar("AnswerT", bound=wire.Answer)
 

@@ -31,10 +31,9 @@ from kvxfer.errors import (
 from kvxfer.listener import Listener
 from kvxfer.runtime import await_call, is_caller_cancelled
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.text import printable
 from kvxfer.tiering import TieredBackend
 

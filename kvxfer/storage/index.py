@@ -9,9 +9,8 @@ from kvxfer.checks import find_repeated
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Removal
+from kvxfer.storage.observer import Gauge, Removal
 
 
 class BlockState(enum.Enum):

@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 
 from kvxfer import runtime
 from kvxfer.storage.backend import Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
     ENGINE,
     Added,
@@ -20,6 +19,7 @@ from kvxfer.storage.observer import (
     AskGauges,
     Ended,
     Event,
+    Gauge,
     Late,
     LookedUp,
     Moved,

@@ -21,9 +21,8 @@ from kvxfer.storage.backend import (
     can_purge_all,
 )
 from kvxfer.storage.calls import Move, call_backend, delete_from
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
+from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
 logger = logging.getLogger(__name__)

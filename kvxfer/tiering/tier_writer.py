@@ -12,10 +12,9 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.eviction.retention import copy_retentions
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observer import Cause, Operation
+from kvxfer.storage.observer import Cause, Gauge, Operation
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, MAX_BLOCKS, WriteBackQueue

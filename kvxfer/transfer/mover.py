@@ -22,8 +22,7 @@ from kvxfer.storage.calls import (
     drain_in_the_end,
     poll_begun,
 )
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import Operation, Reports
+from kvxfer.storage.observer import Gauge, Operation, Reports
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 

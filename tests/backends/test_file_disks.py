@@ -22,8 +22,7 @@ from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize

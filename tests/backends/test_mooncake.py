@@ -12,9 +12,8 @@ from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BackendTests
 from kvxfer.testing.conformance.suite import (
     make_keys,

@@ -11,8 +11,8 @@ import pytest
 from kvxfer.backends.mooncake import CallFailedError, MooncakeBackend, MooncakeConfig, StoreClient
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge
 from kvxfer.testing.conformance.suite import (
     assert_done_are,
     make_keys,

@@ -14,8 +14,7 @@ from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdError, look_once
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.units import ByteSize
 from tests import needs

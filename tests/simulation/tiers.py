@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
+from kvxfer.storage.observer import Added, Event, Gauge, Observer, Removed, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation, Step

@@ -9,7 +9,6 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed
@@ -17,6 +16,7 @@ from kvxfer.storage.observer import (
     ENGINE,
     Added,
     Ended,
+    Gauge,
     LookedUp,
     Moved,
     Operation,

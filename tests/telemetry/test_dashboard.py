@@ -21,7 +21,7 @@ from prometheus_client import start_http_server
 from kvxfer.endpoint import free_ports
 from kvxfer.storage import observer
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import Gauge
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys
 from tests import needs

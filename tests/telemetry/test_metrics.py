@@ -6,9 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observed_backend import observed
-from kvxfer.storage.observer import ENGINE, Moved, Reports
+from kvxfer.storage.observer import ENGINE, Gauge, Moved, Reports
 from kvxfer.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, WORST_FIRST, Metrics
 from kvxfer.testing import BlockMemory, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys

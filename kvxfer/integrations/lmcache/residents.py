@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of, piece_key, piece_of
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed
+from kvxfer.storage.observer import Added, AskGauges, Event, Gauge, Observer, Removed
 
 NOT_TOLD = ""
 """Name for tiers that do not tell what comes and goes."""

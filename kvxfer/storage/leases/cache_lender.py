@@ -26,7 +26,6 @@ from kvxfer.kvcache.memory_region import HOST
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, require_batch
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, group_of, require_keys
 from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
@@ -39,7 +38,7 @@ from kvxfer.storage.lending import (
     ReservedBlocks,
     require_parts_in_blocks,
 )
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import StagingMemory, touched_by_none
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, RowOutcome
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, group_of
