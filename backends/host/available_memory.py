@@ -1,9 +1,10 @@
-"""Available memory: what the machine and the control groups of this process leave."""
+"""Available memory: what the machine and the control groups of this process leave, and where."""
 
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from kvxfer.backends.host.control_groups import find_limits, read_or_empty
 from kvxfer.errors import CapacityError
 
 UNIFIED = ("memory.max", "memory.high")
@@ -24,6 +25,8 @@ what the kernel can drop of it.
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, Memory Interface Files, and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class AvailableMemory(NamedTuple):
@@ -91,3 +94,79 @@ def _group_bytes(limit: Path) -> int | None:
     )
     used -= sum(int(counts.get(name, 0)) for name in files)
     return max(0, int(bound) - max(0, used))
+
+
+class Mount(NamedTuple):
+    """Mounted file system.
+
+    Attributes:
+        top: Its folder that is mounted.
+        point: Folder at which it is mounted.
+        kind: Type of the file system, such as `ext4` or `cgroup2`.
+        options: Options of its super block.
+    """
+
+    top: str
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def read_mounts(root: Path = Path("/")) -> Iterator[Mount]:
+    """Read the mounts that this process sees, in their order: a later one hides earlier ones.
+
+    Source: proc_pid_mountinfo(5): a mount's root and mount point; after ` - ` its type, source and
+    options.
+    """
+    for line in read_or_empty(root / "proc/self/mountinfo").splitlines():
+        mount, _, system = line.partition(" - ")
+        if not system:
+            continue
+        kind, *_, options = system.split()
+        top, point = (_ESCAPED.sub(_unescape, text) for text in mount.split()[3:5])
+        yield Mount(top, point, kind, tuple(options.split(",")))
+
+
+def find_limits(
+    root: Path, controller: str, *, unified: Sequence[str], legacy: Sequence[str]
+) -> Iterator[Path]:
+    """List the files of limits of this process's control groups and of those above them.
+
+    Their names in version 2 of control groups are `unified`, those in version 1 `legacy`. `root`
+    has `proc` and `sys`.
+    """
+    groups = _groups(root)
+    for mount in read_mounts(root):
+        if mount.kind == "cgroup2" and "" in groups:
+            path, names = groups[""], unified
+        elif mount.kind == "cgroup" and controller in groups and controller in mount.options:
+            path, names = groups[controller], legacy
+        else:
+            continue
+        folder = mounted = root / mount.point.lstrip("/")
+        if path.is_relative_to(mount.top):  # else a container sees its own group as the top
+            folder = mounted / path.relative_to(mount.top)
+        while folder.is_relative_to(mounted):
+            yield from (folder / name for name in names)
+            folder = folder.parent
+
+
+def read_or_empty(path: Path) -> str:
+    """Read a text; an empty one where the file is not there, or not for us."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _groups(root: Path) -> dict[str, Path]:
+    """Read the control group of each controller; that of version 2 is under an empty name."""
+    groups: dict[str, Path] = {}
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups |= dict.fromkeys(controllers.split(","), Path(path))
+    return groups
+
+
+def _unescape(octal: re.Match[str]) -> str:
+    return chr(int(octal[1], 8))

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.host.available_memory import AvailableMemory
-from kvxfer.backends.host.control_groups import find_limits, read_or_empty
+from kvxfer.backends.host.available_memory import AvailableMemory, find_limits, read_or_empty
 from kvxfer.backends.host.memory import SHARED_MEMORY
 from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import NixlAgent

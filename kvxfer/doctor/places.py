@@ -12,7 +12,7 @@ from kvxfer import runtime
 from kvxfer.backends.file import BlockTree, Digester, FileConfig, read_count
 from kvxfer.backends.file.io import open_engine, probe_direct
 from kvxfer.backends.file.space import MIN_FREE_FILES
-from kvxfer.backends.host.control_groups import read_mounts
+from kvxfer.backends.host.available_memory import read_mounts
 from kvxfer.backends.mooncake import MooncakeConfig
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_once
