@@ -23,8 +23,7 @@ from kvxfer.settings import convert_settings, is_credential, shown
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer, Reports
-from kvxfer.storage.portable_backend import PortableBackend
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.text import did_you_mean, find_control

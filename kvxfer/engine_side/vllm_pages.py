@@ -23,7 +23,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import portable_namespace
 
 PLAIN = ("", "weights None, cache auto")
 """What vLLM's namespaces say of weights and caches that are not quantized."""

@@ -32,7 +32,7 @@ from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, PageMapping
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import portable_namespace
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import make_config
 from tests.integrations.vllm_tensors import STATES, pretend_gpu

@@ -32,8 +32,7 @@ from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.spec import AttentionSpec
 from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable_backend import PortableBackend
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.storage.portable_workers import (

@@ -18,8 +18,7 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.portable_backend import PortableBackend
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
 from kvxfer.storage.staging_memory import aligned, allocate_aligned
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction

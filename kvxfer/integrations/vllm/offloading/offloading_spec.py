@@ -44,7 +44,7 @@ from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.portable_backend import portable_namespace
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.telemetry.renamed_keys import RenamedKeys
