@@ -515,11 +515,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
 
 class _SharedBegun(Begun):
-    """Transfer that several threads ask; it ends once, on the first one that sees its end.
-
-    Args:
-        begun: The transfer.
-    """
+    """Transfer that several threads ask; it ends once, on the first one that sees its end."""
 
     def __init__(self, begun: Begun) -> None:
         super().__init__(())

@@ -28,12 +28,7 @@ class HeldTiers:
 
     Without a namespace it is not known how large a block is, so the memory is reserved for the
     first who asks, on a thread. That may take longer than he waits; his next attempt finds it
-    reserved.
-
-    Args:
-        open_backend: Opens the backend that keeps the blocks; may block.
-        namespace: Namespace of the blocks; None for the first one that is asked for.
-        prepare: Called with the backend when it was opened, before anybody uses it.
+    reserved. A backend that was opened is prepared before anybody uses it.
 
     Attributes:
         namespace: Namespace of the blocks; None as long as any is accepted.
@@ -75,8 +70,7 @@ class HeldTiers:
     def chunk_sizes(self) -> list[int]:
         """Bytes of a chunk of each group."""
         assert self._opened is not None
-        namespace = self._opened[0]
-        return [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
+        return self._opened[0].chunk_sizes
 
     async def settle(self, namespace: Namespace) -> Backend:
         """Open the backend for the first namespace, and refuse others.

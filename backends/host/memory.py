@@ -40,12 +40,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedMemory:
-    """Memory that is mapped until `close`.
-
-    Args:
-        mapping: The mapping, which this object unmaps.
-        what: Name of the memory in errors.
-    """
+    """Memory that is mapped until `close`, which unmaps it."""
 
     def __init__(self, mapping: mmap.mmap, what: str) -> None:
         self._map = mapping
@@ -84,9 +79,6 @@ class PrivateMemory(MappedMemory):
     Forked processes do not inherit it: they would share pages that network cards and GPUs may be
     writing to.
 
-    Args:
-        num_bytes: Size.
-
     Raises:
         CapacityError: The machine, or a control group of this process, has less memory left.
     """
@@ -109,11 +101,8 @@ class SharedMemory(MappedMemory):
     """Zeroed memory of fixed size that other processes map; gone with the last of them.
 
     It has no name in any folder, so no process can leave it behind, and only those map it that the
-    maker passes its descriptor to. Forked processes do not inherit the mapping.
-
-    Args:
-        fd: Descriptor of the memory; closed with this.
-        num_bytes: Size that it must have.
+    maker passes its descriptor to, which is closed with this. Forked processes do not inherit the
+    mapping.
 
     Raises:
         InvalidArgumentError: It has another size, or its size is not sealed.

@@ -197,12 +197,7 @@ class HostPool:
     ) -> list[Outcome]:
         """Copy `slots[i]` to block i where it holds `keys[i]`, whole and unchanged.
 
-        Args:
-            slots: Slot of each key.
-            keys: Keys that the slots should hold.
-            blocks: Memory to copy into.
-            part: Part of the slots to read.
-            verified: Whether `verify` was called since the slots were last free to change.
+        They are `verified` where `verify` was called since the slots were last free to change.
 
         Returns:
             Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`.
@@ -295,14 +290,7 @@ class HostPool:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
         The bytes are verified here only with `FULL`, and where they are a part of the stored ones;
-        their reader has to verify them.
-
-        Args:
-            slots: Slot of each key.
-            keys: Keys that the slots should hold.
-            starts: Byte of its chunk at which each block begins.
-            stops: Byte after its end.
-            hashed: Whether checksums are wanted; without, no byte is read here.
+        their reader has to verify them. Unless they are to be `hashed`, no byte is read here.
 
         Returns:
             Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
@@ -331,12 +319,7 @@ class HostPool:
     ) -> tuple[Descriptors, list[int]] | None:
         """Describe the stored bytes of each slot, and get their checksums without reading them.
 
-        Args:
-            slots: The slots.
-            hashed: Whether checksums are wanted.
-
-        Returns:
-            None where a tag is damaged, or has no checksum although one is wanted.
+        None where a tag is damaged, or has no checksum although one is wanted.
         """
         tags = self._tags[list(slots), 0]
         starts, stops = tags["start"].astype(np.int64), tags["stop"].astype(np.int64)
@@ -358,15 +341,9 @@ class HostPool:
         *,
         part: int = 0,
     ) -> None:
-        """Tag slots whose bytes were written, for example by other means.
+        """Tag at least one slot whose bytes were written, for example by other means.
 
-        Args:
-            slots: The slots, at least one.
-            keys: Key of the block in each slot.
-            starts: Byte of its chunk at which each block begins.
-            stops: Byte after its end.
-            checksums: XXH3-64 of its bytes; None to compute it when it first leaves this memory.
-            part: Part of the slots that was written.
+        A checksum that is None is computed when its block first leaves this memory.
         """
         pairs = zip(slots, checksums, strict=True)
         self._unhashed.update([slot for slot, checksum in pairs if checksum is None])

@@ -27,12 +27,9 @@ class Scrubber:
 
     A checksum is made at the first sight of a block, if its tag has none, and compared in later
     rounds. It belongs to one generation of the slot. No lock is held: a slot may be overwritten
-    while it is read, and whoever is told of it has to ask whether it is of that generation still.
-
-    Args:
-        pool: The pool; closed after this, and not kept alive.
-        mib_per_s: MiB to read in a second, 0 for no thread.
-        changed: Called on the thread with a slot whose bytes changed, and its generation.
+    while it is read, and whoever is told of it has to ask whether it is of that generation still:
+    `changed` is called on the thread with the slot and its generation. The pool is closed after
+    this, and not kept alive. Without a rate there is no thread.
 
     Attributes:
         num_bytes: Bytes that were read.

@@ -20,13 +20,7 @@ NUM_THREADS = 2
 
 
 def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
-    """Make the key of a slot and the block in it, for a `SlotMover`.
-
-    Args:
-        key: The block's own key.
-        slot: Slot that the scheduler chose for it.
-        group: Index of its group in this worker's caches.
-    """
+    """Make the key of a slot and the block in it, of a group of this worker, for a `SlotMover`."""
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
@@ -44,14 +38,8 @@ class SlotMover(BlockMover, ImmediateMover):
     no byte is hashed twice.
 
     No backend: which block is in a slot is the scheduler's to say. So a store overwrites the slot,
-    whatever is in it, and nothing is looked up or deleted.
-
-    Args:
-        pool: The pool, mapped by this process; closed with this.
-        part: Index of this worker's part in every slot.
-        num_writers: Workers that share this part because they keep the same bytes; they take turns
-            to write it, by slot.
-        writer_index: Index of this worker among them.
+    whatever is in it, and nothing is looked up or deleted. Workers that share a part because they
+    keep the same bytes take turns to write it, by slot. Closes the pool.
     """
 
     memory_kinds = frozenset({"cpu", "cuda"})

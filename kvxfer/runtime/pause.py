@@ -81,13 +81,7 @@ class Pause:
 
 
 class Suspension(Pause):
-    """Suspension of a tier: for a while after a missed deadline every key is a miss there.
-
-    Args:
-        name: Name of the tier in the log.
-        pause_s: Time that the tier is not used.
-        what: Word for it in the log.
-    """
+    """Suspension of a tier: for a while after a missed deadline every key is a miss there."""
 
     def __init__(self, name: str, pause_s: float, *, what: str = "the tier") -> None:
         super().__init__(pause_s)
@@ -112,11 +106,6 @@ class CircuitBreaker:
     """Circuit breaker: pauses calls after failures in a row, then lets one through as a probe.
 
     Logs once that it opens and once that it closes. Belongs to one event loop.
-
-    Args:
-        name: Name of the calls in the log.
-        max_errors: Failures in a row that open it.
-        pause_s: Seconds for which it stays open before the next probe.
 
     Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
     """

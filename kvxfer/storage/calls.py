@@ -64,16 +64,8 @@ async def call_backend(
     """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
 
     After a `DeviceLostError`, and when a call is cancelled by something other than its caller, the
-    outcomes are not memory-safe: the device, or what was cancelled, may still write.
-
-    Args:
-        move: `store` or `load` of a backend.
-        keys: The keys.
-        blocks: The blocks, one per key.
-        name: Name of the call in the log and in reasons; that of the method by default.
-
-    Returns:
-        One outcome per key, in order.
+    outcomes are not memory-safe: the device, or what was cancelled, may still write. The log and
+    the reasons name the call, after the method by default.
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
@@ -92,15 +84,9 @@ def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> B
 
 
 def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
-    """Ask a transfer that was begun for its outcomes; errors as with `call_backend`.
+    """Ask a transfer that was begun for its outcomes; None while bytes are on their way.
 
-    Args:
-        begun: The transfer.
-        name: Name of it in the log and in reasons.
-        num_keys: Number of its blocks.
-
-    Returns:
-        One outcome per key, in order; None while bytes are on their way.
+    Errors and the name are as those of `call_backend`.
     """
     try:
         given = begun.poll()
@@ -150,10 +136,7 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
 async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:
     """Drain; a drain that raises has made nothing quiet, and is made again after a pause.
 
-    Args:
-        drain: `drain` of a backend.
-        what: Memory that is not quiet before, for the log.
-        gives_up: Set when nobody waits for the memory any more: then the next failure is the last.
+    When `gives_up` is set nobody waits for the memory any more: then the next failure is the last.
 
     Returns:
         Whether the memory is quiet.

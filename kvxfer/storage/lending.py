@@ -182,14 +182,9 @@ class LendingBackend(Backend, Lender):
 
 
 class StagedLender(Lender):
-    """Lender of any backend's blocks, by way of staging buffers.
+    """Lender of any backend's blocks, by way of staging buffers; closes none of what it is given.
 
-    Args:
-        backend: Backend that blocks are loaded from and stored in.
-        namespace: Gives the size of a chunk of each group.
-        copy_engine: Gathers fragments for checksums.
-        threads: Threads that compute checksums.
-        max_bytes: Bound on the staging memory.
+    The threads compute checksums, for which the copy engine gathers fragments.
     """
 
     def __init__(
@@ -201,12 +196,11 @@ class StagedLender(Lender):
         threads: Threads,
         max_bytes: int,
     ) -> None:
-        sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
-        self._chunk_sizes = sizes
+        self._chunk_sizes = namespace.chunk_sizes
         self._backend = backend
         self._copy_engine = copy_engine
         self._threads = threads
-        self._staging = StagingMemory(max_bytes, max(sizes), backend.drain)
+        self._staging = StagingMemory(max_bytes, max(self._chunk_sizes), backend.drain)
         self.regions = [self._staging.region]
 
     @asynccontextmanager

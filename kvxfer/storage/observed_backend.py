@@ -31,11 +31,8 @@ def medium_of(backend: Backend) -> str:
 def observed(backend: Backend, reports: Reports) -> "ObservedBackend":
     """Wrap a backend so that observers are told what happens; it need not know of them.
 
-    What only the backend knows it tells itself, if it is `Observable`.
-
-    Args:
-        backend: The backend; closed with the wrapper.
-        reports: Reports to the observers; the tier is named after the backend's medium.
+    What only the backend knows it tells itself, if it is `Observable`. The tier is named after the
+    backend's medium.
     """
     reports = reports.of(medium_of(backend))
     if (observable := backend.provide(Observable)) is not None:
@@ -47,10 +44,6 @@ class ObservedBackend(WrappingBackend):
     """Backend that tells observers of every store, load and lookup of another one.
 
     Made by `observed`, only where somebody observes: otherwise there is no wrapper to pay for.
-
-    Args:
-        inner: The backend; closed with this one.
-        reports: Reports of its tier.
     """
 
     def __init__(self, inner: Backend, reports: Reports) -> None:
@@ -97,13 +90,7 @@ def _tell_lookup(
 
 
 class _ObservedBegun(Begun):
-    """Transfer that tells its outcomes when it has ended.
-
-    Args:
-        begun: The transfer.
-        tell: Told the outcomes, once.
-        num_blocks: Blocks of the transfer.
-    """
+    """Transfer that tells its outcomes, once, when it has ended."""
 
     def __init__(
         self, begun: Begun, tell: Callable[[Sequence[Outcome]], None], num_blocks: int

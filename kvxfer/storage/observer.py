@@ -301,12 +301,8 @@ class Observer(ABC):
 class Reports:
     """Reports to all observers; of one tier, so that whoever reports need not know its name.
 
-    Without observers it is false, and every method returns at once.
-
-    Args:
-        observers: The observers.
-        tier: Name of the tier.
-        chunk_sizes: Bytes of a chunk of each group, for the bytes that are looked up.
+    Without observers it is false, and every method returns at once. The sizes of chunks are for the
+    bytes that are looked up.
     """
 
     def __init__(
@@ -338,11 +334,7 @@ class Reports:
                 self._leave_out(observer, exc)
 
     def watch(self, ask: AskGauges) -> None:
-        """Give every observer a method that tells the state of this tier.
-
-        Args:
-            ask: Method of an object, which is not kept alive by it.
-        """
+        """Give every observer a method that tells the state of this tier; keeps no object alive."""
         method = WeakMethod(ask)
 
         def ask_if_alive() -> Mapping[Gauge, float]:
@@ -398,16 +390,7 @@ class Reports:
         *,
         cause: Cause = Cause.REQUEST,
     ) -> None:
-        """Tell that a batch was moved, or not.
-
-        Args:
-            operation: `STORE` or `LOAD`.
-            keys: Keys of the batch.
-            outcomes: One per key.
-            sizes: Bytes of each block; none where they are not known.
-            began: When it began, on the clock of `runtime.monotonic`.
-            cause: Why it was moved.
-        """
+        """Tell that a batch was moved, or not; there are no sizes where they are not known."""
         if self:
             seconds, bytes_of = runtime.monotonic() - began, count_bytes(outcomes, sizes)
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))

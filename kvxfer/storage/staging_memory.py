@@ -39,10 +39,6 @@ async def touched_by_none() -> None:
 class StagedBlocks:
     """Blocks in a staging buffer that is held.
 
-    Args:
-        blocks: See `blocks`.
-        drain: Makes the buffer quiet, whoever touches it.
-
     Attributes:
         blocks: Descriptors of the blocks in the buffer.
         drains: What has to be called, and return, before only the holder can touch the buffer.
@@ -85,11 +81,7 @@ class StagedBlocks:
 
 
 class Share(asyncio.Semaphore):
-    """Share of the buffers that one user may have at one time, those being drained included.
-
-    Args:
-        num_buffers: Buffers of the share.
-    """
+    """Share of the buffers that one user may have at one time, those being drained included."""
 
     def __init__(self, num_buffers: int) -> None:
         super().__init__(num_buffers)
@@ -110,20 +102,12 @@ class StagingMemory:
     """Pool of staging buffers, each for one batch of blocks at a time.
 
     Owned by one event loop at a time. The system provides the memory when it is first touched.
-    Every block in a buffer begins on a multiple of `ALIGNMENT_BYTES`.
+    Every block in a buffer begins on a multiple of `ALIGNMENT_BYTES`. The memory is divided into
+    `num_buffers`, if the largest block fits into each; `max_bytes` are raised to `min_buffers` of
+    that block.
 
-    Args:
-        max_bytes: Bound on all buffers together; raised to `min_buffers` of the largest block.
-        largest_block_bytes: Bytes of the largest block that has to fit.
-        drain: Called when a buffer comes back that is not quiet; returns when it is. One that
-            raises is called again after a pause, until the memory is closed.
-        num_buffers: Buffers that the memory is divided into, if they are large enough.
-        min_buffers: Buffers that there are even if `max_bytes` is not enough for them.
-
-    Attributes:
-        buffer_bytes: Bytes of one buffer.
-        num_buffers: Buffers that are in use at one time.
-        region: The memory of all buffers.
+    A buffer that comes back and is not quiet is drained by `drain`, which returns when it is. One
+    that raises is called again after a pause, until the memory is closed.
     """
 
     def __init__(
@@ -178,14 +162,9 @@ class StagingMemory:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
 
         A buffer that is not quiet then, or whose context ends by an error or a cancellation, goes
-        back only after it was drained: a transfer may still write to it.
-
-        Args:
-            sizes: Bytes of each block; together they fit into a buffer.
-            starts: Byte of its chunk at which each block begins.
-            priority: Rank among waiting callers: the lowest first, equal ones in order of arrival.
-            share: Share of the user.
-            timeout_s: Seconds to wait for a buffer; no limit by default.
+        back only after it was drained: a transfer may still write to it. Of waiting callers that of
+        the lowest priority is the first, equal ones in order of arrival. The blocks, which begin at
+        the byte `starts[i]` of their chunks, have to fit into a buffer together.
 
         Raises:
             ClosedError: The buffers were withdrawn.

@@ -64,19 +64,8 @@ class IsolatedTier:
 
     Errors of the backend are logged and not raised. After a missed deadline the backend is not
     called for a while, see `Suspension`, nor before its late calls have ended, nor while each of
-    its staging buffers is still being drained: it waits for none that the others need.
-
-    Args:
-        index: Position among the tiers, 0 for the fastest.
-        backend: The backend.
-        timeouts: Deadlines of its calls.
-        staging: Staging memory by way of which blocks come from there and go there.
-        num_buffers: Staging buffers that the tier may use at one time.
-
-    Attributes:
-        index, backend: As given.
-        name: Name for people.
-        reports: Reports of this tier.
+    its staging buffers is still being drained: it waits for none that the others need. It may use
+    `num_buffers` of them at one time. The fastest tier has index 0.
     """
 
     def __init__(

@@ -51,17 +51,9 @@ class StoredBlock:
 class TierWriter:
     """Writer of one tier: copies the blocks of its queue there, a staging buffer at a time.
 
-    Blocks that their tier evicts before their turn are not copied. Owned by one event loop.
-
-    Args:
-        tiers: All tiers, fastest first.
-        target: The tier to copy to.
-        staging: Buffers that blocks pass through.
-        locks: Locks of keys; each key is locked while it is copied.
-        chunk_sizes: Bytes of a whole chunk, by group: a part may grow after it was copied.
-
-    Attributes:
-        queue: The blocks that are to be copied.
+    Blocks that their tier evicts before their turn are not copied. Each key is locked while it is
+    copied. A block of fewer bytes than a chunk of its group may grow after that, and is then copied
+    again. Owned by one event loop.
     """
 
     def __init__(

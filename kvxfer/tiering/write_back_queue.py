@@ -53,14 +53,7 @@ class WriteBackQueue(Generic[T]):
       tier works is given up after `MAX_ATTEMPTS`.
     - A block that cannot be read above is put off, with a pause of its own, and delays no other.
     - A block that is added anew while an earlier copy of it is being made waits for the end of it.
-
-    Args:
-        max_blocks: Bound on the blocks that wait or are being copied.
-        covers: Whether a block has all of another one that is added under its key, and is kept.
-
-    Attributes:
-        max_blocks: As given.
-        pause: Pause of the tier.
+    - A block that `covers` another one that is added under its key is kept.
     """
 
     def __init__(
@@ -199,10 +192,7 @@ class WriteBackQueue(Generic[T]):
     def put_off(self, now: float, keys: Iterable[BlockKey], *, failed: bool) -> list[BlockKey]:
         """End blocks that could not be read above, which says nothing of the tier; retry them.
 
-        Args:
-            now: The time.
-            keys: The blocks.
-            failed: Whether reading them failed, which counts as an attempt.
+        A read that `failed` counts as an attempt.
 
         Returns:
             Those that are not retried any more.

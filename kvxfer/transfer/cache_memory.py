@@ -20,9 +20,6 @@ class CacheMemory:
     The storages are kept alive, but the engine can still resize or empty them: addresses that were
     computed before then point to memory in other use, or unmapped.
 
-    Args:
-        caches: The caches, as they are now.
-
     Raises:
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
@@ -41,12 +38,9 @@ class CacheMemory:
             self._opened = stack.pop_all()
 
     def order(self, blocks: Descriptors) -> Descriptors:
-        """Order a transfer of blocks after the work on the current stream.
+        """Give blocks the mark of the work on the current stream, which a transfer waits for.
 
         To be called on the thread whose current stream computes with the blocks.
-
-        Returns:
-            The same blocks, with the mark that the transfer has to wait for.
 
         Raises:
             DeviceError: The driver refused.

@@ -25,9 +25,6 @@ class EngineLoop:
     A loop that the caller runs may stop at any time, and then work on it never ends. So an engine
     uses such a loop only when asked to, between `use_running_loop` and its end, and callers that
     wait for work there check that it still runs. Thread-safe.
-
-    Args:
-        what: Name of the owner in errors.
     """
 
     def __init__(self, what: str) -> None:

@@ -38,10 +38,7 @@ class Admission:
     """Admission of transfers by priority and then in order, with a bound on the bytes in flight.
 
     The transfer at the head of the queue is never overtaken, so that a large one does not starve.
-    Owned by one event loop.
-
-    Args:
-        max_bytes: Bound on the bytes in flight. A larger transfer is admitted when it is alone.
+    One of more bytes than the bound is admitted when it is alone. Owned by one event loop.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -154,13 +151,6 @@ class JobMover:
 
     Any other job is moved on one event loop, which owns all the rest. It waits for those that were
     begun and move the same blocks, and counts them among the bytes in flight.
-
-    Args:
-        backend: Mover that reaches the memory of the caches.
-        memory: The memory of the caches.
-        max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
-        slices: Bytes to move at a time on the thread of the serving engine.
-        reports: Reports of the engine.
     """
 
     def __init__(
@@ -202,11 +192,7 @@ class JobMover:
         return job_id in on_loop or job_id in self._begun
 
     def begin(self, job: Job) -> bool:
-        """Begin a job on the calling thread, if it and the backend allow it.
-
-        Returns:
-            False when nothing was done: the job has to be moved on the event loop.
-        """
+        """Begin a job on the calling thread; False where it has to be moved on the event loop."""
         if self._immediate is None or (
             job.deadline is not None and job.deadline <= runtime.monotonic()
         ):
@@ -240,9 +226,7 @@ class JobMover:
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
         """Look at every job, unless another thread does, and move a slice of the first.
 
-        Args:
-            hurry: Jobs to move to their end instead.
-            until: When to stop that, on the clock of `runtime.monotonic`.
+        Instead, jobs in a `hurry` are moved to their end, or until a time of `runtime.monotonic`.
         """
         if not self._begun:
             return

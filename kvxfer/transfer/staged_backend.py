@@ -231,15 +231,8 @@ def stage(
 ) -> MoverT | StagedBackend:
     """Wrap a backend in staging buffers, unless it reaches the memory of caches itself.
 
-    Args:
-        backend: The backend, or another mover, which has to reach the caches itself.
-        caches: The caches.
-        largest_block_bytes: See `StagedBackend`.
-        opened: Exit stack that closes the copy engine opened here; not the backend.
-        staging_bytes: See `StagedBackend`.
-
-    Returns:
-        A `StagedBackend`, or `backend` itself.
+    Another mover has to reach it itself. `opened` closes the copy engine opened here, and not the
+    backend.
 
     Raises:
         InvalidArgumentError: The backend reaches the caches neither way, or a bound is not
