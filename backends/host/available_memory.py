@@ -13,11 +13,7 @@ LEGACY = ("memory.limit_in_bytes",)
 _USAGES = {
     "memory.max": ("memory.current", "active_file", "inactive_file"),
     "memory.high": ("memory.current", "active_file", "inactive_file"),
-    "memory.limit_in_bytes": (
-        "memory.usage_in_bytes",
-        "total_active_file",
-        "total_inactive_file",
-    ),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
 }
 """For each limit the file with what the group uses, and the fields of `memory.stat` that count
 what the kernel can drop of it.

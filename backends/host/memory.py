@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.host.available_memory import AvailableMemory, require_memory
-from kvxfer.errors import (
-    BackendUnavailableError,
-    CapacityError,
-    ClosedError,
-    InvalidArgumentError,
-)
+from kvxfer.errors import BackendUnavailableError, CapacityError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)

@@ -43,11 +43,7 @@ class Pause:
     """
 
     def __init__(
-        self,
-        first_s: float,
-        longest_s: float | None = None,
-        *,
-        uniform: Uniform | None = None,
+        self, first_s: float, longest_s: float | None = None, *, uniform: Uniform | None = None
     ) -> None:
         self.first_s = first_s
         self.num_failures = 0
@@ -111,11 +107,7 @@ class CircuitBreaker:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        max_errors: int = MAX_ERRORS,
-        pause_s: float = PAUSE_S,
+        self, name: str, *, max_errors: int = MAX_ERRORS, pause_s: float = PAUSE_S
     ) -> None:
         self._name = name
         self._max_errors = max_errors

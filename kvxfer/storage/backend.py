@@ -9,11 +9,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, runtime_ch
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy, ask_until_answered
-from kvxfer.errors import (
-    DuplicateError,
-    InvalidArgumentError,
-    LengthMismatchError,
-)
+from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import BlockKey, require_keys

@@ -57,11 +57,7 @@ class BytesBackend(Backend):
     """
 
     def __init__(
-        self,
-        namespace: Namespace,
-        *,
-        integrity: Integrity = Integrity.FAST,
-        num_threads: int = 4,
+        self, namespace: Namespace, *, integrity: Integrity = Integrity.FAST, num_threads: int = 4
     ) -> None:
         require_instance("namespace", namespace, Namespace)
         require_instance("integrity", integrity, Integrity)
