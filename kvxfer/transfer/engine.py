@@ -35,10 +35,9 @@ from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
-from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
+from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, describe_batch
 from kvxfer.transfer.mover import JobMover, Slices
 from kvxfer.transfer.staged_backend import MoverT, stage
 

@@ -1,15 +1,21 @@
-"""Jobs: batches of blocks that are being moved, and their outcomes."""
+"""Jobs: batches of blocks that are checked, described and moved, and their outcomes."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from kvxfer import runtime
+from kvxfer.checks import require_integer, require_integers, require_one_per_group
+from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention, retain_in
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observer import Ended, Operation, Reports
 
 JobId = NewType("JobId", int)
@@ -133,18 +139,9 @@ class Job:
     def tell(self, reports: Reports) -> None:
         """Tell observers that the job has ended, and how."""
         if reports:
-            result = self.finished()
-            operation = Operation[self.direction.name]
-            reports.tell(
-                Ended(
-                    operation,
-                    self.keys,
-                    result.outcomes,
-                    result.num_bytes,
-                    result.seconds,
-                    self.waited_s,
-                )
-            )
+            ended, operation = self.finished(), Operation[self.direction.name]
+            times = ended.seconds, self.waited_s
+            reports.tell(Ended(operation, self.keys, ended.outcomes, ended.num_bytes, *times))
 
     def retain_in(self, mover: BlockMover) -> None:
         """Note the wish for the blocks that are done, if there is one; a failure is logged."""
@@ -168,3 +165,75 @@ class Job:
             num_bytes=blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum()),
             seconds=runtime.monotonic() - self.submitted,
         )
+
+
+def describe_batch(
+    describer: BlockDescriber,
+    keys: Sequence[BlockKey],
+    block_ids: Sequence[ArrayLike],
+    first_block_indices: Sequence[int] | None,
+    *,
+    direction: Direction = Direction.STORE,
+) -> Descriptors:
+    """Describe the blocks of a batch, group after group, one entry for each key.
+
+    A block belongs to one group at a time: where groups share memory, a batch that uses one block
+    for two of them is refused. Only the null block may be in several groups; loads refuse it.
+
+    Raises:
+        InvalidArgumentError: The keys, blocks and groups do not fit each other; subclasses say in
+            which way.
+    """
+    num_groups = describer.num_groups
+    firsts = [0] * num_groups if first_block_indices is None else first_block_indices
+    require_one_per_group("block_ids", block_ids, num_groups, what="one entry")
+    if firsts is first_block_indices:
+        require_one_per_group("first_block_indices", firsts, num_groups, what="one entry")
+    groups_of_keys = list(map(group_of, keys))
+    described, groups, used = [], [], {}
+    for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
+        first = require_integer(f"first_block_indices[{group}]", index)
+        ids = require_integers(f"block_ids[{group}]", given)
+        if not ids.size:
+            continue
+        num_pages = groups_of_keys.count(group)
+        batch = describer.describe(group, ids, first_block_index=first, num_pages=num_pages)
+        described.append(batch)
+        used[group] = ids
+        groups += [group] * batch.num_blocks
+    if len(groups) != len(keys):
+        rule = f"one per chunk of {describer.blocks_per_chunk} blocks"
+        raise LengthMismatchError(len(keys), len(groups), rule)
+    if groups != groups_of_keys:
+        pairs = enumerate(zip(groups, groups_of_keys, strict=True))
+        index, group = next((index, group) for index, (group, actual) in pairs if group != actual)
+        raise InvalidArgumentError(f"keys[{index}]", keys[index], f"a key of group {group}")
+    null = describer.caches.null_block_id
+    if null is not None and direction is Direction.LOAD:
+        _require_absent(null, used)
+    for overlaid in describer.overlaid_groups:
+        _require_apart([group for group in used if group in overlaid], used, null)
+    return Descriptors.concatenate(described)
+
+
+def _require_absent(null: int, used: Mapping[int, NDArray[np.int64]]) -> None:
+    for group, ids in used.items():
+        if (ids == null).any():
+            expected = "a block other than the null block, which keeps no data"
+            raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
+
+
+def _require_apart(
+    groups: Sequence[int], used: Mapping[int, NDArray[np.int64]], null: int | None
+) -> None:
+    """Check that no block but the null block is used by two of these groups."""
+    if len(groups) < 2:
+        return
+    counts = np.bincount(np.concatenate([used[group] for group in groups]))
+    if null is not None:
+        counts[null : null + 1] = 0
+    if counts.max() > 1:
+        block = int(counts.argmax())
+        first, second, *_ = (group for group in groups if (used[group] == block).any())
+        expected = f"a block that group {first} does not use: the two groups share memory"
+        raise DuplicateError(f"block_ids[{second}]", block, expected)

@@ -33,9 +33,8 @@ from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import Direction
+from kvxfer.transfer.job import Direction, describe_batch
 from kvxfer.transfer.mover import Admission
 
 PAGE_BYTES = 1024
