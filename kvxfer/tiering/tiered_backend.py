@@ -212,7 +212,8 @@ class TieredBackend(Backend):
         began = runtime.monotonic()
         moving = {key for key in keys if key in self._locks}
         found = await self._find(keys)
-        if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
+        absent = (key for key in keys if key not in found)
+        if lost := [key for key in absent if key in moving or key in self._locks]:
             await self._locks.wait_for_others(lost)
             found |= await self._find(lost)
         if self._reports:
@@ -243,7 +244,10 @@ class TieredBackend(Backend):
         if moving := [key for key in keys if self._has_to_wait(key, there)]:
             await self._locks.wait_for_others(moving)
             return chosen
-        busy = [index for index in chosen if self._is_busy(batch.keys[index], there)]
+        # The first tier has these, which are being written back, or about to be.
+        busy = [
+            at for at in chosen if (key := batch.keys[at]) in there and self._locks.is_wanted(key)
+        ]
         free = sorted({*chosen}.difference(busy))
         with self._locks.hold([batch.keys[index] for index in free]):
             left = await self._store_where_found(batch, free, there, silent)
@@ -261,12 +265,9 @@ class TieredBackend(Backend):
         moving = {key for key in keys if key in self._locks}
         batch = _Batch(keys, blocks)
         await self._load_from_any(batch, range(len(keys)))
-        lost = [
-            index
-            for index in batch.still_open(range(len(keys)))
-            if batch.outcomes[index].status is Status.MISSING
-            and self._is_moving(keys[index], moving)
-        ]
+        missing = [i for i, each in enumerate(batch.outcomes) if each.status is Status.MISSING]
+        absent = ((i, keys[i]) for i in batch.still_open(missing))
+        lost = [i for i, key in absent if key in moving or key in self._locks]
         await self._locks.wait_for_others([keys[index] for index in lost])
         await self._load_from_any(batch, lost)
         return batch.outcomes
@@ -420,7 +421,7 @@ class TieredBackend(Backend):
     async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Copy blocks to the first tier; return those that are intact, or stored in part."""
         verified: set[BlockKey] = set()
-        sizes = [self._chunk_size(key) for key in keys]
+        sizes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         for start, stop in self._staging.cut(sizes):
             batch = keys[start:stop]
             async with AsyncExitStack() as held:
@@ -517,14 +518,3 @@ class TieredBackend(Backend):
     def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
         """Whether a block is stored only after others: those who delete it, or move it up."""
         return key in self._to_delete or (key in self._locks and key not in there)
-
-    def _is_busy(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
-        """Whether a block of the first tier is being written back, or about to be."""
-        return key in there and self._locks.is_wanted(key)
-
-    def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
-        """Whether a key that was not found may have been moving between tiers."""
-        return key in moving or key in self._locks
-
-    def _chunk_size(self, key: BlockKey) -> int:
-        return self._guard.chunk_sizes[group_of(key)]
