@@ -6,13 +6,11 @@ from kvxfer.runtime.calls import (
     await_call,
     end_tasks,
     fetch_error,
-    is_caller_cancelled,
     outlive_caller,
-    until_done,
     wait_despite_cancel,
 )
 from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
-from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, Uniform, uniform
+from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, uniform
 from kvxfer.runtime.runtime import (
     Lock,
     Runtime,
@@ -61,7 +59,6 @@ __all__ = [
     "Runtime",
     "Suspension",
     "Threads",
-    "Uniform",
     "await_call",
     "begin_aside",
     "condition",
@@ -71,7 +68,6 @@ __all__ = [
     "event",
     "fetch_error",
     "is_absent",
-    "is_caller_cancelled",
     "listen",
     "lock",
     "monotonic",
@@ -89,7 +85,6 @@ __all__ = [
     "token_bytes",
     "uniform",
     "unique_id",
-    "until_done",
     "use",
     "wait_despite_cancel",
     "wait_futures",

@@ -15,12 +15,6 @@ Work: TypeAlias = "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]"
 """What can be awaited here; a future may be set on any thread."""
 
 
-def is_caller_cancelled() -> bool:
-    """Whether the current task is being cancelled: a `CancelledError` may be the caller's."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def await_call(call: Awaitable[T]) -> T:
     """Await a call of code that may be anybody's: only the caller's cancellation is one.
 
@@ -32,7 +26,7 @@ async def await_call(call: Awaitable[T]) -> T:
     try:
         return await call
     except asyncio.CancelledError as exc:
-        if is_caller_cancelled():
+        if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
 
@@ -43,15 +37,10 @@ async def wait_despite_cancel(
     *,
     within_s: float | None = None,
 ) -> T:
-    """Wait for the end of what must not be abandoned, however often cancelled.
+    """Wait for the end of what must not be abandoned, however often cancelled; return its result.
 
-    Args:
-        work: What is waited for.
-        on_cancel: Called at the first cancellation, to bring the end about.
-        within_s: Seconds that the end may take from then on; no limit by default.
-
-    Returns:
-        Its result.
+    At the first cancellation `on_cancel` is called, to bring the end about, which may take
+    `within_s` from then on.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled; the work has ended all the same, unless
@@ -61,7 +50,7 @@ async def wait_despite_cancel(
     """
     future = _begun(work)
     try:
-        await until_done(future)
+        await _until_done(future)
     except asyncio.CancelledError:
         on_cancel()
         left = asyncio.wrap_future(future) if isinstance(future, Future) else future
@@ -91,7 +80,7 @@ async def outlive_caller(call: "Work[T]") -> T:
     future = _begun(call)
     if not isinstance(future, Future):
         future.add_done_callback(fetch_error)
-    await until_done(future)
+    await _until_done(future)
     return _result_of(future)
 
 
@@ -105,7 +94,7 @@ def _result_of(future: "asyncio.Future[T] | Future[T]") -> T:
     return future.result()
 
 
-async def until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
+async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
     """Wait until a future is done, which goes on when the caller is cancelled.
 
     `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
