@@ -157,8 +157,8 @@ class _RuntimeOfLocks(runtime.Runtime):
     def __init__(self, numbers: "itertools.count[int]") -> None:
         self._numbers = numbers
 
-    def lock(self) -> runtime.Lock:
-        return _Lock(self._numbers, threading.Lock())
+    def lock(self) -> threading.Lock:
+        return _Lock(self._numbers, threading.Lock())  # type: ignore[return-value]
 
     def condition(self) -> threading.Condition:
         return threading.Condition(_Lock(self._numbers, threading.RLock()))  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from kvxfer.runtime.calls import (
 from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
 from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, uniform
 from kvxfer.runtime.runtime import (
-    Lock,
     Runtime,
     condition,
     connect,
@@ -52,7 +51,6 @@ __all__ = [
     "CircuitBreaker",
     "DaemonThreads",
     "Disk",
-    "Lock",
     "LoopThread",
     "Once",
     "Pause",

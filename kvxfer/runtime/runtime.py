@@ -17,39 +17,13 @@ from concurrent.futures import CancelledError, Future
 from itertools import compress
 from queue import SimpleQueue
 from random import Random, SystemRandom
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvxfer.runtime.file_calls import Disk
 
 T = TypeVar("T")
 FutureT = TypeVar("FutureT", bound=Future[Any])
 RuntimeT = TypeVar("RuntimeT", bound="Runtime")
-
-
-class Lock(Protocol):
-    """Lock with the methods of `threading.Lock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
-        """Take the lock; return whether it was free in time."""
-
-    def release(self) -> None:
-        """Give the lock back."""
-
-    def locked(self) -> bool:
-        """Whether somebody has the lock."""
-
-    def __enter__(self) -> bool:
-        """Take the lock."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Give the lock back."""
 
 
 class Runtime:
@@ -73,7 +47,7 @@ class Runtime:
     # The functions themselves: no call more on the way of a block.
     monotonic = staticmethod(time.monotonic)
     wall_time = staticmethod(time.time)
-    lock: Callable[[], Lock] = staticmethod(threading.Lock)
+    lock = staticmethod(threading.Lock)
     condition: Callable[[], threading.Condition] = staticmethod(threading.Condition)
     event = staticmethod(threading.Event)
     new_event_loop = staticmethod(asyncio.new_event_loop)
@@ -207,7 +181,7 @@ def start_thread(
     return _current.start_thread(target, name=name, args=args)
 
 
-def lock() -> Lock:
+def lock() -> threading.Lock:
     """See `Runtime.lock`."""
     return _current.lock()
 

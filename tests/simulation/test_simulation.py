@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -35,6 +36,7 @@ SEEDS = range(4)
 LIMIT_S = 120
 DIGESTS = """
 import sys
+import threading
 from kvxfer.testing.simulation import run_seed
 from tests.simulation.__main__ import SCENARIOS
 for scenario in SCENARIOS:
@@ -237,7 +239,7 @@ def test_a_thread_that_goes_on_without_a_step_is_reported(monkeypatch: pytest.Mo
 
 
 def test_a_count_without_a_lock_is_wrong_in_some_order() -> None:
-    def count(lock: runtime.Lock | None) -> int:
+    def count(lock: "threading.Lock | None") -> int:
         counted = 0
 
         def add() -> None:

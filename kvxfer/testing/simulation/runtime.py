@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from random import Random
 from typing import Any, TypeVar, cast
 
-from kvxfer.runtime import Disk, Lock, Runtime
+from kvxfer.runtime import Disk, Runtime
 from kvxfer.testing.simulation.disk import SimulatedDisk
 from kvxfer.testing.simulation.event_loop import SimulatedLoop
 from kvxfer.testing.simulation.network import Network
@@ -75,8 +75,8 @@ class SimulatedRuntime(Runtime):
         thread: SimulatedThread = self.scheduler.start(lambda: target(*args), name)
         return cast("threading.Thread", thread)
 
-    def lock(self) -> Lock:
-        return SimulatedLock(self.scheduler)
+    def lock(self) -> threading.Lock:
+        return cast("threading.Lock", SimulatedLock(self.scheduler))
 
     def condition(self) -> threading.Condition:
         return cast("threading.Condition", SimulatedCondition(self.scheduler))
