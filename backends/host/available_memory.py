@@ -40,9 +40,6 @@ class AvailableMemory(NamedTuple):
     def read(cls, root: Path = Path("/")) -> Self:
         """Read the limits of the machine and of every control group that this process is in.
 
-        Args:
-            root: Folder that has `proc` and `sys`.
-
         Raises:
             OSError: The kernel does not say how much memory the machine has.
         """
@@ -55,11 +52,7 @@ class AvailableMemory(NamedTuple):
 
 
 def require_memory(num_bytes: int, what: str = "memory") -> None:
-    """Check that so much memory is available.
-
-    Args:
-        num_bytes: Bytes that are needed.
-        what: Their use, for the error.
+    """Check that so much memory is available for a use that the error names.
 
     Raises:
         CapacityError: There is less; names the file of the limit.

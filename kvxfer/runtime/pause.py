@@ -156,8 +156,7 @@ class CircuitBreaker:
     def abandon(self, probe: int) -> None:
         """Uncount a call that showed neither success nor failure, such as a cancelled probe.
 
-        Args:
-            probe: `probe` right after the call was allowed. Another call's is not touched.
+        Its `probe` is that of right after it was allowed. Another call's is not touched.
         """
         if probe and probe == self.probe:
             self._state = _State.OPEN

@@ -38,11 +38,7 @@ class Threads:
     """Bounded pool of threads for blocking functions, each of which runs to its end.
 
     The process does not wait for these threads when it exits: a thread that hangs in the kernel
-    would keep it from exiting.
-
-    Args:
-        name: Prefix of the threads' names.
-        num_threads: Bound on concurrent calls; further ones wait.
+    would keep it from exiting. Of more calls than there are threads the further ones wait.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -93,10 +89,9 @@ class Threads:
             running.set_result(None)
 
     async def aclose(self, timeout_s: float | None = None) -> int:
-        """Wait for running functions and stop the threads; may be called again.
+        """Wait for running functions, `CLOSE_TIMEOUT_S` by default, and stop the threads.
 
-        Args:
-            timeout_s: Seconds to wait; `CLOSE_TIMEOUT_S` by default.
+        May be called again.
 
         Returns:
             Number of functions that still run, also logged. No memory or file that they use may

@@ -112,10 +112,8 @@ class BlockMover(ABC):
     def provide(self, interface: type[T]) -> T | None:
         """Return the object that provides an optional interface for these blocks; None without one.
 
-        The one way to ask an open mover: a wrapper may leave the interface to what it wraps.
-
-        Args:
-            interface: `Purgeable`, `CopySource`, `Retaining`, `Observable`, `Lender`, ...
+        The one way to ask an open mover for a `Purgeable`, `CopySource`, `Retaining`, `Observable`,
+        `Lender`, ...: a wrapper may leave the interface to what it wraps.
         """
         require_instance("interface", interface, type)
         return self if isinstance(self, interface) else None
@@ -207,11 +205,8 @@ class WrappingBackend(Backend):
     Implementors must list in `passes_on` the optional interfaces whose calls need not pass through
     the wrapper: it provides no other one of the inner backend. `WrapperTests` test it.
 
-    Args:
-        inner: The backend; closed with this one.
-
     Attributes:
-        inner: As given.
+        inner: The backend; closed with this one.
         passes_on: Optional interfaces that the inner backend provides by itself.
     """
 

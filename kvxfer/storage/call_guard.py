@@ -17,13 +17,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 def outside_of(
     limits: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Tell which parts are empty or not within their block; no sum wraps.
-
-    Args:
-        limits: Bytes of each block.
-        starts: First byte of each part within its block.
-        sizes: Bytes of each part.
-    """
+    """Tell which parts are empty or not within their block of `limits[i]` bytes; no sum wraps."""
     return (starts < 0) | (sizes < 1) | (starts > limits - sizes)
 
 
@@ -107,11 +101,8 @@ class CallGuard:
     async def aclose(self, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Refuse every later call, and release what the backend has; may be called again.
 
-        The release goes on when its caller is cancelled: every call waits for its end.
-
-        Args:
-            release: Releases the resources; called again by a later call if it failed, or was
-                cancelled with its event loop.
+        The release goes on when its caller is cancelled: every call waits for its end. A later call
+        makes it again if it failed, or was cancelled with its event loop.
 
         Raises:
             ForkedError: See `require_same_process`.

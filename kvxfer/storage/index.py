@@ -83,11 +83,7 @@ class BlockIndex:
 
     Owned by one event loop or thread; does no I/O and never blocks. Batches are in prefix order:
     the last keys of a batch are the first to be evicted, because a block is of no use without the
-    blocks of its prefix.
-
-    Args:
-        num_slots: Number of slots, each for one block.
-        policy: Eviction policy, new and of the same `num_slots`.
+    blocks of its prefix. Each slot is for one block; the policy is new, and of as many slots.
 
     Raises:
         InvalidArgumentError: `num_slots` is below 1.
@@ -96,7 +92,7 @@ class BlockIndex:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         if num_slots < 1:
             raise InvalidArgumentError("num_slots", num_slots, "at least 1")
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._policy = policy
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
@@ -104,14 +100,9 @@ class BlockIndex:
         self._next_slot = 0  # the first of those that never had one
 
     @property
-    def num_slots(self) -> int:
-        """Number of slots, each for one block."""
-        return self._num_slots
-
-    @property
     def num_free_slots(self) -> int:
         """Slots without a block."""
-        return len(self._free_slots) + self._num_slots - self._next_slot
+        return len(self._free_slots) + self.num_slots - self._next_slot
 
     @property
     def num_evictable(self) -> int:
@@ -131,8 +122,8 @@ class BlockIndex:
     def gauges(self, slot_size_bytes: int) -> Mapping[Gauge, float]:
         """State of the index for observers; of any thread, and so maybe of different moments."""
         return {
-            Gauge.CAPACITY_BYTES: self._num_slots * slot_size_bytes,
-            Gauge.USED_BYTES: (self._num_slots - self.num_free_slots) * slot_size_bytes,
+            Gauge.CAPACITY_BYTES: self.num_slots * slot_size_bytes,
+            Gauge.USED_BYTES: (self.num_slots - self.num_free_slots) * slot_size_bytes,
             Gauge.STORED_BLOCKS: len(self._entries),
         }
 
@@ -188,7 +179,7 @@ class BlockIndex:
             policy.touch(key)
             policy.hold(key)
         for key in absent:
-            if not (self._free_slots or self._next_slot < self._num_slots or len(policy)):
+            if not (self._free_slots or self._next_slot < self.num_slots or len(policy)):
                 plan.refused.append(key)
                 continue
             slot = self._take_slot(key, plan, policy)
@@ -325,9 +316,9 @@ class BlockIndex:
 
     def keep_out(self, slots: Collection[int]) -> None:
         """Keep free slots out of use, e.g. since an earlier transfer may still touch them."""
-        free = [*range(self._num_slots - 1, self._next_slot - 1, -1), *self._free_slots]
+        free = [*range(self.num_slots - 1, self._next_slot - 1, -1), *self._free_slots]
         self._free_slots = [slot for slot in free if slot not in slots]
-        self._next_slot = self._num_slots
+        self._next_slot = self.num_slots
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Put slots that were kept out into use again; each once."""
@@ -345,7 +336,7 @@ class BlockIndex:
         self._free_slots, self._next_slot = [], 0
 
     def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
-        if self._free_slots or self._next_slot < self._num_slots:
+        if self._free_slots or self._next_slot < self.num_slots:
             policy.admit(key)
             if self._free_slots:
                 return self._free_slots.pop()

@@ -110,9 +110,7 @@ def read_secret(path: str) -> bytes | None:
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     """Compute the XXH3-64 of the payload of each block in host memory; blocks the thread.
 
-    Args:
-        blocks: The blocks to hash; not changed.
-        copy_engine: Gathers small fragments.
+    The copy engine gathers small fragments.
 
     Raises:
         InvalidArgumentError: The blocks are in memory of a GPU, which no processor reads.

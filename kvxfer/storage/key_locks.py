@@ -35,10 +35,8 @@ class KeyLocks:
     async def wait_for_others(self, keys: Iterable[BlockKey] | None = None) -> None:
         """Wait until those have ended who lock keys now, or wait for one that is not locked.
 
-        Others may have them then: the wait has an end, however often keys are locked.
-
-        Args:
-            keys: The keys; all that are locked by default.
+        Others may have them then: the wait has an end, however often keys are locked. By default
+        these are all that are locked.
         """
         wanted = list(self._ends) if keys is None else keys
         ends = [self._ends.get(key) or self._turns.get(key) for key in wanted]

@@ -59,9 +59,6 @@ class Fences:
 class Generations:
     """Generations of the slots that a lender keeps blocks in; for the process that writes them all.
 
-    Args:
-        num_slots: Number of slots.
-
     Attributes:
         region: Memory of the generations.
     """
@@ -140,9 +137,7 @@ class Lender(ABC):
     ) -> AbstractAsyncContextManager[LentBlocks]:
         """Hold blocks in place for as long as the context lasts.
 
-        Args:
-            wanted: Parts of blocks.
-            fenced: Whether to give generations instead of checksums, if there are any.
+        A `fenced` reader gets generations instead of checksums, if there are any.
 
         Raises:
             InvalidArgumentError: A group does not exist, or a part is not within its block.
@@ -151,14 +146,8 @@ class Lender(ABC):
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - for others
         """Return the addresses of blocks as they were stored, without holding them in place.
 
-        The reader has to verify the bytes. Counts as a use of each block.
-
-        Args:
-            keys: Keys of the blocks.
-            fenced: As for `lend`.
-
-        Returns:
-            None when this lender's blocks have no fixed addresses, or no checksums yet.
+        The reader has to verify the bytes. Counts as a use of each block. None when this lender's
+        blocks have no fixed addresses, or no checksums yet.
 
         Raises:
             InvalidArgumentError: There is no key, or a key appears twice.

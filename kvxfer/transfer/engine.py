@@ -461,11 +461,8 @@ class TransferEngine(PolledEngine[Backend]):
     ) -> list[bool]:
         """Return for each key whether a load would find it now.
 
-        After the deadline every key is a miss, and a warning is logged.
-
-        Args:
-            keys: The keys.
-            timeout_s: Deadline from now, instead of the engine's.
+        After the deadline, that of the engine by default, every key is a miss, and a warning is
+        logged.
 
         Raises:
             InvalidArgumentError: There are no keys, or one appears twice.
@@ -479,10 +476,6 @@ class TransferEngine(PolledEngine[Backend]):
         self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
     ) -> Future[list[bool]]:
         """Begin what `lookup` does, and return at once; for engines with a step loop.
-
-        Args:
-            keys: The keys.
-            timeout_s: Deadline from now, instead of the engine's.
 
         Returns:
             A future of one answer for each key, in order, or of an error of `lookup`. Closing the
@@ -535,11 +528,8 @@ class TransferEngine(PolledEngine[Backend]):
         Blocks in files then survive the end of the process and a power cut; those in the memory of
         hosts and peers do not. Without a flush a store is done as soon as one tier has the block.
 
-        Args:
-            timeout_s: Deadline from now, instead of the engine's.
-
         Returns:
-            Whether that happened before the deadline.
+            Whether that happened before the deadline, that of the engine by default.
 
         Raises:
             ClosedError: The engine was closed.

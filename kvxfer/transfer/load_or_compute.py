@@ -106,11 +106,9 @@ class LoadOrCompute(Observer):
             self.loaded(event.num_bytes, event.seconds)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that ends now; of loads at the same time each moment counts once.
+        """Note a load that ends now, so many seconds after it was submitted.
 
-        Args:
-            num_bytes: Bytes that arrived.
-            seconds: Since it was submitted.
+        Of loads at the same time each moment counts once.
         """
         num_bytes = require_integer("num_bytes", num_bytes)
         seconds = require_number("seconds", seconds)

@@ -22,10 +22,7 @@ class EvictionPolicy(ABC):
 
     Implementors must accept exactly this order of calls: `admit` or `replace` makes a key
     resident and held, `release` makes it a candidate, `hold` makes it held again, `remove` ends
-    its residence.
-
-    Args:
-        num_slots: Keys that can be resident at once.
+    its residence. At most `num_slots` are resident at once.
 
     Attributes:
         reason: Why the key that was evicted last had to go, rather than another one.
