@@ -265,7 +265,7 @@ def _warming(
 ) -> "Callable[[Backend], Awaitable[None]] | None":
     """Make the function that brings blocks into memory before the first engine is served."""
     from kvxfer.connect import parse_backend
-    from kvxfer.tiering.preloading import RemembersUse, preload
+    from kvxfer.tiering.tiered_backend import RemembersUse, preload, tiers_of
 
     timeout_s = Duration.parse(arguments.warm_timeout, name="warm-timeout")
     if not arguments.warm:
@@ -279,7 +279,6 @@ def _warming(
 
     async def warm(backend: "Backend") -> None:
         from kvxfer.backends.host import HostBackend
-        from kvxfer.tiering.tiered_backend import tiers_of
 
         host = tiers_of(backend)[0].provide(HostBackend)
         assert host is not None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from kvxfer import runtime
 from kvxfer.checks import require_instance, require_instances, require_positive
@@ -27,7 +28,7 @@ from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
+from kvxfer.storage.lending import BlockParts, Lender, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, Operation, Reports
 from kvxfer.storage.staging_memory import (
@@ -40,6 +41,9 @@ from kvxfer.storage.staging_memory import (
 )
 from kvxfer.tiering.isolated_tier import IsolatedTier, TierTimeouts
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
+
+PRELOADED_BLOCKS = 64
+"""Blocks that are brought up at one time."""
 
 logger = logging.getLogger(__name__)
 
@@ -518,3 +522,45 @@ class TieredBackend(Backend):
     def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
         """Whether a block is stored only after others: those who delete it, or move it up."""
         return key in self._to_delete or (key in self._locks and key not in there)
+
+
+@runtime_checkable
+class RemembersUse(Protocol):
+    """Backend that knows which of its blocks were used last."""
+
+    async def recently_used(self, num_blocks: int) -> list[BlockKey]:
+        """Find the blocks that were used last, the very last one first."""
+
+
+async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
+    """Bring the blocks used last into the first tier, the very last one first.
+
+    They are verified on their way; a corrupt one stays below, and the log says why. So do those for
+    which there is no time. They may be no more than the first tier has room for, or the first ones
+    would be evicted for the last ones.
+
+    Returns:
+        Number of blocks that are in the first tier.
+    """
+    began = runtime.monotonic()
+    first, *lower = tiers_of(backend)
+    known: list[BlockKey] = []
+    found: list[BlockKey] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            for tier in lower:
+                if (remembering := tier.provide(RemembersUse)) is not None:
+                    known = await remembering.recently_used(num_blocks)
+                    for start in range(0, len(known), PRELOADED_BLOCKS):
+                        batch = known[start : start + PRELOADED_BLOCKS]
+                        await backend.lookup(batch)
+                        there = await first.lookup(batch)
+                        found += [key for key, each in zip(batch, there, strict=True) if each]
+                    break
+    except TimeoutError:
+        logger.warning("preloading was cut off after %g s", timeout_s)
+    if found and (lender := first.provide(Lender)) is not None:
+        lender.peek(found)  # counts as a use: the last one used is the last one to be evicted
+    text = "preloaded %d of the %d blocks used last in %.1f s"
+    logger.info(text, len(found), len(known), runtime.monotonic() - began)
+    return len(found)

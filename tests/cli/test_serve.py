@@ -32,7 +32,7 @@ from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
 from kvxfer.tiering import TieredBackend
-from kvxfer.tiering.preloading import preload
+from kvxfer.tiering.tiered_backend import preload
 from kvxfer.units import ByteSize
 from tests.backends.test_host import capacity_for
 from tests.cli import peers
