@@ -93,17 +93,12 @@ class HostPool:
     process. Tags catch errors that must not happen: a slot that is read for another block than was
     written, a slot that was never finished and, with checksums, bytes that changed.
 
-    Args:
-        shape: The same in every process.
-        namespace: The same in every process.
-        copy_engine: Engine that moves the bytes; closed with the pool.
-        name: Name of the shared memory, None for memory of this process alone.
-        integrity: `FULL` to hash bytes when they are written, and verify them before they are read.
-        claim: Whether this process keeps the index; only one process of a name can.
-        memory: Memory of the slots, closed with the pool; by default memory of its own.
+    Shape and namespace are the same in every process. The memory has a name, or is given, or of
+    this process alone; it is closed with the pool, as is the copy engine. With `FULL`, bytes are
+    hashed when they are written, and verified before they are read. The process that keeps the
+    index makes a `claim`; only one of a name can.
 
     Attributes:
-        shape, integrity: As given.
         generations: Generations of the slots; of use where this process alone writes them.
 
     Raises:

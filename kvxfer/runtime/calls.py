@@ -200,14 +200,10 @@ class Calls:
     ) -> T:
         """Wait for a call, but no longer than `timeout_s`; without a limit for None.
 
-        Args:
-            timeout_s: Seconds that the call may take.
-            call: The call.
-            note_late: Called if the call still runs then, whoever gave it up before.
-            outlives_caller: Whether the call goes on until then when its caller is cancelled: how
-                long it takes is found out although no caller has so much time.
-            keeps_caller: Whether a caller that is cancelled waits for the end of the call: it may
-                write to the caller's memory.
+        If the call still runs then, whoever gave it up before, `note_late` is called. One that
+        `outlives_caller` goes on until then when its caller is cancelled: how long it takes is
+        found out although no caller has so much time. For one that `keeps_caller` the caller waits
+        although he is cancelled: it may write to his memory.
 
         Raises:
             TimeoutError: The call did not end in time.

@@ -37,7 +37,6 @@ class Pause:
             together must not come back together. By default all of it is.
 
     Attributes:
-        first_s: As given.
         num_failures: Failures in a row.
         until: End of the present pause.
     """

@@ -120,9 +120,6 @@ class TieredBackend(Backend):
             chunk, and to one for each lower tier.
         timeouts: Deadlines of the lower tiers; lookups in the first have none.
 
-    Attributes:
-        memory_kinds: Device types whose memory every tier reads and writes directly.
-
     Raises:
         InvalidArgumentError: There is no tier, one cannot reach host memory, the namespace
             has no groups, or `staging_bytes` is not positive.

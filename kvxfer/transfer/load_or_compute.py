@@ -128,13 +128,10 @@ class LoadOrCompute(Observer):
     def pays(
         self, keys: Sequence[BlockKey], num_bytes: int, num_tokens: int, *, queued_bytes: int = 0
     ) -> bool:
-        """Whether to load blocks; observers are told of those that are not worth it.
+        """Whether to load blocks, and not to compute their tokens.
 
-        Args:
-            keys: Keys of the blocks.
-            num_bytes: Their bytes.
-            num_tokens: Tokens to compute where they are not loaded.
-            queued_bytes: Bytes of loads that were submitted before and have not ended.
+        Observers are told of those that are not worth it. The `queued_bytes` are those of loads
+        that were submitted before and have not ended.
         """
         require_sequence("keys", keys, "a sequence of block keys")
         require_keys(keys)

@@ -33,7 +33,7 @@ from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observer import Cause, NotLoaded, Observer, Operation, Removal, Reports
+from kvxfer.storage.observer import Cause, Gauge, NotLoaded, Observer, Operation, Removal, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.wanted_blocks import Wanted, WantedBlocks
