@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvxfer.checks import find_repeated
-from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
+from kvxfer.checks import find_repeated, require_positive
+from kvxfer.errors import BlockStateError, DuplicateError
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
@@ -90,9 +90,7 @@ class BlockIndex:
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        if num_slots < 1:
-            raise InvalidArgumentError("num_slots", num_slots, "at least 1")
-        self.num_slots = num_slots
+        self.num_slots = require_positive("num_slots", num_slots)
         self._policy = policy
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from itertools import chain
 from typing import Any, TypeVar
 
+from kvxfer.checks import require_positive
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgumentError
@@ -79,12 +80,8 @@ class StagedBackend(WrappingBackend):
         if "cpu" not in inner.memory_kinds:
             kinds = sorted(inner.memory_kinds)
             raise InvalidArgumentError("memory_kinds of the backend", kinds, "'cpu' among them")
-        for name, value in (
-            ("largest_block_bytes", largest_block_bytes),
-            ("staging_bytes", staging_bytes),
-        ):
-            if value < 1:
-                raise InvalidArgumentError(name, value, "at least 1")
+        largest_block_bytes = require_positive("largest_block_bytes", largest_block_bytes)
+        staging_bytes = require_positive("staging_bytes", staging_bytes)
         super().__init__(inner)
         self.memory_kinds = inner.memory_kinds | {"cuda"}
         self._copy_engine = copy_engine
