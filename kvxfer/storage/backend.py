@@ -57,14 +57,7 @@ NO_ROOM_REASON = "no room"
 """Beginning of the reason of a block that a full medium refused."""
 PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
-_RANKS = {
-    Status.MISSING: 0,
-    Status.CANCELLED: 1,
-    Status.TIMED_OUT: 1,
-    Status.FAILED: 1,
-    Status.CORRUPT: 2,
-    Status.DONE: 3,
-}
+_RANKS = dict.fromkeys(Status, 1) | {Status.MISSING: 0, Status.CORRUPT: 2, Status.DONE: 3}
 
 
 def positions_done(outcomes: Sequence[Outcome]) -> list[int]:

@@ -99,7 +99,7 @@ class BytesBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
-        return list(await self._ask(partial(self.has, self._names(keys))))
+        return list(await self._threads.ask(self._call, partial(self.has, self._names(keys))))
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
@@ -123,7 +123,7 @@ class BytesBackend(Backend):
         self._guard.check_batch(keys, blocks)
         names = self._names(keys)
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
-        values = await self._ask(partial(self.get, names))
+        values = await self._threads.ask(self._call, partial(self.get, names))
         outcomes = await self._threads.run(self._write, names, sizes, values, blocks)
         pairs = enumerate(outcomes)
         corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
@@ -162,9 +162,6 @@ class BytesBackend(Backend):
             raise
         except Exception as exc:
             raise BackendUnavailableError(f"{type(self).__name__}: {exc!r}") from exc
-
-    async def _ask(self, func: Callable[[], T]) -> T:
-        return await self._threads.ask(self._call, func)
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""

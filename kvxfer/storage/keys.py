@@ -181,13 +181,7 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Difference(NamedTuple):
-    """Field in which two namespaces differ.
-
-    Attributes:
-        field: Name of the field, with indices, such as `groups[0].spec`.
-        ours: Value on this side.
-        theirs: Value on the other side.
-    """
+    """Field in which two namespaces differ, such as `groups[0].spec`, with both values."""
 
     field: str
     ours: Any

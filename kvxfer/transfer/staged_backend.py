@@ -150,8 +150,8 @@ class StagedBackend(WrappingBackend):
             asyncio.create_task(move_part(keys[start:stop], blocks.select(start, stop)))
             for start, stop in self._staging.cut(blocks.block_sizes.tolist())
         ]
-        moved = await asyncio.gather(*parts, return_exceptions=True)
-        return list(chain.from_iterable(_result(part) for part in moved))
+        await asyncio.gather(*parts, return_exceptions=True)
+        return list(chain.from_iterable(part.result() for part in parts))
 
     async def _store_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         try:
@@ -250,9 +250,3 @@ def stage(
 def _safe(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Mark outcomes as memory-safe: only the staging buffer may still be touched."""
     return [dataclasses.replace(outcome, memory_safe=True) for outcome in outcomes]
-
-
-def _result(part: list[Outcome] | BaseException) -> list[Outcome]:
-    if isinstance(part, BaseException):
-        raise part
-    return part
