@@ -73,6 +73,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     Attributes:
         num_slots: Number of blocks that fit.
+        pool: The slots, for who shares them.
         shared_memory: Memory of the slots where other processes may map it, else None.
 
     Raises:
@@ -90,7 +91,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         shape = PoolShape.fit(capacity_bytes=config.capacity, num_parts=1, part_size_bytes=size)
         self.shared_memory = SharedMemory.create(shape.num_bytes) if config.shared else None
         self._hashed = config.integrity is MemoryIntegrity.FULL
-        self._pool = HostPool(
+        self.pool = HostPool(
             shape,
             namespace,
             config.open_copy_engine(),
@@ -106,12 +107,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self._scrubber = self._open_scrubber(config)
-        self.regions = [self._pool.region, self._pool.generations.region]
-
-    @property
-    def pool(self) -> HostPool:
-        """The slots, for who shares them."""
-        return self._pool
+        self.regions = [self.pool.region, self.pool.generations.region]
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`."""
@@ -120,7 +116,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
-        self._pool.attach(memory)
+        self.pool.attach(memory)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
@@ -137,7 +133,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             chosen = _chosen(plan.keys, keys, blocks)
             with self._storing(plan.keys) as stored:
                 if self._takes_thread(chosen):
-                    await self._threads.run(self._pool.write, plan.slots, plan.keys, chosen)
+                    await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
                     stored.extend(plan.keys)
                 else:
                     await self._write(plan.slots, plan.keys, chosen, stored)
@@ -171,7 +167,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             stored = False
             try:
                 if plan.keys:
-                    self._pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
+                    self.pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
                 stored = True
             finally:
                 self._index.finish_store(plan.keys, stored=stored)
@@ -183,7 +179,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     ) -> Begun:
         """Begin a copy by a device; called with the lock of the index."""
         try:
-            copy, finish = self._pool.begin_write(plan.slots, plan.keys, blocks)
+            copy, finish = self.pool.begin_write(plan.slots, plan.keys, blocks)
         except BaseException:
             self._index.finish_store(plan.keys, stored=False)
             raise
@@ -221,7 +217,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         with self._threads.counting():
             for start, stop in _slices(blocks):
                 part = slots[start:stop], keys[start:stop], blocks.select(start, stop)
-                copy, finish = self._pool.begin_write(*part)
+                copy, finish = self.pool.begin_write(*part)
                 await wait_for_begun(Begun((), copy, landed=finish))
                 stored.extend(keys[start:stop])
                 if stop < len(keys):
@@ -281,7 +277,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
         removed = self._index.remove(keys)
         if removed:
-            self._pool.spoil([slots[key] for key in removed])
+            self.pool.spoil([slots[key] for key in removed])
         self._reports.removed(removed, Removal.DELETED)
         return removed
 
@@ -296,7 +292,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         try:
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
-            find = partial(self._pool.find, slots, found, starts, stops, hashed=not fenced)
+            find = partial(self.pool.find, slots, found, starts, stops, hashed=not fenced)
             sizes = np.subtract(stops, starts).tolist()
             num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
@@ -307,10 +303,10 @@ class HostBackend(LendingBackend, ImmediateMover):
             lent = positions_done(given)
             chosen = [slots[row] for row in lent]
             ends = np.array([(starts[row], stops[row]) for row in lent], np.int64).reshape(-1, 2)
-            blocks = self._pool.describe(chosen, ends[:, 0], ends[:, 1])
+            blocks = self.pool.describe(chosen, ends[:, 0], ends[:, 1])
             with self._lock:
                 self._index.touch([found[row] for row in lent])
-            fences = self._pool.generations.fences(chosen) if fenced else None
+            fences = self.pool.generations.fences(chosen) if fenced else None
             told = [] if fenced else checksums
             yield LentBlocks(outcomes, blocks if lent else None, told, fences)
         finally:
@@ -323,11 +319,11 @@ class HostBackend(LendingBackend, ImmediateMover):
             outcomes = [DONE if ready else MISSING for ready in self._index.are_ready(keys)]
             there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
             slots = [self._index.slot_of(key) for key in there]
-            stored = self._pool.stored(slots, hashed=not fenced)
+            stored = self.pool.stored(slots, hashed=not fenced)
             if stored is None:
                 return None
             self._index.touch(there)
-            fences = self._pool.generations.fences(slots) if fenced else None
+            fences = self.pool.generations.fences(slots) if fenced else None
         blocks, checksums = stored
         return LentBlocks(outcomes, blocks if there else None, [] if fenced else checksums, fences)
 
@@ -345,13 +341,13 @@ class HostBackend(LendingBackend, ImmediateMover):
         starts = [offered.starts[index] for index in rows]
         stops = [offered.starts[index] + offered.sizes[index] for index in rows]
         with self._storing(plan.keys) as stored:
-            self._pool.unseal(plan.slots)
-            blocks = self._pool.describe(plan.slots, *np.array([starts, stops], np.int64))
+            self.pool.unseal(plan.slots)
+            blocks = self.pool.describe(plan.slots, *np.array([starts, stops], np.int64))
             room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)
             yield room
             if arrived := sorted(room.arrived):
                 keys = [plan.keys[row] for row in arrived]
-                self._pool.tag(
+                self.pool.tag(
                     [plan.slots[row] for row in arrived],
                     keys,
                     [starts[row] for row in arrived],
@@ -369,7 +365,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def _release(self) -> None:
         is_still = await self._scrubber.aclose()
         if not await self._threads.aclose() and is_still:
-            self._pool.close()
+            self.pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
         """Pin the blocks that are there, until `unpin`; return their positions, and slots."""
@@ -402,7 +398,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             return Begun(outcomes)
         try:
             chosen = blocks.take(there) if len(there) < len(keys) else blocks
-            read, copy = self._pool.begin_read(slots, found, chosen)
+            read, copy = self.pool.begin_read(slots, found, chosen)
         except BaseException:
             self.unpin(found)
             raise
@@ -453,7 +449,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         replaced = []
         parts = zip(keys, self._index.are_ready(keys), starts, stops, strict=True)
         for key, is_ready, start, stop in parts:
-            if is_ready and not self._pool.covers(self._index.slot_of(key), start, stop):
+            if is_ready and not self.pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
                 replaced.append(key)
         plan = self._index.begin_store(keys)
@@ -469,7 +465,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         parts = zip(slots, sizes, wholes, strict=True)
         return sum(
-            size for slot, size, whole in parts if size < whole or not self._pool.is_hashed(slot)
+            size for slot, size, whole in parts if size < whole or not self.pool.is_hashed(slot)
         )
 
     def drop_corrupt(
@@ -493,12 +489,12 @@ class HostBackend(LendingBackend, ImmediateMover):
             if (drop := alive()) is not None:
                 drop(slot, generation)
 
-        return Scrubber(self._pool, 0.0 if is_off else config.scrub_mib_per_s, changed)
+        return Scrubber(self.pool, 0.0 if is_off else config.scrub_mib_per_s, changed)
 
     def _drop_changed(self, slot: int, generation: int) -> None:
         """Hide a block whose bytes changed, unless its slot was overwritten since."""
         with self._lock:
-            if self._pool.generations.of(slot) != generation:
+            if self.pool.generations.of(slot) != generation:
                 return
             keys = self._index.keys()
             ready = compress(keys, self._index.are_ready(keys))
@@ -510,7 +506,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             logger.warning("dropped a corrupt block: %s has changed in memory", key.hex())
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        gauges = self._index.gauges(self._pool.shape.slot_size_bytes)
+        gauges = self._index.gauges(self.pool.shape.slot_size_bytes)
         return {**gauges, Gauge.SCRUBBED_BYTES: self._scrubber.num_bytes}
 
 

@@ -260,10 +260,8 @@ def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> N
     if int(groups.max()) >= len(chunk_sizes):
         raise InvalidArgumentError("group", int(groups.max()), f"a group below {len(chunk_sizes)}")
     limits = np.array(chunk_sizes, np.int64)[groups]
-    starts, sizes = (
-        require_integers("starts", wanted.starts),
-        require_integers("sizes", wanted.sizes),
-    )
+    starts = require_integers("starts", wanted.starts)
+    sizes = require_integers("sizes", wanted.sizes)
     outside = outside_of(limits, starts, sizes)
     if outside.any():
         index = int(outside.argmax())

@@ -34,7 +34,7 @@ async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:
         if not sum(await tier.lookup([key])):
             continue
         if isinstance(tier, HostBackend):
-            tier._pool.slots[tier._index.slot_of(key)][0, 0] ^= 1
+            tier.pool.slots[tier._index.slot_of(key)][0, 0] ^= 1
         else:
             assert isinstance(tier, DictBackend)
             tier.corrupt(key)
@@ -123,7 +123,7 @@ class TestHostOverFiles(BackendTests):
             if await self.file.lookup([key]) == [True]:
                 break
         flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
-        self.host._pool.slots[self.host._index.slot_of(key)][0, 0] ^= 1
+        self.host.pool.slots[self.host._index.slot_of(key)][0, 0] ^= 1
 
 
 class PersistentStateMachine(BackendStateMachine):

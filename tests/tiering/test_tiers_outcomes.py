@@ -122,7 +122,7 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
     async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
         payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
         await settle(backend)
-        first._pool.slots[first._index.slot_of(KEYS[3])][0, 0] ^= 1
+        first.pool.slots[first._index.slot_of(KEYS[3])][0, 0] ^= 1
         assert await load_from(backend, memory, KEYS) == payloads
         assert await backend.lookup(KEYS) == [True] * 8
         assert await first.lookup(KEYS) == [True] * 8
