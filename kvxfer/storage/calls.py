@@ -136,10 +136,8 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
 async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:
     """Drain; a drain that raises has made nothing quiet, and is made again after a pause.
 
-    When `gives_up` is set nobody waits for the memory any more: then the next failure is the last.
-
-    Returns:
-        Whether the memory is quiet.
+    When `gives_up` is set nobody waits for the memory any more: the next failure is the last, and
+    the answer is that the memory is not quiet.
     """
     pause = Pause(FIRST_DRAIN_PAUSE_S, LAST_DRAIN_PAUSE_S)
     while True:
