@@ -55,7 +55,7 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Transfers that wait for their turn."""
-        return len(self._waiting)
+        return sum(not turn.cancelled() for *_, turn in list(self._waiting))
 
     def has_room(self, num_bytes: int, *, beside: int = 0) -> bool:
         """Whether a transfer would be admitted now, if none waited, beside bytes of others."""

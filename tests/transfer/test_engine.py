@@ -281,7 +281,11 @@ async def test_those_who_wait_enter_by_priority_and_then_in_order(
     async with asyncio.TaskGroup() as group, admission.admit(0, held):
         for priority, num_bytes in waiting:
             group.create_task(enter(admission, priority, num_bytes, log))
+        cancelled = group.create_task(enter(admission, 9, 10, log))
         await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        assert admission.num_waiting == len(waiting)
         assert log == []
     assert log == entered
     assert admission.bytes_in_flight == 0
