@@ -173,8 +173,12 @@ def test_stop_cancels_what_is_left_and_lets_it_end_though_it_is_called_again_mea
 
     left = thread.submit(wait_and_tidy_up())
     assert begun.wait(10)
-    telling = lambda *call: (call_soon(*call), told.release())  # noqa: E731
-    with patch.object(thread.loop, "call_soon_threadsafe", telling):
+
+    def tell(*call: Any) -> None:
+        call_soon(*call)
+        told.release()
+
+    with patch.object(thread.loop, "call_soon_threadsafe", tell):
         thread.stop()
         other.join()
     assert ended.is_set()

@@ -81,7 +81,7 @@ TABLE = """
 @@ tiers 200 a purge begins with the first tier
 -            for tier in reversed(self._tiers):
 +            for tier in self._tiers:
-                 async with
+                 try:
 @@ tiers 160 a close does not wait for what is written back
 -            await asyncio.wait([self._settling], timeout=self._close_s)
 +            pass

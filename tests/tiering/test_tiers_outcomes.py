@@ -68,7 +68,9 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     assert all(tier._guard.closed for tier in tiers)
 
 
-async def test_a_store_that_ends_after_the_close_leaves_no_task(memory: BlockMemory) -> None:
+async def test_a_store_that_hangs_keeps_no_purge_and_leaves_no_task_after_the_close(
+    memory: BlockMemory,
+) -> None:
     class Slow(DictBackend):
         async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
             await may_end.wait()
@@ -79,6 +81,8 @@ async def test_a_store_that_ends_after_the_close_leaves_no_task(memory: BlockMem
     backend = TieredBackend(tiers, namespace, timeouts=TierTimeouts(close_s=0))
     storing = asyncio.ensure_future(backend.store(KEYS[:1], memory.describe(0, [0])))
     await yield_to_loop(8)
+    with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
+        await backend.purge()  # which waits for what moves, and not for ever
     await backend.aclose()
     may_end.set()
     assert await storing == [DONE]
