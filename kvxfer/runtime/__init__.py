@@ -6,6 +6,7 @@ from kvxfer.runtime.calls import (
     await_call,
     end_tasks,
     fetch_error,
+    is_caller_cancelled,
     outlive_caller,
     wait_despite_cancel,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "event",
     "fetch_error",
     "is_absent",
+    "is_caller_cancelled",
     "listen",
     "lock",
     "monotonic",

@@ -15,6 +15,12 @@ Work: TypeAlias = "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]"
 """What can be awaited here; a future may be set on any thread."""
 
 
+def is_caller_cancelled() -> bool:
+    """Whether the current task is being cancelled: a `CancelledError` may be the caller's."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def await_call(call: Awaitable[T]) -> T:
     """Await a call of code that may be anybody's: only the caller's cancellation is one.
 
@@ -26,7 +32,7 @@ async def await_call(call: Awaitable[T]) -> T:
     try:
         return await call
     except asyncio.CancelledError as exc:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        if is_caller_cancelled():
             raise
         raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
 

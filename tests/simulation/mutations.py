@@ -174,7 +174,7 @@ TABLE = """
 +        self._entries.pop(key)
 --- kvxfer/runtime/calls.py
 @@ tiers 80 a foreign cancellation passes as that of the caller
--        if (task := asyncio.current_task()) is not None and task.cancelling():
+-        if is_caller_cancelled():
 +        if exc:
 @@ tiers 40 calls that were given up are forgotten
 -        self._abandoned.add(call)
