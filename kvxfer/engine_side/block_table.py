@@ -34,11 +34,6 @@ class DeviceArray:
     may be changed at once, and the device copies from there in the order of its stream. A commit
     waits only for the copy of the commit before it.
 
-    Args:
-        shape: Elements along each dimension.
-        dtype: Type of the elements.
-        device: Device of the copy.
-
     Attributes:
         host: The host array, zeroed.
         device: The device's copy, zeroed; separate memory from `host` also on the CPU.

@@ -72,12 +72,8 @@ def find_vllm_pages(
     vLLM knows its weights by their files or commit. So what a model has in memory is compared with
     these files, tensor by tensor.
 
-    Args:
-        model: Model whose weights must be those of the engine.
-        backend: Tiers of which one is the store in files that vLLM has opened.
-        keys: Keys of the engine.
-        revision: `--revision` of the engine.
-        fingerprint: Namespace to use, where the store has several of these weights.
+    One tier of the backend is the store in files that vLLM has opened; `revision` is that of the
+    engine's arguments, and `fingerprint` chooses among several namespaces of these weights.
 
     Raises:
         InvalidArgumentError: There is no such namespace, several, or one whose pages a model in

@@ -136,15 +136,8 @@ class RowStore:
     ) -> list[bool]:
         """Store or load pages, in jobs of half of the rows; return for each whether that was done.
 
-        Nothing is moved beyond a purge that begins after the call.
-
-        Args:
-            direction: Whether pages are loaded or stored.
-            keys: Their keys.
-            copy: Copies pages to rows before they are stored, or from rows once they have arrived,
-                verified.
-            deadline: When the call ends.
-            group: Group of the pages.
+        Nothing is moved beyond a purge that begins after the call. `copy` copies pages to rows
+        before they are stored, or from rows once they have arrived, verified.
 
         Raises:
             InvalidArgumentError: A key appears twice; nothing was moved.

@@ -122,14 +122,12 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to store objects, each of which is stored or not, whatever becomes of others."""
-
-        def answer(task_id: int, task: Task) -> None:
-            self._stored.give(task_id, L2StoreResult(all(task.done), task.num_bytes))
-
-        def work(task: Task) -> Coroutine[Any, Any, None]:
-            return self._objects.store(task, self._locate(keys, objects))
-
-        return self._submit(len(keys), answer, work)
+        return self._submit(
+            len(keys),
+            self._stored,
+            lambda task: L2StoreResult(all(task.done), task.num_bytes),
+            lambda task: self._objects.store(task, self._locate(keys, objects)),
+        )
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Take the results of the stores that have ended."""
@@ -142,14 +140,14 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     ) -> int:
         """Begin to look up objects; LMCache itself deletes none of those found for `PIN_S`."""
 
-        def answer(task_id: int, task: Task) -> None:
-            self._pin([key for key, found in zip(keys, task.done, strict=True) if found])
-            self._found.give(task_id, _bitmap(task))
+        def answer(task: Task) -> Bitmap:
+            done = list(task.done)  # it may come to its end late
+            self._pin([key for key, found in zip(keys, done, strict=True) if found])
+            return _bitmap(done)
 
-        def work(task: Task) -> Coroutine[Any, Any, None]:
-            return self._objects.lookup(task, keys)
-
-        return self._submit(len(keys), answer, work)
+        return self._submit(
+            len(keys), self._found, answer, lambda task: self._objects.lookup(task, keys)
+        )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a lookup; None while there is none."""
@@ -168,15 +166,12 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to load objects into their memory, which is not touched after the answer."""
 
-        def answer(task_id: int, task: Task) -> None:
-            self._loaded.give(task_id, _bitmap(task))
-
         async def work(task: Task) -> None:
             await self._objects.load(task, self._locate(keys, objects))
             if loaded := [key for key, done in zip(keys, task.done, strict=True) if done]:
                 _tell(self._notify_keys_accessed, loaded)
 
-        return self._submit(len(keys), answer, work)
+        return self._submit(len(keys), self._loaded, lambda task: _bitmap(task.done), work)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a load; None while there is none."""
@@ -249,7 +244,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def _submit(
         self,
         num_keys: int,
-        answer: Callable[[int, Task], None],
+        answers: Answers,
+        answer: Callable[[Task], object],
         work: Callable[[Task], Coroutine[Any, Any, None]],
     ) -> int:
         """Begin a task; whatever goes wrong is an answer of which no key is done.
@@ -268,7 +264,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
         with self._submission:
             deadline = runtime.monotonic() + self._settings.timeout_s
-            task = Task(num_keys, deadline, lambda ended: answer(task_id, ended))
+            task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
             if not self._closed:
                 self._deadlines.watch(task)
         try:
@@ -337,10 +333,10 @@ def _tell(notify: Callable[..., object], *args: object) -> None:
         logger.exception("a listener of LMCache failed")
 
 
-def _bitmap(task: Task) -> Bitmap:
-    bitmap = Bitmap(len(task.done))
-    for index, done in enumerate(task.done):
-        if done:
+def _bitmap(done: Sequence[bool]) -> Bitmap:
+    bitmap = Bitmap(len(done))
+    for index, is_done in enumerate(done):
+        if is_done:
             bitmap.set(index)
     return bitmap
 

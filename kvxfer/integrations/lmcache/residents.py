@@ -56,10 +56,7 @@ class Residents(Observer):
 
     Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
 
-    Args:
-        piece_bytes: Bytes of a piece.
-        fingerprint: Fingerprint of the namespace.
-        wake: Called when there is something to deliver; returns at once.
+    `wake` is called when there is something to deliver; it returns at once.
 
     Attributes:
         num_tiers: Tiers of the backend.

@@ -32,11 +32,8 @@ class PageStore(RowStore):
 
     Loads and stores have rows of their own: SGLang has a thread for each.
 
-    Args:
-        pools: Caches of each pool, with one group, and their page mapping.
-        backends: As in `kvxfer.connect`.
-        namespace: Identity of the pages, without groups.
-        settings: Times, and the bound on the memory of the rows; raised to two in each direction.
+    The pools have one group each, and the namespace has none. The memory of the rows is bounded by
+    the settings, but there are two rows in each direction.
 
     Raises:
         Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.

@@ -169,30 +169,33 @@ class _Walk:
         for cell in function.__closure__ or ():
             if isinstance(inner := _content(cell), types.FunctionType):
                 self._follow_function(module, ".".join(where_written(inspect.unwrap(inner))), inner)
-        names = list(_names_in(code))
-        for _, name in names:
+        found = [(each.opname, str(each.argval)) for each in _instructions(code)]
+        of_globals, attributes = (
+            sorted({name for operation, name in found if operation in kind})
+            for kind in (GLOBAL, ATTRIBUTE)
+        )
+        for name in (*of_globals, *attributes):
             self._check_torch(name)
         if module.partition(".")[0] != "torch":
-            self._follow_names(module, variables, names)
+            self._follow_names(module, variables, of_globals, attributes)
 
     def _follow_names(
-        self, module: str, variables: dict[str, Any], names: list[tuple[str, str]]
+        self, module: str, variables: dict[str, Any], of_globals: list[str], attributes: list[str]
     ) -> None:
         """Follow globals, methods of the class, and what other modules of the package have."""
         modules: list[types.ModuleType] = []
-        for operation, name in names:
-            if operation == "LOAD_GLOBAL" and name in variables:
-                found = variables[name]
-                self.code.links.append((variables, name, found))
-                self._follow(module, name, found)
-                if isinstance(found, types.ModuleType) and self._is_own(found.__name__):
-                    modules.append(found)
-            elif operation != "LOAD_GLOBAL":
-                self._find_method(name)
-                for other in modules:
-                    if (found := _look_up(other, name)) is not None:
-                        self.code.links.append((other, name, found))
-                        self._follow(other.__name__, name, found)
+        for name in filter(variables.__contains__, of_globals):
+            found = variables[name]
+            self.code.links.append((variables, name, found))
+            self._follow(module, name, found)
+            if isinstance(found, types.ModuleType) and self._is_own(found.__name__):
+                modules.append(found)
+        for name in attributes:
+            self._find_method(name)
+            for other in modules:
+                if (found := _look_up(other, name)) is not None:
+                    self.code.links.append((other, name, found))
+                    self._follow(other.__name__, name, found)
 
     def _check_torch(self, name: str) -> None:
         """Check that torch has under a name what it is called."""
@@ -238,14 +241,6 @@ def _look_up(place: Any, name: str) -> Any:
     if isinstance(place, types.FunctionType):
         return place.__code__
     return vars(place).get(name)
-
-
-def _names_in(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """List the names that code looks up, globals first, and whether each is one."""
-    found = {(each.opname, str(each.argval)) for each in _instructions(code)}
-    globals_of = {("LOAD_GLOBAL", name) for kind, name in found if kind in GLOBAL}
-    yield from sorted(globals_of)
-    yield from sorted({("LOAD_ATTR", name) for kind, name in found if kind in ATTRIBUTE})
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:

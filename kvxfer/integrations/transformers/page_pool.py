@@ -28,15 +28,10 @@ class PagePool:
     memory whatever device the model is on, pinned for a GPU: backends reach it, and a transfer
     that is late touches nothing else.
 
-    Args:
-        layers: Shapes of the model's layers.
-        tokens_per_page: Tokens of a page.
-        num_bytes: Bound on the memory; raised to two pages.
-        axes: Order of the axes of keys, `k`, and of values, `v`; by default heads, tokens,
-            dimensions.
+    It has two pages at least, however few bytes they may have together. The axes of keys, `k`, and
+    of values, `v`, are heads, tokens, dimensions unless they are given.
 
     Attributes:
-        num_pages: Pages of the pool.
         caches: The pool as KV caches, a block for each page.
         mappings: Mapping to portable pages; empty where layers have different numbers of heads.
     """

@@ -32,9 +32,6 @@ class Weights:
     Hashing takes about as long as a decoded token on a CPU. Weights of a GPU are hashed once, and
     later only their rows and columns are summed up there, which any training changes.
 
-    Args:
-        model: A `torch.nn.Module`.
-
     Attributes:
         digest: 32 hexadecimal digits, of the weights as they were at first.
 
@@ -120,9 +117,6 @@ def sum_in_place(tensor: torch.Tensor) -> bytes:
     Two passes over the tensor, on its device, and no copy of it. Whatever changes elements changes
     the sums, whatever exchanges some, rows or columns, too; but for changes that cancel out in
     every row and in every column. Another place in memory does not.
-
-    Args:
-        tensor: The tensor, at least one element; a row is its last dimension.
 
     Returns:
         A text of two integers.
