@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("nixl")
 
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
+OPEN_HOST = partial(HostBackend, HostConfig(capacity=CAPACITY))
 ABOUT_TICKETS = [
     wire.Describe(request_id=1),
     wire.Hold(request_id=1, ticket="t", keys=KEYS),
@@ -179,13 +181,9 @@ async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed(tmp_p
             await second.describe()
 
 
-def open_host(namespace: Namespace) -> HostBackend:
-    return HostBackend(HostConfig(capacity=CAPACITY), namespace)
-
-
 @contextlib.asynccontextmanager
 async def standing(
-    open_store: Callable[[Namespace], Backend] = open_host,
+    open_store: Callable[[Namespace], Backend] = OPEN_HOST,
 ) -> AsyncIterator[StandalonePeer]:
     config = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
     async with contextlib.aclosing(StandalonePeer(config, open_store)) as peer:
@@ -214,10 +212,7 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
 
 
 async def test_a_store_that_lends_no_memory_is_served_through_memory_of_the_peer() -> None:
-    async with (
-        standing(lambda namespace: DictBackend(None, namespace)) as peer,
-        engine(peer) as backend,
-    ):
+    async with standing(partial(DictBackend, None)) as peer, engine(peer) as backend:
         payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
         target = MEMORY.describe(0, range(4, 8))
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 4
