@@ -48,7 +48,7 @@ BUDGETS = {
     "backends/mooncake": 720,
     "backends/nixl": 8_206,
     "backends/object": 1_774,
-    "backends/pool": 1_167,
+    "backends/pool": 1_159,
     "benchmarks": 4_689,
     "examples": 2_580,
     "kvxfer/cli": 1_676,

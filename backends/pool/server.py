@@ -9,7 +9,6 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -58,15 +57,6 @@ _REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.R
 _HELLO: msgspec.msgpack.Decoder[wire.Hello] = msgspec.msgpack.Decoder(wire.Hello)
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Slots that an engine is writing; the blocks in them are kept at the end of the stack."""
-
-    reserved: ReservedBlocks
-    stack: AsyncExitStack
-    parts: BlockParts
-
-
 class PoolSession:
     """Session of one engine: answers its requests, one after the other.
 
@@ -83,7 +73,8 @@ class PoolSession:
         self._chunk_sizes = tiers.chunk_sizes
         self._pins: Counter[BlockKey] = Counter()
         self._num_batches = 0
-        self._rooms: dict[int, _Room] = {}
+        # Slots that it is writing, what they are for, and the end of which keeps what is there.
+        self._rooms: dict[int, tuple[ReservedBlocks, BlockParts, AsyncExitStack]] = {}
         self._draining = False
         self._number = next(self._numbers)
         self._pid, _ = peer_of(connection)
@@ -245,20 +236,21 @@ class PoolSession:
                     offsets = room.blocks.addresses.astype(np.int64) - pool.region.address
                     slots = (offsets // pool.shape.slot_size_bytes).tolist()
                     parts = _chosen(request, given)
-                    self._rooms[request.number] = _Room(room, stack.pop_all(), parts)
+                    self._rooms[request.number] = room, parts, stack.pop_all()
         return wire.Reserved(rows=given, slots=slots, busy=busy, refused=refused)
 
     async def _publish(self, request: wire.Publish) -> wire.Done:
-        room = self._rooms.pop(request.number, None)
-        if room is None:
+        writing = self._rooms.pop(request.number, None)
+        if writing is None:
             raise InvalidArgumentError("number", request.number, "that of a reservation")
-        num_blocks = len(room.parts.keys)
+        room, parts, stack = writing
+        num_blocks = len(parts.keys)
         is_written = len(request.checksums) == num_blocks
         if is_written:
-            room.reserved.arrived.update(enumerate(request.checksums))
-        await room.stack.aclose()
+            room.arrived.update(enumerate(request.checksums))
+        await stack.aclose()
         if is_written and isinstance(self._backend, TieredBackend):
-            self._backend.write_back(room.parts)
+            self._backend.write_back(parts)
         return wire.Done(done=[is_written] * num_blocks)
 
     async def _release(self, *, at_once: bool) -> None:
@@ -269,8 +261,8 @@ class PoolSession:
             if self._rooms and not at_once:
                 await self._wait_for_end()
         finally:
-            for room in self._rooms.values():
-                await room.stack.aclose()
+            for *_, stack in self._rooms.values():
+                await stack.aclose()
             self._rooms.clear()
             if self._process >= 0:
                 os.close(self._process)
