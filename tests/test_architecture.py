@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_752,
     "backends/host": 2_046,
     "backends/mooncake": 720,
-    "backends/nixl": 8_206,
+    "backends/nixl": 8_196,
     "backends/object": 1_774,
     "backends/pool": 1_159,
     "benchmarks": 4_689,

@@ -536,7 +536,9 @@ class EtcdSession:
         except TimeoutError as exc:
             raise EtcdError(f"no answer within {self._timeout_s:.2g} s") from exc
         except (RpcError, BaseError) as exc:
-            raise EtcdError(_describe(exc)) from exc
+            code = exc.code().name.lower() if hasattr(exc, "code") else type(exc).__name__
+            details = exc.details() if hasattr(exc, "details") else str(exc)
+            raise EtcdError(f"{code}: {printable(details, _MAX_CHARACTERS)}") from exc
         except asyncio.InvalidStateError as exc:  # what is written to a stream that has ended
             raise EtcdError("the stream was ended") from exc
 
@@ -595,13 +597,6 @@ def import_aetcd() -> "ModuleType":
 def _end(prefix: bytes) -> bytes:
     """First key after all that begin with a prefix, which ends with a slash."""
     return prefix[:-1] + b"0"
-
-
-def _describe(exc: Any) -> str:
-    """Describe an error of gRPC: its code, and what the server or the network said."""
-    code = exc.code().name.lower() if hasattr(exc, "code") else type(exc).__name__
-    details = exc.details() if hasattr(exc, "details") else str(exc)
-    return f"{code}: {printable(details, _MAX_CHARACTERS)}"
 
 
 def own_loop() -> asyncio.AbstractEventLoop:

@@ -269,7 +269,8 @@ class _Greeting:
             try:
                 self.ours.namespace.require_same(theirs.namespace)
             except NamespaceMismatchError as exc:  # with a stranger's text in it
-                field, theirs_is = _clip(exc.field), _clip(exc.theirs)
+                said = (printable(each, MAX_TEXT_CHARACTERS) for each in (exc.field, exc.theirs))
+                field, theirs_is = said
                 raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
@@ -334,8 +335,11 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
                 channel.require_open()
                 yield
             except (HandshakeError, NamespaceMismatchError) as error:
+                is_namespace = isinstance(error, NamespaceMismatchError)
+                field = f"{_NAMESPACE}{error.field}" if is_namespace else error.field
+                refusal = Refusal(field=field, ours=str(error.ours), theirs=str(error.theirs))
                 with contextlib.suppress(KVXferError):  # it refused us, or is gone
-                    await channel.send(_make_refusal(error))
+                    await channel.send(refusal)
                 raise
     except BaseException as error:
         if isinstance(error, TimeoutError) and deadline.expired():
@@ -346,18 +350,9 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
         raise
 
 
-def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
-    field = _NAMESPACE + error.field if isinstance(error, NamespaceMismatchError) else error.field
-    return Refusal(field=field, ours=str(error.ours), theirs=str(error.theirs))
-
-
 def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
     """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
     field, ours, theirs = refusal.field, refusal.theirs, refusal.ours
     if field.startswith(_NAMESPACE):
         return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)
     return HandshakeError(peer, field, ours, theirs)
-
-
-def _clip(value: object) -> str:
-    return printable(value, MAX_TEXT_CHARACTERS)
