@@ -92,8 +92,8 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
 class SimulatedTiers:
     """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
 
-    Its code is not shared: there locks, staging and calls of tiers are between any two steps.
-    `tests/replay/test_real.py` compares the hits of both.
+    Its code is not shared: there locks, staging and awaited tiers are between any two steps, and a
+    request takes 30 times as long. `tests/replay/test_real.py` compares the hits of both.
     """
 
     def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
