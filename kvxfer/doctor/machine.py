@@ -151,10 +151,11 @@ def check_hash_seed(
 def check_open_files(root: Path = ROOT) -> Finding:
     """Check the limit on open files."""
     limit = _read_limit(root, "Max open files")
+    shown = "unlimited" if limit == math.inf else f"{limit:.0f}"
     if limit >= MIN_OPEN_FILES:
-        return ok(f"{_count(limit)} open files")
+        return ok(f"{shown} open files")
     return warning(
-        f"at most {_count(limit)} open files",
+        f"at most {shown} open files",
         why=f"Blocks of a batch are files, and peers are connections. With less than "
         f"{MIN_OPEN_FILES}, stores fail when many are under way: 'Too many open files'.",
         mend="ulimit -n 65535",
@@ -211,10 +212,6 @@ def _read_limit(root: Path, name: str) -> float:
             soft = line.removeprefix(name).split()[0]
             return math.inf if soft == "unlimited" else int(soft)
     raise OSError(f"/proc/self/limits has no {name!r}")
-
-
-def _count(limit: float) -> str:
-    return "unlimited" if limit == math.inf else f"{limit:.0f}"
 
 
 def _may_lock(root: Path) -> bool:

@@ -306,6 +306,9 @@ def check_pool(config: PoolConfig) -> Finding:
         except PermissionError:
             found = f"{config.path} is not for this user"
             return error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
+        except BlockingIOError:  # its queue is full
+            found = f"whoever serves {config.path} accepts nobody"
+            return error(found, why=_NO_POOL, mend="restart the process that serves the pool")
         except OSError as exc:
             found = f"nobody serves {config.path}: {exc.strerror or exc}"
             return error(found, why=_NO_POOL, mend=serve)

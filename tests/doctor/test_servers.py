@@ -144,6 +144,11 @@ def test_a_pool_that_nobody_serves_is_named_with_the_command_that_serves_it(
     path.unlink()
     with running_pool(path):
         expect(find(f"pool://{path}", Check.POOL), OK)
+    with socket.socket(socket.AF_UNIX) as stuck, socket.socket(socket.AF_UNIX) as waiting:
+        stuck.bind(f"{path}2")
+        stuck.listen(0)
+        waiting.connect(f"{path}2")
+        expect(find(f"pool://{path}2", Check.POOL), ERROR, f"serves {path}2 accepts nobody")
     assert "refused" not in caplog.text, "no more than a connection was noticed"
 
 
