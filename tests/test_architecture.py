@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_047,
+    "kvxfer": 2_046,
     "backends/file": 4_752,
     "backends/host": 1_959,
     "backends/mooncake": 720,
@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_521,
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
-    "kvxfer/integrations": 10_353,
+    "kvxfer/integrations": 10_346,
     "kvxfer/kvcache": 5_800,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_306,

@@ -223,7 +223,7 @@ def test_an_object_of_another_size_shape_or_type_is_a_miss(driver: Driver, memor
 
 
 def test_what_cannot_be_done_is_answered(driver: Driver, memory: Memory) -> None:
-    outside = make_object(torch.zeros(100, dtype=torch.uint8))
+    outside = make_object(torch.zeros(100, dtype=torch.uint8, device="meta"))
     inside = memory.fill(100, 1)
     keys = [make_key(1), make_key(2)]
     assert not driver.store(keys, [outside, inside]).is_successful()
@@ -232,6 +232,9 @@ def test_what_cannot_be_done_is_answered(driver: Driver, memory: Memory) -> None
     assert not driver.store(keys, [inside]).is_successful()  # fewer objects than keys
     assert driver.load(keys, [inside]) == [False, False]
     assert not driver.store([make_key(3)], [memory.allocate(0)]).is_successful()
+    elsewhere = [make_object(torch.ones(100, dtype=torch.uint8))]  # in another region of LMCache's
+    assert driver.store([make_key(5)], elsewhere).is_successful()
+    assert driver.load([make_key(5)], elsewhere) == [True]
     assert driver.store([], []).is_successful()
     assert driver.lookup([]) == driver.load([], []) == []
     twice, stored = [make_key(4)] * 2, [memory.fill(70_000, 1)] * 2

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -56,8 +55,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     Args:
         params: The `adapter_params`, see `AdapterSettings`.
-        l1_memory_desc: LMCache's memory; objects elsewhere are neither stored nor loaded. Without
-            it any object in host memory is.
+        l1_memory_desc: LMCache's memory, or its first region: objects in host memory are stored and
+            loaded wherever they are.
 
     Raises:
         InvalidArgumentError: A parameter is missing, unknown or of no use.
@@ -69,12 +68,14 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     packages, supported = ("lmcache",), SUPPORTED
 
     def __init__(
-        self, params: Mapping[str, Any], *, l1_memory_desc: L1MemoryDesc | None = None
+        self,
+        params: Mapping[str, Any],
+        *,
+        l1_memory_desc: L1MemoryDesc | None = None,  # noqa: ARG002 - as LMCache passes it
     ) -> None:
         settings = AdapterSettings.parse(params)
         super().__init__(max_capacity_bytes=int(settings.capacity))
         self._settings = settings
-        self._memory = l1_memory_desc
         self._task_ids = itertools.count()
         self._submission = runtime.lock()
         # How often, and until when; in that order.
@@ -280,18 +281,13 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def _locate(
         self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> list[StoredObject]:
-        """Find out where objects lie; those that are not in LMCache's memory are left out."""
-        first, stop = 0, math.inf
-        if self._memory is not None:
-            first, stop = self._memory.ptr, self._memory.ptr + self._memory.size
-        inside = [
-            found
-            for index, each in enumerate(zip(keys, objects, strict=True))
-            if (found := _locate(index, *each)) is not None
-            and first <= found.address <= stop - found.num_bytes
+        """Find out where objects lie; those that are not in host memory are left out."""
+        found = [
+            _locate(index, *each) for index, each in enumerate(zip(keys, objects, strict=True))
         ]
+        inside = [each for each in found if each is not None]
         if len(inside) < len(keys):
-            text = "%d of %d objects are not in LMCache's host memory"
+            text = "%d of %d objects are not in host memory"
             logger.warning(text, len(keys) - len(inside), len(keys))
         return inside
 
