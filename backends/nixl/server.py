@@ -101,6 +101,7 @@ class ClientSession:
         self._node = node
         self._channel = channel
         self._greeting = greeting
+        self._only_asks = not greeting.reach.regions  # and has no memory for blocks
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
@@ -127,11 +128,6 @@ class ClientSession:
         if self._only_asks:
             return "control messages alone"
         return "not connected" if self._theirs is None else self._theirs.carrier
-
-    @property
-    def _only_asks(self) -> bool:
-        """Whether the peer has no memory for blocks."""
-        return not self._greeting.reach.regions
 
     async def serve(self, earlier: "ClientSession | None") -> None:
         """Answer until the connection ends; return when no block is pinned or read any more.
