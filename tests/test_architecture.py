@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_752,
     "backends/host": 1_959,
     "backends/mooncake": 720,
-    "backends/nixl": 8_191,
+    "backends/nixl": 8_195,
     "backends/object": 1_774,
     "backends/pool": 1_157,
     "benchmarks": 4_689,

@@ -358,8 +358,7 @@ class Connection:
         try:
             # Their serials must arrive in order.
             async with asyncio.timeout(self._timeout_s), self._opening:
-                if self._error is not None:
-                    raise self._error
+                self._require_open()
                 endpoint, host = self._data_endpoint, self.endpoint.host
                 tls = await self._node.tls.client()
                 data = await DataConnection.connect(endpoint, host, tls)
@@ -367,6 +366,7 @@ class Connection:
                     await data.say(self._session.attach(reads=reads))
                     data.secure(self._session.frame_keys(self._session.last_serial))
                     await data.hear(_PONG)
+                    self._require_open()  # or nobody would end it any more
                 except BaseException:
                     data.close()
                     raise
@@ -376,6 +376,10 @@ class Connection:
                 raise
             what = "opening a data connection"
             raise PeerTimeoutError(str(self.endpoint), what, self._timeout_s) from exc
+
+    def _require_open(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     async def _lend(self, data: DataConnection) -> None:
         with contextlib.suppress(KVXferError):  # a store that needs another one opens it

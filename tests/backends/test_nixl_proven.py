@@ -17,9 +17,10 @@ from kvxfer.backends.nixl.agents.socket import MAX_LINES
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.regions import MAX_REGIONS, AgentMetadata
-from kvxfer.errors import KVXferError
+from kvxfer.errors import KVXferError, PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import MAX_TICKET_CHARACTERS
@@ -364,19 +365,34 @@ async def test_mutated_messages_cost_who_says_them_and_nobody_else(
     require_quiet_log(caplog)
 
 
-async def test_a_data_connection_is_closed_by_an_end_that_comes_as_it_is_lent(
-    tmp_path: Path,
+@pytest.mark.parametrize("opens", [False, True], ids=["lent", "opened"])
+async def test_a_data_connection_is_closed_by_an_end_that_comes_as_it_is_opened_or_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, opens: bool
 ) -> None:
+    hear, opened = DataConnection.hear, list[DataConnection]()
+
+    async def hear_and_leave(data: DataConnection, legal: Any) -> object:
+        heard = await hear(data, legal)
+        if data.peer == str(connection._data_endpoint):  # not that of the holder
+            opened.append(data)
+            await connection.aclose()
+        return heard
+
     async with (
         holding(tmp_path, transport="socket") as holder,
         asking(tmp_path, holder, transport="socket") as backend,
     ):
         await backend.start()
         connection = await backend._exchange.peer(endpoint_of(holder)).open()
-        await connection.let_read()  # the task that serves the last one has not begun
-        lent = [*connection._lending.values()]
-        await connection.aclose()
-        assert [each._closed for each in lent] == [True] * MAX_LINES
+        if opens:
+            monkeypatch.setattr(DataConnection, "hear", hear_and_leave)
+            with pytest.raises(PeerClosedError):
+                await connection.let_read()
+        else:
+            await connection.let_read()  # the task that serves the last one has not begun
+            opened = [*connection._lending.values()]
+            await connection.aclose()
+        assert [each._closed for each in opened] == [True] * (1 if opens else MAX_LINES)
 
 
 async def test_a_peer_that_comes_again_as_the_holder_ends_is_cut(
