@@ -18,13 +18,10 @@ class MultiGroupBlockTable:
 
     Args:
         config: The blocks, groups and specs; block 0 is taken for the null block.
-        max_num_requests: Rows.
-        max_tokens_per_request: Tokens that a row must have room for.
-        max_num_batched_tokens: Tokens of the largest batch.
         tokens_per_kernel_block: Tokens of the kernel's blocks, for each group; by default those of
             the group's own blocks.
-        row_alignment_tokens: Rows are padded to a multiple of so many tokens.
-        device: Device of the kernels.
+
+    Other arguments as those of `BlockTable`.
 
     Attributes:
         tables: The table of each group.

@@ -69,8 +69,9 @@ class KVCacheSpec(ABC):
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        set_counts(self, "tokens_per_block")
-        set_counts(self, "page_size_padded", optional=True)
+        for each in fields(self):  # a number of a spec is a count
+            if each.type in (int, int | None):
+                set_counts(self, each.name, optional=each.type is not int)
         if self.page_size_bytes < self.unpadded_page_size_bytes:
             raise InvalidArgumentError(
                 "page_size_padded", self.page_size_padded, f">= {self.unpadded_page_size_bytes}"
@@ -151,8 +152,6 @@ class AttentionSpec(KVCacheSpec):
     quantization: KVQuantization = KVQuantization.NONE
 
     def __post_init__(self) -> None:
-        set_counts(self, "num_kv_heads", "head_dim")
-        set_counts(self, "head_dim_v", optional=True)
         require_instance("dtype", self.dtype, torch.dtype)
         require_instance("quantization", self.quantization, KVQuantization)
         if self.quantization is not KVQuantization.NONE and self.dtype.itemsize != 1:
@@ -219,7 +218,6 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        set_counts(self, "sliding_window", "attention_chunk_tokens", optional=True)
         if self.sliding_window is not None and self.attention_chunk_tokens is not None:
             raise InvalidArgumentError(
                 "attention_chunk_tokens",
@@ -255,10 +253,6 @@ class SlidingWindowSpec(AttentionSpec):
 
     sliding_window: int
 
-    def __post_init__(self) -> None:
-        AttentionSpec.__post_init__(self)
-        set_counts(self, "sliding_window")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
@@ -269,10 +263,6 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     """
 
     attention_chunk_tokens: int
-
-    def __post_init__(self) -> None:
-        AttentionSpec.__post_init__(self)
-        set_counts(self, "attention_chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,10 +312,6 @@ class SlidingWindowMLASpec(_LatentSpec):
     """
 
     sliding_window: int
-
-    def __post_init__(self) -> None:
-        _LatentSpec.__post_init__(self)
-        set_counts(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

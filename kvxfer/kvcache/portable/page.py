@@ -110,8 +110,7 @@ def portable_page(
         boxes: Boxes of one block, with their indices in the whole model.
         shard: The worker.
         num_tokens: Tokens of a portable page.
-        num_shards: Equal shares of the heads, stored under separate keys: the largest number of
-            workers that will divide the heads. Tensors without heads are in the first.
+        num_shards: See `map_caches`; tensors without heads are in the first share.
         axes: Order of the axes of some parts where all engines agree on another one, e.g.
             `{"k": ("head", "dim", "token")}`.
 
