@@ -15,12 +15,6 @@ FILE_BYTES = 12288  # on the disk: a header, and the data in whole pages
 NUM_BLOCKS = 8
 
 
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def break_seal(path: Path) -> None:
     """Replace text in the header, keeping its form."""
     data = path.read_bytes()

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
-from tests.backends.file_store import fail_to
+from tests.backends.file_store import fail_to, flip_bit
 from tests.cli.conftest import Run
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
-from tests.cli.stores import flip as flip_bit
 
 Damage = Callable[[Path], object]
 NUM_TENSORS = 160
 
 
 def flip(offset: int) -> Damage:
-    return lambda path: flip_bit(path, offset)
+    return lambda path: flip_bit(path, 8 * offset)
 
 
 def truncate(num_bytes: int) -> Damage:

@@ -34,11 +34,12 @@ from kvxfer.testing.payloads import make_payload
 from kvxfer.tiering import TieredBackend
 from kvxfer.tiering.tiered_backend import preload
 from kvxfer.units import ByteSize
+from tests.backends.file_store import flip_bit
 from tests.backends.test_host import capacity_for
 from tests.cli import peers
 from tests.cli.conftest import Run
 from tests.cli.peers import ServeProcess, serving
-from tests.cli.stores import DATA_BYTES, Store, flip
+from tests.cli.stores import DATA_BYTES, Store
 from tests.telemetry.event_subscriber import EventSubscriber
 
 ANY_PORT = f"{peers.HOST}:0"
@@ -191,7 +192,7 @@ def namespace(files: Store) -> Namespace:
     """Namespace of a store of eight blocks, used one after the other, one of which is corrupt."""
     namespace = files.fill()
     corrupt = files.path(namespace, files.keys[CORRUPT])
-    flip(corrupt, corrupt.stat().st_size - 1)
+    flip_bit(corrupt, 8 * corrupt.stat().st_size - 8)
     for number, key in enumerate(files.keys):
         os.utime(files.path(namespace, key), (1e9 + number, 1e9 + number))
     return namespace
