@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents import Fragments, TransferAgent
 from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from tests.backends.agent_contract import random_bytes, read_runs
+from tests.backends.agent_contract import random_bytes, read
 from tests.cuda.gpu import Gpu
 
 NUM_BYTES = 1 << 20
@@ -93,9 +93,7 @@ class DeviceAgentContract(ABC):
         """Open a peer, and close it at the end."""
 
     async def read(self, agent: TransferAgent, name: str, fragments: Fragments) -> None:
-        landed: list[int] = []
-        await read_runs(agent, name, [fragments], landed.append)
-        assert landed == [0]
+        await read(agent, name, fragments.local, fragments.remote, fragments.lengths)
 
     @pytest.fixture
     async def peer(self, gpu: Gpu) -> AsyncIterator[DevicePeer]:

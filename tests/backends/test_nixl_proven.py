@@ -102,6 +102,7 @@ async def test_absurd_memory_costs_only_who_offers_it(
 
 KEY, *OTHERS = make_keys(4, first=50)
 MANY = make_keys(5000, first=100)
+NO_GROUP = BlockKey(b"\xff" * 20)
 ONE = extents(0)
 LONG = "t" * (MAX_TICKET_CHARACTERS + 1)
 
@@ -140,7 +141,7 @@ LIES: dict[str, wire.Message | dict[str, Any]] = {
     "two keys for one block": pull(ONE, keys=[KEY, *OTHERS], starts=[0] * 4),
     "one key twice to store": pull(extents(0, 4096), keys=[KEY] * 2, starts=[0] * 2),
     "thousands of keys twice to store": pull(ONE, keys=MANY * 2),
-    "a key of no group to store": pull(ONE, keys=[BlockKey(b"\xff" * 20)]),
+    "a key of no group to store": pull(ONE, keys=[NO_GROUP]),
     "no key to pin": pin(keys=[], starts=[], sizes=[]),
     "an empty key to pin": pin(keys=[b""]),
     "thousands of keys twice to pin": pin(keys=MANY * 2, starts=[0] * 10_000, sizes=[1] * 10_000),
@@ -149,9 +150,7 @@ LIES: dict[str, wire.Message | dict[str, Any]] = {
     "all bytes to pin": pin(sizes=[2**64 - 1]),
     "no sizes to pin": pin(sizes=[]),
     "no key to look up": wire.Lookup(request_id=1, keys=[], places=True),
-    "a key of no group to locate": wire.Lookup(
-        request_id=1, keys=[BlockKey(b"\xff" * 20)], places=True
-    ),
+    "a key of no group to locate": wire.Lookup(request_id=1, keys=[NO_GROUP], places=True),
     "no key to delete": wire.Delete(request_id=1, keys=[]),
     "one key twice to hold": wire.Hold(request_id=1, ticket="t", keys=[KEY] * 2),
     "a ticket of no text": {"type": "Hold", "request_id": 1, "ticket": "\0\x1b[2J", "keys": []},

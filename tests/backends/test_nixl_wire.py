@@ -36,12 +36,11 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from tests.backends.nixl_proven import asking, holding, require_served
+from tests.backends.nixl_proven import ANSWER, asking, holding, require_served
 from tests.backends.nixl_wire import HOST, NAMESPACE, SECRET, Authority, hello
 
 REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
 HANDSHAKE: msgspec.msgpack.Decoder[wire.Handshake] = msgspec.msgpack.Decoder(wire.Handshake)
-ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
 READING = msgspec.msgpack.Decoder(wire.Reading)
 LARGE = wire.Proof(mac=bytes(frames.MAX_UNPROVEN_FRAME_BYTES - 100))
 NASTY = "\x1b[2J\r\nERROR a line of its own\u202e" * 1000
@@ -56,10 +55,7 @@ MESSAGES = st.one_of(
 )
 LOOKUP = wire.Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
 FOUND = wire.Found(request_id=7, there=[True])
-DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
-    msgspec.msgpack.Decoder(wire.Found),
-    msgspec.msgpack.Decoder(wire.Lookup),
-]
+DECODERS: list[Any] = [msgspec.msgpack.Decoder(each) for each in (wire.Found, wire.Lookup)]
 
 
 class Offer:
