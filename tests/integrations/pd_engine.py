@@ -82,6 +82,11 @@ def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConn
     return output
 
 
+def first_of(found: Any, name: str) -> Any:
+    """Return what is of the first connector, where it is that of a MultiConnector."""
+    return getattr(found, name, [found])[0]
+
+
 def full() -> Any:
     return FullAttentionSpec(**FULL)
 
@@ -242,12 +247,13 @@ class Engine:
         )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.worker = KVXferConnector(config, KVConnectorRole.WORKER, caches)
+        ours = first_of(self.scheduler.connector, "_connectors")
+        self.worker = KVXferConnector(ours._vllm_config, KVConnectorRole.WORKER, caches)
         self.worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
         self.connector: Any = self.scheduler.connector
         if (facts := self.worker.get_handshake_metadata()) is not None:
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
-        self.asking: FakeHandover = self.connector._handover
+        self.asking: FakeHandover = ours._handover
         self.moving: FakeHandover = self.worker._handover  # type: ignore[assignment] # it was patched
         self.ended: dict[str, Any] = {}
 
@@ -257,13 +263,14 @@ class Engine:
         params: Any,
         *,
         tokens: int = 10,
+        first: int = 0,
         max_tokens: int = 1,
         resumable: bool = False,
     ) -> Request:
         """Add a request with a prompt of its own length, or the next part of a resumable one."""
         request = Request(
             request_id=name,
-            prompt_token_ids=list(range(tokens)),
+            prompt_token_ids=list(range(first, first + tokens)),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
@@ -275,7 +282,7 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         planned = self.scheduler.schedule()
-        step = planned.kv_connector_metadata
+        step = first_of(planned.kv_connector_metadata, "metadata")
         self.worker.handle_preemptions(step)
         self.worker.bind_connector_metadata(step)
         self.worker.start_load_kv(None)

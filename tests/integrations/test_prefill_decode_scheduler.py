@@ -1,6 +1,6 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -175,11 +174,9 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
 
 
 def answer_by(outcome: Any) -> Callable[[Engine, Clock], object]:
-    is_error = isinstance(outcome, Exception)
-
     def answer(engine: Engine, _: Clock) -> None:
         asked = engine.asking.asked[LEASE]
-        (asked.set_exception if is_error else asked.set_result)(outcome)
+        (asked.set_exception if isinstance(outcome, Exception) else asked.set_result)(outcome)
 
     return answer
 
@@ -383,19 +380,44 @@ def test_a_producer_reads_nothing_and_a_consumer_lends_nothing(start_engine: Sta
     assert list(consumer.asking.asked) == [LEASE]
 
 
+@pytest.fixture
+def multi_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Engine with KVXferConnector in a MultiConnector, beside vLLM's for host memory."""
+    module, extra = "kvxfer.integrations.vllm", {"revision": "r"}
+    both = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+    ours = both | {"kv_connector": "KVXferConnector", "kv_connector_module_path": module}
+    extra = extra | {"spec_name": "KVXferOffloadingSpec", "spec_module_path": module}
+    extra["backend"] = "host://?capacity=1MiB"
+    theirs = both | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    config = engine_config(tmp_path, connectors=[ours, theirs])
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    config.kv_transfer_config.kv_connector_module_path = None
+    engine = Engine(monkeypatch, config, full())
+    yield engine
+    engine.connector.shutdown()
+
+
+def test_a_store_of_another_connector_ends_before_p_writes_to_its_blocks(
+    multi_engine: Engine,
+) -> None:
+    """VLLM stores blocks in the step after they were computed, and may have freed them by then."""
+    multi_engine.add("a", None, tokens=12)
+    multi_engine.add("d", ticket_params(), tokens=120, first=1000)
+    assert multi_engine.step() == {"a": 12}
+    multi_engine.asking.asked[LEASE].set_result(make_found(120))
+    ours, theirs = multi_engine.scheduler.schedule().kv_connector_metadata.metadata
+    assert len(ours.fetches) == len(theirs.jobs_to_flush) == 1
+
+
 def test_a_child_of_a_multi_connector_has_its_prompts_recomputed_and_wants_its_workers_facts(
-    tmp_path: Path,
+    multi_engine: Engine,
 ) -> None:
     """The scheduler reads the policy of the whole, which vLLM gives no child of it."""
-    config = engine_config(tmp_path)
-    transfer = config.kv_transfer_config
-    names = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
-    child = {name: getattr(transfer, name) for name in names}
-    transfer.kv_connector_extra_config = {"connectors": [child]}
-    connector = MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
-    assert transfer.kv_load_failure_policy == "recompute"
+    assert multi_engine.scheduler.recompute_kv_load_failures
     with pytest.raises(InvalidArgumentError, match="first of a MultiConnector"):
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
+        multi_engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): KVConnectorHandshakeMetadata()}
+        )
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,14 @@ def configs_of_callers() -> Iterator[Any]:
     vLLM builds connectors, specs and tiers within functions that have its configuration, and gives
     them a part of it, or a copy: a connector within a MultiConnector has settings of its own.
     """
+    return (each for each in locals_of_callers("vllm_config") if hasattr(each, "lora_config"))
+
+
+def locals_of_callers(name: str) -> Iterator[Any]:
+    """List what the functions that are running have under a name, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
-        if hasattr(found := frame.f_locals.get("vllm_config"), "lora_config"):
-            yield found
+        yield frame.f_locals.get(name)
         frame = frame.f_back
 
 

@@ -13,7 +13,7 @@ from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import configs_of_callers, find_settings
 from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
-from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
+from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler, writable
 from kvxfer.integrations.vllm.prefill_decode.groups import (
     Groups,
     can_report_failures,
@@ -40,6 +40,7 @@ from kvxfer.integrations.vllm.prefill_decode.tiers import (
     Shares,
     Twice,
     fence,
+    find_stores,
     find_tiers,
     open_tiers,
 )
@@ -112,6 +113,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._ended = Ended()
         self._has_warned = False
         self._tiers: Any = open_tiers(vllm_config, role, kv_cache_config)
+        self._stores: list[Any] = []  # connectors that may still read blocks that are free
         self._shares: dict[str, Shares] = {}
         self._heads: set[str] = set()  # requests whose head is loaded from this step on
         self._kept_by_both: set[str] = set()
@@ -125,6 +127,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """Take what the workers say of themselves, by rank."""
         if not (self._reads or self._lends):
             return
+        self._stores = find_stores(self._tiers)
         facts = metadata.get(0)
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
@@ -206,6 +209,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._tiers.update_state_after_alloc(request, blocks, head)
         if self._decode is not None:
             self._decode.on_alloc(request, blocks, num_external_tokens - head)
+            if num_external_tokens > head:  # before the tiers plan their step
+                written = [writable(each) for ids in blocks.blocks for each in ids]
+                fence(self._stores, [block for block in written if block])
         if self._prefill is not None:
             self._prefill.on_alloc(request)
         if head:
@@ -225,8 +231,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._decode.plan(step)
         if self._prefill is not None:
             self._prefill.plan(step, scheduler_output)
-        for fetch in step.fetches:  # before the tiers plan their step
-            fence(self._tiers, (block for ids in fetch.wanted.block_ids for block in ids if block))
         step.tiers = self._tiers.build_connector_meta(scheduler_output)
         step.loaded_by_both = self._heads.intersection(each.request_id for each in step.fetches)
         step.kept_by_both = self._kept_by_both

@@ -110,7 +110,7 @@ class DecodeScheduler:
             return
         first = asked.num_local_tokens
         num_tokens = first + num_external_tokens
-        block_ids = [[_writable(block) for block in ids] for ids in blocks.blocks]
+        block_ids = [[writable(block) for block in ids] for ids in blocks.blocks]
         for group, size in enumerate(self._groups.tokens_per_block):
             if self._groups.has_states[group]:
                 block_ids[group] = [_state_block(block_ids[group], (num_tokens - 1) // size)]
@@ -267,7 +267,7 @@ class DecodeScheduler:
             return None
 
 
-def _writable(block: Any) -> int:
+def writable(block: Any) -> int:
     """Return the id of a block that a load may write; 0 for the null block, and for shared ones."""
     return 0 if block.is_null or block.block_hash is not None else int(block.block_id)
 
