@@ -64,10 +64,9 @@ class LeaseBook:
     A ticket that is released while it is open is over at once: what is offered under it later is
     ignored, and it ends when it is complete, since its blocks are still being computed. A block may
     have several keys, of which its bytes are all true: the last block of a prompt is a part of what
-    a longer prompt has there. A release
-    or hold of a ticket that is not known, e.g. before its first offer, does nothing: its lease ends
-    it. So the book is no larger than what is offered and has not ended. A complete ticket ends
-    after `longest_s` in spite of those that hold it.
+    a longer prompt has there. A release or hold of a ticket that is not known, e.g. before its
+    first offer, does nothing: its lease ends it. So the book is no larger than what is offered and
+    has not ended. A complete ticket ends after `longest_s` in spite of those that hold it.
 
     Raises:
         InvalidArgumentError: A time is not a number of at least 0.

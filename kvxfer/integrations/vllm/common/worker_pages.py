@@ -245,11 +245,7 @@ def _describe_layer(
     tokens_per_block: int,
     vllm_config: Any,
 ) -> _Layer:
-    """Find a layer's boxes in the page of a ref, its own or that of several layers.
-
-    Raises:
-        LayoutError: The layer's pages are not within the ref's pages.
-    """
+    """Find a layer's boxes in the page of a ref, its own or that of several layers."""
     theirs = caches.tensors[ref.tensor_idx].tensor
     layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
     ours, page = layer.tensors[0].tensor, layer.group_data_refs[0][0]
@@ -264,11 +260,7 @@ def _describe_layer(
 def _canonicalize_layer(
     name: str, tokens_per_block: int, num_blocks: int, vllm_config: Any
 ) -> CanonicalKVCaches:
-    """Canonicalize the tensor that vLLM bound to a layer.
-
-    Raises:
-        KVXferError: The layout of the tensor is not understood.
-    """
+    """Canonicalize the tensor that vLLM bound to a layer."""
     layer = vllm_config.compilation_config.static_forward_context[name]
     entry = layer.kv_cache
     if not isinstance(entry, torch.Tensor) and len(entry) == 1:

@@ -137,11 +137,6 @@ class LowerTier:
     its tags when that begins, and not before: after a reset, a worker may still be about to read
     what was in it.
 
-    Attributes:
-        name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
-        metrics: Metrics that the backend tells, since they were last reported.
-        wanted: Rows that requests want; those that were not asked for are looked up by `flush`.
-
     Raises:
         BackendUnavailableError: The backend cannot start; it is closed.
     """
@@ -196,7 +191,7 @@ class LowerTier:
             self._engine.close()
             raise
         self._num_groups = num_groups
-        self.wanted = WantedBlocks()
+        self.wanted = WantedBlocks()  # those that were not asked for are looked up by `flush`
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []

@@ -167,12 +167,7 @@ def _say_why(
 def _map_group(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> PageMapping:
-    """Make the page mapping of a group's rows.
-
-    Raises:
-        PageMappingError: The content of a row is not known, or not a whole page.
-        InvalidArgumentError: The workers cannot belong to one model.
-    """
+    """Make the page mapping of a group's rows, if it is known what they mean."""
     boxes = list(_row_boxes(workers, config, shape, group))
     tokens = config.groups[group].tokens_per_block * _num_blocks(config)
     page = portable_page(
@@ -204,11 +199,7 @@ def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
 def _row_boxes(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> Iterator[PageBox]:
-    """Yield the boxes of a group in a row, with the indices of the whole model.
-
-    Raises:
-        PageMappingError: The boxes are not known, or several parts of a row are the same.
-    """
+    """Yield the boxes of a group in a row, with the indices of the whole model."""
     if config.parallel.pp_size > 1:
         raise PageMappingError("layer", f"{config.parallel.pp_size} stages", "one stage")
     tokens = config.groups[group].tokens_per_block

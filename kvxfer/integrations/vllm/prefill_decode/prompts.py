@@ -57,11 +57,7 @@ class Prompts:
         return ""
 
     def _name_adapter(self, request: Any) -> list[Any] | None:
-        """Name the adapter of a request by the digest of its files, None without one.
-
-        Raises:
-            InvalidArgumentError: It is not known what the engine has loaded.
-        """
+        """Name the adapter of a request by the digest of its files, None without one."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
