@@ -47,10 +47,6 @@ PATIENCE_S = 2.0
 """Time that a busy thread may take between its result and its next task."""
 
 
-class Owner:
-    """Object whose lifetime can be observed."""
-
-
 @pytest.mark.asyncio
 class BackendTests(BackendSuite):
     """Tests that every backend must pass; subclass them as `TestMyBackend` with `make_backend`.
@@ -378,7 +374,7 @@ class BackendTests(BackendSuite):
         memory, keys = make_memory(), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             for move in (backend.store, backend.load):
-                owner = Owner()
+                owner = set[int]()  # any object whose lifetime can be observed
                 owner_ref = weakref.ref(owner)
                 blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
                 assert statuses(await move(keys, blocks)) == [Status.DONE] * 2

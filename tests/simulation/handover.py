@@ -268,7 +268,7 @@ class _Run:
         running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
         left = (await asyncio.wait(running, timeout=600.0))[1] if running else set()
         if left:
-            self._simulation.fail("never ended", self._stacks())
+            self._simulation.fail("never ended", self._simulation.stacks())
         for task in left:
             task.cancel()
         self._end_faults()
@@ -281,7 +281,7 @@ class _Run:
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         alive = self._simulation.runtime.scheduler.alive()
         if names := sorted(each.name for each in alive if not each.process.has_ended):
-            self._simulation.fail("threads left", f"{names}: {self._stacks()}")
+            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
             verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         for life in self._killed:
             life.is_closing = True
@@ -297,9 +297,6 @@ class _Run:
             await self._request(**step.arguments)
         else:
             await self._fault(step.what, **step.arguments)
-
-    def _stacks(self) -> str:
-        return "\n" + self._simulation.runtime.scheduler.describe_waiting()
 
     # The router.
 
@@ -374,7 +371,7 @@ class _Run:
                 life.work.append(lambda: engine.abort(name))
                 return None
             if took_s > ANSWER_S:
-                self._simulation.fail("never ended", f"{name} at {at}: {self._stacks()}")
+                self._simulation.fail("never ended", f"{name} at {at}: {self._simulation.stacks()}")
                 return None
         return engine.ended[name]
 
@@ -512,7 +509,9 @@ class _Run:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.wrap_future(life.has_closed)
         except TimeoutError:
-            self._simulation.fail("late", f"the end of {life.process.process.name}{self._stacks()}")
+            self._simulation.fail(
+                "late", f"the end of {life.process.process.name}{self._simulation.stacks()}"
+            )
         await asyncio.sleep(1.0)
         life.process.loop.stop()
 

@@ -361,14 +361,11 @@ class EngineRun:
         if running:
             _, left = await asyncio.wait(running, timeout=MOST_S)
         if left:
-            self._simulation.fail("never ended", self._stacks())
+            self._simulation.fail("never ended", self._simulation.stacks())
         for task in (*left, keeper):
             task.cancel()
         await asyncio.wait([*left, keeper], timeout=MOST_S)
         return not left
-
-    def _stacks(self) -> str:
-        return "\n" + self._simulation.runtime.scheduler.describe_waiting()
 
     async def _carry_out(self, step: Step) -> None:
         await asyncio.sleep(step.at_s)
@@ -732,7 +729,7 @@ class EngineRun:
             async with asyncio.timeout(seconds):
                 return await call
         except TimeoutError:
-            self._simulation.fail("never ended", f"{what}: {self._stacks()}")
+            self._simulation.fail("never ended", f"{what}: {self._simulation.stacks()}")
             return None
 
     async def close(self, cancel_s: float | None = None) -> None:
@@ -755,7 +752,9 @@ class EngineRun:
         await asyncio.wait([task], timeout=MOST_S)
         took_s = self._simulation.now - began
         if not task.done() or took_s > CLOSE_TIMEOUT_S + SLACK_S:
-            self._simulation.fail("late", f"aclose took {took_s:.3f} s: {self._stacks()}")
+            self._simulation.fail(
+                "late", f"aclose took {took_s:.3f} s: {self._simulation.stacks()}"
+            )
         elif error := task.exception():
             self._simulation.fail("undocumented error", f"aclose: {error!r}")
         for part, is_kept in kept.items():
@@ -781,12 +780,12 @@ class EngineRun:
         current = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not current]
         if tasks:
-            self._simulation.fail("tasks left", self._stacks())
+            self._simulation.fail("tasks left", self._simulation.stacks())
         scheduler = self._simulation.runtime.scheduler
         mine, kept = scheduler.current.process, (scheduler.current.name, *self._scenario.lasting)
         threads = [thread.name for thread in scheduler.alive() if thread.process is mine]
         if names := sorted(name for name in threads if name not in kept):
-            self._simulation.fail("threads left", f"{names}: {self._stacks()}")
+            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
 
     def _require_no_leftovers(self, when: str) -> None:
         for what in self._scenario.leftovers(self._engine, self.opened):

@@ -250,7 +250,7 @@ class _Fleet:
         looking = asyncio.create_task(self._look())
         left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
         if left:
-            self._simulation.fail("never ended", self._stacks())
+            self._simulation.fail("never ended", self._simulation.stacks())
         for task in (*left, looking):
             task.cancel()
         self._network.heal()
@@ -273,9 +273,6 @@ class _Fleet:
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         await self._bury_all()
         del self._simulation.violations[verdict:], self._simulation.trace[trace:]
-
-    def _stacks(self) -> str:
-        return "\n" + self._simulation.runtime.scheduler.describe_waiting()
 
     async def _look(self) -> None:
         while True:
@@ -489,7 +486,7 @@ class _Fleet:
         alive = self._simulation.runtime.scheduler.alive()
         names = sorted(each.name for each in alive if not each.process.has_ended)
         if names := [name for name in names if name not in self._scenario.lasting]:
-            self._simulation.fail("threads left", f"{names}: {self._stacks()}")
+            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
 
     async def _bury_all(self) -> None:
         for life in self._killed:

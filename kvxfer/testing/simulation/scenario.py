@@ -94,6 +94,10 @@ class Simulation:
         self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
         self.note(f"VIOLATION {kind}: {detail}")
 
+    def stacks(self) -> str:
+        """Describe where the tasks of all loops stand, from a line of its own on."""
+        return "\n" + self.runtime.scheduler.describe_waiting()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on an event loop of its own, on the calling thread."""
         return runtime.run(work)
