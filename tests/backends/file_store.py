@@ -41,10 +41,7 @@ def has_uring() -> bool:
     return True
 
 
-_NEEDS = {
-    "posix": [],
-    "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")],
-}
+_NEEDS = {"posix": [], "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")]}
 ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()]
 
 

@@ -331,7 +331,4 @@ def test_when_a_peer_leaves_only_its_keys_move_and_each_to_one_new_peer(
 def test_the_placement_is_that_of_the_protocol() -> None:
     endpoints = [Endpoint("10.0.0.1", 7000), Endpoint("::1", 7001), Endpoint("node-3", 7002)]
     keys = [make_block_key(index.to_bytes(32, "big"), 0) for index in range(8)]
-    assert rank(keys, endpoints, 2).tolist() == [
-        [2, 2, 2, 1, 0, 2, 1, 1],
-        [0, 0, 0, 2, 2, 0, 0, 2],
-    ]
+    assert rank(keys, endpoints, 2).tolist() == [[2, 2, 2, 1, 0, 2, 1, 1], [0, 0, 0, 2, 2, 0, 0, 2]]

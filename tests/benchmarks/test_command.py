@@ -8,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.command import BENCHES, main
 from benchmarks.report import BenchRow, compare, time_in_turn
@@ -82,17 +80,17 @@ def test_a_missed_goal_fails_only_a_check_and_is_named_on_stderr(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "suggested"),
-    [([], ""), (["engine_loop"], " (did you mean 'engine-loop'?); see"), (["copy", "--slow"], "")],
+    ("arguments", "words"),
+    [([], ""), (["engine_loop"], "choice: 'engine_loop' (choose from "), (["copy", "--slow"], "")],
 )
 def test_what_is_not_a_benchmark_is_named_in_one_line(
-    arguments: list[str], suggested: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     said = capsys.readouterr().err
     assert said.startswith("python -m benchmarks: ")
-    assert suggested in said
+    assert words in said
     assert said.count("\n") == 1
 
 
@@ -110,8 +108,6 @@ def test_the_command_imports_no_torch_and_every_benchmark_is_a_module_without_en
 
 
 # Rows of a report
-
-seconds = st.floats(1e-6, 1e3)
 
 
 def row(ratio: float, goal: str) -> BenchRow:
@@ -156,16 +152,6 @@ def test_the_spread_is_half_the_distance_between_the_quartiles_of_the_ratio() ->
     ratios = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert compare("a", [1.0] * 7, ratios, unit="s").spread == 2.0
     assert compare("a", [1.0] * 7, [3.0] * 7, unit="s").spread == 0.0
-
-
-@given(pairs=st.lists(st.tuples(seconds, seconds), min_size=1, max_size=9))
-def test_faster_than_the_baseline_in_every_round_meets_both_kinds_of_goal(
-    pairs: list[tuple[float, float]],
-) -> None:
-    ours = [min(pair) for pair in pairs]
-    theirs = [max(pair) for pair in pairs]
-    assert compare("a", ours, theirs, unit="s", goal=">= 1.0").meets_goal
-    assert compare("a", ours, theirs, unit="s", goal="<= 1.0").meets_goal
 
 
 def test_calls_take_turns_and_one_round_is_not_counted() -> None:

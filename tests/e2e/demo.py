@@ -124,11 +124,7 @@ def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConf
         "spec_module_path": "kvxfer.integrations.vllm",
         "backend": [f"host://?capacity={CAPACITY}", f"file://{FILES}?capacity={FILE_CAPACITY}"],
     }
-    engine: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": dtype,
-        "block_size": TOKENS_PER_BLOCK,
-    }
+    engine: dict[str, Any] = {"model": str(folder), "dtype": dtype, "block_size": TOKENS_PER_BLOCK}
     if audited is None:
         return EngineConfig(connector=connector, **engine)
     environment = audit.environment(audited, [audit.Hook.FLIP_LOADED_BIT])

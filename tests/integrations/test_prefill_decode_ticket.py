@@ -327,8 +327,7 @@ def test_settings_of_lora_that_change_what_an_adapter_computes_count() -> None:
         lora_dtype: str = "auto"
 
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True)
     )
     found = []
     for config.lora_config in (LoRAConfig(), LoRAConfig(4), LoRAConfig(1, "float16")):

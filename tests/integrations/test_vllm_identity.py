@@ -18,10 +18,7 @@ from vllm.config import AttentionConfig, LoadConfig, MambaConfig, MultiModalConf
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
-from kvxfer.integrations.vllm.common.model_identity import (
-    handover_namespace,
-    identify_model,
-)
+from kvxfer.integrations.vllm.common.model_identity import handover_namespace, identify_model
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.keys import Namespace

@@ -28,8 +28,7 @@ if find_spec("sglang.srt.mem_cache.pool_host.page_unified"):
 
 
 @pytest.mark.parametrize(
-    ("make", "layouts"),
-    [(attention_pool, ATTENTION_LAYOUTS), (latent_pool, LATENT_LAYOUTS)],
+    ("make", "layouts"), [(attention_pool, ATTENTION_LAYOUTS), (latent_pool, LATENT_LAYOUTS)]
 )
 def test_a_release_has_no_layout_that_is_not_tested(make: Make, layouts: list[str]) -> None:
     for layout in set(host_pools.ATTENTION_LAYOUTS).difference(layouts):

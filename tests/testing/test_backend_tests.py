@@ -172,9 +172,7 @@ class Racing(DictBackend):
 class Rigid(DictBackend):
     """Faulty backend that loads only into as many fragments as were stored."""
 
-    def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
-        super().__init__(config, namespace)
-        self._num_fragments = 0
+    _num_fragments = 0
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         self._num_fragments = len(blocks)

@@ -186,11 +186,7 @@ def test_without_listen_a_ticket_ends_at_once(stack: ExitStack) -> None:
 @pytest.mark.parametrize(
     ("other", "error", "words"),
     [
-        (
-            {"model": "theirs"},
-            (NamespaceMismatchError, PeerError),
-            "model.*theirs",
-        ),
+        ({"model": "theirs"}, (NamespaceMismatchError, PeerError), "model.*theirs"),
         ({"windows": (None, None)}, CacheMismatchError, "groups: ours is 1, theirs is 2"),
     ],
 )
