@@ -153,7 +153,7 @@ TABLE = """
 @@ tiers 20 two holders share a buffer
 -            return self._idle.pop()
 +            return self._idle[-1]
-@@ tiers 40 a drained buffer counts as being drained for ever
+@@ tiers 80 a drained buffer counts as being drained for ever
 -        if share is not None:
 -            share.note_unsafe(-1)
 --- backends/host/backend.py
@@ -405,7 +405,7 @@ TABLE = """
 @@ handover 40 the lease of a request that was preempted goes on
 -                self._revoked.append(early.lease)
 --- backends/file/block_writer.py
-@@ files 300 the names of files do not reach the disk
+@@ files 600 the names of files do not reach the disk
 -        if self._durable:
 -            self._sync(keys, results)
 --- backends/file/backend.py
