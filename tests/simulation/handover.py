@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from kvxfer import runtime
 from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.lending.handover import Handover
 from kvxfer.runtime import begin_aside
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
@@ -167,7 +168,13 @@ class LendingEngine(ModelEngine):
                     self._simulation.fail("an offered block is free", self._block(slot))
 
     def note_ended(self, done: Any) -> None:
-        """Check that no block of a lease that is over is still read, or offered by it alone."""
+        """Check that no block is read of a load or lease that is over, or offered by that alone."""
+        flights = [each for agent in FakeNixlAgent._agents.values() for each in agent._flights]
+        reads = [each for flight in flights for *_, each in flight.groups]
+        targets = [Descriptors.of_pieces(each.local, each.lengths) for each in reads]
+        for name in sorted(done.finished_recving or ()):
+            if any(overlap(self.blocks_of(name), each) for each in targets):
+                self._simulation.fail("received while a read goes on", name)
         if self.handover._lender is None:
             return
         pool, book = self.scheduler.kv_cache_manager.block_pool, self.handover._lender.book

@@ -365,7 +365,7 @@ TABLE = """
 @@ handover 40 a lease is not revoked when its blocks are gone
 -            self._handover.revoke(step.revoked)
 +            pass
-@@ handover 160 a load has ended although a read goes on
+@@ handover 40 a load has ended although a read goes on
 -            if load.exception() or load.result().memory_safe:
 +            if load.done():
 --- kvxfer/storage/leases/book.py

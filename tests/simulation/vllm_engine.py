@@ -46,6 +46,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvxfer import runtime
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.simulation import Simulation
 
 BLOCK = 4
@@ -273,6 +274,14 @@ class ModelEngine:
         numbers = self.expected(tokens)[stop - num_blocks * BLOCK :]
         return self._memory[group].payload(numbers.reshape(num_blocks, BLOCK))
 
+    def blocks_of(self, name: str) -> Descriptors:
+        """Describe the blocks that a request has, each layer of one by itself."""
+        groups = self.scheduler.kv_cache_manager.get_block_ids(name)
+        pairs = zip(self._memory, groups, strict=True)
+        rows = [row for memory, ids in pairs for row in memory.rows(ids)]
+        addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+        return Descriptors.of_pieces(addresses, [row.nbytes for row in rows])
+
     def _call(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
@@ -380,6 +389,10 @@ class _Memory:
     ) -> None:
         self._layers = [_as_numbers(tensors[name]) for name in group.layer_names]
         self._known = [known.setdefault(layer.ctypes.data, layer.copy()) for layer in self._layers]
+
+    def rows(self, ids: Sequence[int]) -> list[NDArray[np.int64]]:
+        """List the memory of blocks, that of each layer by itself, without the null block."""
+        return [layer[each] for layer in self._layers for each in ids if each]
 
     def write(self, ids: Sequence[int], numbers: NDArray[np.int64], start: int, stop: int) -> None:
         rows, columns = _places(ids, start, stop)
