@@ -365,7 +365,8 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def _release(self) -> None:
         is_still = await self._scrubber.aclose()
         if not await self._threads.aclose() and is_still:
-            self.pool.close()
+            with self._lock:
+                self.pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
         """Pin the blocks that are there, until `unpin`; return their positions, and slots."""
@@ -380,7 +381,9 @@ class HostBackend(LendingBackend, ImmediateMover):
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """Unpin blocks; each as often as it was pinned."""
         with self._lock:
-            self._index.unpin(keys)
+            freed = self._index.unpin(keys)
+            if freed and not self._guard.closed:  # else the memory may be gone
+                self.pool.spoil(freed)
 
     def is_storing(self, key: BlockKey) -> bool:
         """Whether a block is being stored, so that another store of it would wait."""

@@ -231,8 +231,11 @@ class BlockIndex:
                 self._quarantined[key].num_pins += 1
         return slots
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
+    def unpin(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """Unpin blocks, in any order, quarantined ones included.
+
+        Returns:
+            Slots of quarantined blocks that are free now.
 
         Raises:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was
@@ -245,14 +248,16 @@ class BlockIndex:
             if self._num_pins(key) < count:
                 raise self._state_error(key, "pinned")
         policy = self._policy.active()
+        freed: tuple[int, ...] = ()
         for key, count in counts.items():
             if key in self._quarantined:
-                self._unpin_quarantined(key, count)
+                freed = (*freed, *self._unpin_quarantined(key, count))
                 continue
             entry = self._entries[key]
             entry.num_pins -= count
             if not entry.num_pins:
                 policy.release(key)
+        return freed
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count a use of each key; absent ones are ignored."""
@@ -355,17 +360,18 @@ class BlockIndex:
         entry = self._entries.get(key)
         return 0 if entry is None else entry.num_pins
 
-    def _unpin_quarantined(self, key: BlockKey, count: int) -> None:
+    def _unpin_quarantined(self, key: BlockKey, count: int) -> Sequence[int]:
         quarantined = self._quarantined[key]
         quarantined.num_pins -= count
         if quarantined.num_pins:
-            return
+            return ()
         self._free_slots.extend(quarantined.slots)
         del self._quarantined[key]
         entry = self._entries.get(key)
         if entry is not None and entry.num_pins:
             entry.num_pins = 0
             self._policy.release(key)
+        return quarantined.slots
 
     def _state_error(self, key: BlockKey, expected: str) -> BlockStateError:
         state = self.state(key)
