@@ -140,6 +140,16 @@ async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
         assert backend.pool.slots[0].tobytes() != payload
 
 
+async def test_a_key_of_another_group_and_a_block_of_another_size_are_refused() -> None:
+    memory, larger = BlockMemory([[512]], num_blocks=8), BlockMemory([[1024]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=CAPACITY), memory.namespace()) as backend:
+        with pytest.raises(InvalidArgumentError, match="group"):
+            await backend.store([make_block_key(b"block", 1)], memory.describe(0, [1]))
+        with pytest.raises(InvalidArgumentError, match="1024"):
+            await backend.store([make_block_key(b"block", 0)], larger.describe(0, [1]))
+        assert await backend.lookup([make_block_key(b"block", 0)]) == [False]
+
+
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
     memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
