@@ -330,13 +330,14 @@ class TieredBackend(Backend):
             for writer in self._writers:
                 held.enter_context(writer.hold_back(prefix))
             # Nothing goes down, and what goes up meanwhile comes before its tier's turn.
+            wait_s = self._close_s
             for tier in reversed(self._tiers):
                 try:
-                    async with asyncio.timeout(self._close_s):
+                    async with asyncio.timeout(wait_s):
                         await self._locks.wait_for_others()
                     is_quiet = True
-                except TimeoutError:  # what still moves may come to this tier, or the next one
-                    is_quiet = False
+                except TimeoutError:  # what still moves may come to this tier, or to a later one
+                    wait_s, is_quiet = 0.0, False  # all tiers together wait for it no longer
                 if not (await tier.purge(prefix) and is_quiet):
                     left.append(tier.name)
         if left:
