@@ -98,7 +98,7 @@ def find_vllm_pages(
         ]
         rule = (
             f"a store with one namespace of revision {wanted!r} and {dtype}, not quantized and "
-            "without --hf-overrides, opened by vLLM once"
+            "without --hf-overrides or settings that choose weights, opened by vLLM once"
         )
         raise InvalidArgumentError("backend", backend, f"{rule}; it has {there or 'none'}")
     _require_weights_of_files(model, path, commit or revision)
