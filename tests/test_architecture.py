@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_166,
     "kvxfer/storage": 4_872,
     "kvxfer/telemetry": 1_635,
-    "kvxfer/testing": 7_024,
+    "kvxfer/testing": 7_028,
     "kvxfer/tiering": 1_550,
     "kvxfer/transfer": 2_051,
 }

@@ -419,7 +419,7 @@ class _Run:
         world = self._worlds[number]
         process = _Process(self._simulation, self._bucket, name, world.namespace)
         process.opened = replace(process.opened, may_delete_late=not self._is_alone)
-        # Others take a removed block to be there: what they store is `DONE` in their own memory.
+        # Who believes that a removed block is there stores it in its own memory alone.
         self._history.remembered_s = process.config.found_ttl_s if process.have_tiers else 0.0
         self._history.is_strict = not (process.have_tiers or self._has_faults)
         self._history.keeps_all = self._history.is_strict and self._is_alone

@@ -36,7 +36,6 @@ SEEDS = range(4)
 LIMIT_S = 120
 DIGESTS = """
 import sys
-import threading
 from kvxfer.testing.simulation import run_seed
 from tests.simulation.__main__ import SCENARIOS
 for scenario in SCENARIOS:

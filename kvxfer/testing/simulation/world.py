@@ -133,7 +133,7 @@ class History:
             that nobody sees.
         keeps_all: Whether nothing excuses, either, that what was stored is not found.
         may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
-        remembered_s: Seconds for which some engine may take to be there what was removed.
+        remembered_s: Seconds for which an engine may still believe that a removed block is there.
     """
 
     def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class History:
     def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
         """Note that nothing removes a key any more, and whether a delete has found it."""
         self._removing[key] -= 1
-        self._removed[key] = self._simulation.now + self.remembered_s
+        self._note_removed(key, self.remembered_s)
         if was_found:
             self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
@@ -214,7 +214,7 @@ class History:
         """Note that a purge has ended, and removes nothing any more; and whether it said so."""
         self._num_purges -= 1
         for key in self._stores:
-            self._removed[key] = self._simulation.now + self.remembered_s
+            self._note_removed(key, self.remembered_s)
             if is_whole:
                 self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
@@ -225,11 +225,11 @@ class History:
         """
         if not self.may_be_torn:
             self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
-        self._removed[key] = self._simulation.now
+        self._note_removed(key)
 
     def note_loss(self, key: BlockKey) -> None:
         """Note that a fault has removed a key, in one place at least."""
-        self._removed[key] = self._simulation.now
+        self._note_removed(key)
         self._mixed[key] = None
 
     def note_damage(self, key: BlockKey, found_s: float | None) -> None:
@@ -242,6 +242,10 @@ class History:
         self.note_loss(key)
         until = inf if found_s is None else self._simulation.now + found_s
         self._damaged[key] = max(self._damaged.get(key, 0.0), until)
+
+    def _note_removed(self, key: BlockKey, remembered_s: float = 0.0) -> None:
+        until = self._simulation.now + remembered_s
+        self._removed[key] = max(self._removed.get(key, until), until)
 
     def note_late_store(self, key: BlockKey) -> None:
         """Note that a store that had failed, or was given up, has stored a key all the same."""
