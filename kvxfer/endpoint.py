@@ -16,7 +16,7 @@ from kvxfer.text import find_control
 ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - all addresses of a machine, that nobody connects to
 MAX_PORT = (1 << 16) - 1
 MAX_LABEL_CHARACTERS = 63
-"""Characters of a part of a name, which looking it up takes. Source: RFC 1035, 2.3.4."""
+"""Most characters between the dots of a host name, to be looked up. Source: RFC 1035, 2.3.4."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

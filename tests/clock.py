@@ -1,4 +1,4 @@
-"""Clock that a test sets, in place of the machine's; and what waits by that of the machine."""
+"""Clock that a test sets, and a wait for a condition by the machine's clock."""
 
 import time
 from collections.abc import Callable

@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_046,
-    "backends/file": 4_749,
+    "backends/file": 4_751,
     "backends/host": 1_962,
     "backends/mooncake": 719,
     "backends/nixl": 8_195,
@@ -57,17 +57,17 @@ BUDGETS = {
     "kvxfer/engine_side": 1_518,
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
-    "kvxfer/integrations": 10_346,
+    "kvxfer/integrations": 10_349,
     "kvxfer/kvcache": 5_785,
-    "kvxfer/lending": 1_476,
-    "kvxfer/pages": 2_306,
+    "kvxfer/lending": 1_481,
+    "kvxfer/pages": 2_304,
     "kvxfer/replay": 1_659,
-    "kvxfer/runtime": 1_166,
-    "kvxfer/storage": 4_872,
+    "kvxfer/runtime": 1_170,
+    "kvxfer/storage": 4_878,
     "kvxfer/telemetry": 1_635,
     "kvxfer/testing": 7_028,
     "kvxfer/tiering": 1_550,
-    "kvxfer/transfer": 2_051,
+    "kvxfer/transfer": 2_052,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -198,7 +198,7 @@ class FileBackend(Backend):
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
         self._guard.check()
-        await self._scans.ask(bool)  # on the thread that walks, after the walk
+        await self._scans.ask(lambda: None)  # on the thread that walks, after the walk
 
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
         """Find the blocks that were used last, the very last one first, of all that are there."""

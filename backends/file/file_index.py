@@ -140,7 +140,8 @@ class FileIndex:
                 if (earlier := self._entries.get(file)) is not None:
                     self._drop(file)
                     vanished.append(key)
-                    if self._walk and earlier.walk == self._num_walks:  # or stored by another
+                    # This walk has found it: its bytes count even if the store in its place fails.
+                    if self._walk and earlier.walk == self._num_walks:
                         self._walk.beside[file] = earlier.num_bytes, earlier.used
                 self._add(file, num_bytes, now, policy)
         return vanished
@@ -328,7 +329,7 @@ class FileIndex:
         return self.keys_in(added), self.keys_in(dropped)
 
     def keys_in(self, files: Iterable[FileId]) -> list[BlockKey]:
-        """Extract the keys of the namespace from the ids of files of any."""
+        """Extract the keys of those files that are in the namespace."""
         return [key_in(file) for file in files if file.startswith(self._namespace)]
 
     def abandon_walk(self) -> None:

@@ -141,7 +141,7 @@ class StoreBatch:
         """Look whether the files are there: None, or `MISSING`, or why one must not be written.
 
         Raises:
-            OSError: The records of integrity cannot be read.
+            OSError: The records of integrity, or the header of a block, cannot be read.
         """
         looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)

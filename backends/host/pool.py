@@ -93,10 +93,10 @@ class HostPool:
     process. Tags catch errors that must not happen: a slot that is read for another block than was
     written, a slot that was never finished and, with checksums, bytes that changed.
 
-    Shape and namespace are the same in every process. The memory has a name, or is given, or of
-    this process alone; it is closed with the pool, as is the copy engine. With `FULL`, bytes are
-    hashed when they are written, and verified before they are read. The process that keeps the
-    index makes a `claim`; only one of a name can.
+    Every process passes the same shape and namespace. The slots are in shared memory of this
+    `name`, in the given `memory`, or else in memory of this process alone, which is closed with the
+    pool, as is the copy engine. With `FULL`, bytes are hashed when they are written, and verified
+    before they are read. The process that keeps the index makes a `claim`; only one of a name can.
 
     Attributes:
         generations: Generations of the slots; of use where this process alone writes them.

@@ -57,8 +57,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             any free one.
         staging: Bytes of host memory for blocks on their way from and to memory that is not
             registered; raised to two of the largest chunk.
-        capacity: Bytes of host memory for the blocks that are served; with `listen` only, and
-            without a backend of one's own whose blocks are.
+        capacity: Bytes of host memory for the blocks that a `NixlBackend` serves, which needs them
+            with `listen`, and refuses them without.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
             line end at its end does not count. Without a file the environment variable
             `KVXFER_SECRET` is taken. Without both, and without TLS, every address must be a
@@ -371,7 +371,7 @@ class TLSContexts:
 
 
 def tls_contexts(config: NixlConfig) -> tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]:
-    """Make the TLS contexts for connections to peers, and of peers; None without TLS.
+    """Make the TLS contexts for connections to peers and from peers; `(None, None)` without TLS.
 
     The certificate of a peer must name the host that is connected to.
 

@@ -21,7 +21,7 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 """
 
 PASSING = CONFLICT, "<Code>RequestTimeout</Code>"
-"""Answers of S3 to a request that may be repeated, whose status says that it may not."""
+"""Answers of S3 to requests that may be repeated, although their status says otherwise."""
 
 DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 

@@ -73,7 +73,7 @@ class PoolSession:
         self._chunk_sizes = tiers.chunk_sizes
         self._pins: Counter[BlockKey] = Counter()
         self._num_batches = 0
-        # Slots that it is writing, what they are for, and the end of which keeps what is there.
+        # Slots that the engine writes, their blocks, and the stack whose close keeps these.
         self._rooms: dict[int, tuple[ReservedBlocks, BlockParts, AsyncExitStack]] = {}
         self._draining = False
         self._number = next(self._numbers)

@@ -15,7 +15,7 @@ from kvxfer.text import printable
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
 INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit statuses after SIGINT, and where nobody reads on: 128 and the signal, as shells have it."""
+"""Exit statuses after SIGINT, and after the reader closed the pipe: 128 + signal, as in shells."""
 WIDTH = 80
 
 

@@ -346,7 +346,7 @@ def _removed_line(removed: "RemovedCounts", mood: str = "") -> str:
 
 def _add_secret(parser: CommandLine) -> None:
     parser.add_argument("--secret-file", default="", help="secret that blocks are sealed with")
-    parser.add_argument("--tenant", default="", help="whose blocks they are, of integrity=sealed")
+    parser.add_argument("--tenant", default="", help="tenant that sealed blocks belong to")
 
 
 def _block_check(arguments: "argparse.Namespace") -> "BlockCheck":

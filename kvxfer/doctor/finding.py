@@ -52,8 +52,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one check.
 
     Attributes:
-        check: Name of the check; the one in the table of checks where a check names no other.
-        subject: Thing that was examined, such as a URL; likewise.
+        check: Name of the check; None until `of` names it.
+        subject: Thing that was examined, such as a URL; empty until `of` names it.
         severity: See `Severity`.
         found: What was found.
         why: What it costs; empty where all is well.
@@ -74,15 +74,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(found: str) -> Finding:
-    """Find that all is well."""
+    """Make the finding that all is well."""
     return Finding(severity=Severity.OK, found=found)
 
 
 def warning(found: str, *, why: str, mend: str) -> Finding:
-    """Find what is slower or less than it could be."""
+    """Make the finding of something that is slower or smaller than it could be."""
     return Finding(severity=Severity.WARNING, found=found, why=why, mend=mend)
 
 
 def error(found: str, *, why: str, mend: str) -> Finding:
-    """Find what costs all hits, or keeps an engine from starting."""
+    """Make the finding of something that costs all hits, or keeps an engine from starting."""
     return Finding(severity=Severity.ERROR, found=found, why=why, mend=mend)

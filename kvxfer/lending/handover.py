@@ -64,6 +64,11 @@ class Handover:
     `handover.submit(handover.reader.ask(...))`. A process that only asks, such as a scheduler, has
     no caches. With `listen`, blocks are lent; engines of another namespace are refused.
 
+    Attributes:
+        reader: Reader of the blocks of other engines.
+        is_on_device: Whether our caches are in memory of a GPU.
+        way: Sentence on how blocks of a GPU move, and why so; empty for host memory.
+
     Raises:
         InvalidArgumentError: A parameter is of no use, or memory is where nobody can read it.
         DeviceUnavailableError: Our caches are on a GPU that cannot be used.
@@ -80,7 +85,7 @@ class Handover:
     ) -> None:
         regions = [] if caches is None else memory_regions(caches)
         self.is_on_device = any(region.device != HOST for region in regions)
-        self.way, in_place = "", True  # how blocks of a GPU move, and why so: a sentence
+        self.way, in_place = "", True
         if self.is_on_device:
             config, self.way, in_place = _choose_way(config, regions, make_agent)
         self._description = description

@@ -250,6 +250,14 @@ class HeaderFrame:
         )
 
 
+def header_in(head: bytes) -> BlockHeader | None:
+    """Read a whole header; None where it is not that of a block file."""
+    try:
+        return BlockHeader.decode(head)
+    except BlockFileError:
+        return None
+
+
 def padded(num_bytes: int) -> int:
     """Round bytes up to whole pages, as a file takes them on the disk."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

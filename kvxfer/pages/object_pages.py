@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.header import BlockFileError, BlockHeader
+from kvxfer.pages.header import BlockHeader, header_in
 from kvxfer.pages.names import NAMESPACE_FILE, file_name, key_in_name
 from kvxfer.pages.namespace_format import NamespaceFormat
 from kvxfer.pages.texts import describe_namespace
@@ -140,11 +140,9 @@ class Pages(NamespaceFormat):
         return is_whole and header.start <= start and start + block.num_bytes <= header.stop
 
     def _header_in(self, head: memoryview) -> BlockHeader | None:
-        try:
-            header = BlockHeader.decode(bytes(head))
-        except BlockFileError:
-            return None
-        require_readable(header, self.digester)
+        header = header_in(bytes(head))
+        if header is not None:
+            require_readable(header, self.digester)
         return header
 
     def close(self) -> None:

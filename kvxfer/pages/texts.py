@@ -11,7 +11,7 @@ from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.header import BlockFileError, BlockHeader
+from kvxfer.pages.header import BlockFileError, BlockHeader, header_in
 from kvxfer.pages.names import NAMESPACE_FILE
 from kvxfer.pages.page_cipher import KEY_ID_BYTES
 from kvxfer.storage.integrity import Integrity
@@ -102,7 +102,7 @@ def with_key(record: str | None, key_id: str) -> str:
 
 
 def has_other_keys(record: str | None, digester: Digester, fingerprint: str) -> bool:
-    """Whether a record names keys of sealed pages that a digester, which seals, does not have."""
+    """Whether a record names keys that a digester lacks; False for one that does not seal."""
     cipher = digester.cipher
     return cipher is not None and not all(
         cipher.knows(fingerprint, key_id) for key_id in _key_ids_in(record)
@@ -163,14 +163,6 @@ def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
 def kinds_in(folder: TextFolder) -> list[Integrity]:
     """List the kinds of pages that there may be in a folder, by its records."""
     return [kind for kind in RECORDS if _may_have_record(folder, kind)]
-
-
-def header_in(head: bytes) -> BlockHeader | None:
-    """Read a whole header; None where it is not that of a block file."""
-    try:
-        return BlockHeader.decode(head)
-    except BlockFileError:
-        return None
 
 
 def _key_ids_in(record: str | None) -> list[str]:

@@ -184,7 +184,7 @@ def replay_above(
 ) -> tuple[int, int]:
     """Replay a trace; return the hits in engines, and in the tiers below them.
 
-    The tiers below are empty, one for the engines of each group, or one for all.
+    The tiers below must be new: one for the engines of each group, or one for all.
     """
     memories: list[SimulatedTier] = []
     tiers: dict[int, SimulatedTiers] = {}

@@ -73,7 +73,7 @@ class SimulatedTier:
 
 
 def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
-    """Replay a trace on simulated tiers, the fastest first; return what it made of them.
+    """Replay a trace on simulated tiers, the fastest first; return them, with what they count.
 
     Each request looks up its blocks, loads the leading run of those that are there, its hits, and
     stores the others. The next request comes when all of that has ended, copies to lower tiers

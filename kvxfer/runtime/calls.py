@@ -67,7 +67,10 @@ async def wait_despite_cancel(
 
 
 async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None = None) -> None:
-    """Wait for a future, however often cancelled; in no task, which the end of a loop cancels."""
+    """Wait for a future, however often cancelled, but no longer than `within_s`.
+
+    Makes no task: the end of a loop would cancel it.
+    """
     now = asyncio.get_running_loop().time
     ends_at = now() + (inf if within_s is None else within_s)
     while not future.done() and now() < ends_at:

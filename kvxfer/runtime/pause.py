@@ -155,7 +155,8 @@ class CircuitBreaker:
     def abandon(self, probe: int) -> None:
         """Uncount a call that showed neither success nor failure, such as a cancelled probe.
 
-        Its `probe` is that of right after it was allowed. Another call's is not touched.
+        `probe` is the attribute as it was right after the call was allowed. That of another call is
+        not touched.
         """
         if probe and probe == self.probe:
             self._state = _State.OPEN

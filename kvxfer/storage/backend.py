@@ -284,7 +284,7 @@ class Begun:
         outcomes: One outcome per key, true once the copy has ended.
         copy: Copy that moves the bytes; ended by default.
         landed: Called once, when the copy has ended.
-        release: Called once after that, or when the device is lost.
+        release: Called once after that, or when asking for the end of the copy fails.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Begun:
         Not to be called again after it returned outcomes or raised.
 
         Raises:
-            DeviceLostError: The device is gone.
+            DeviceLostError: The device is gone. After this or any other error, all is released.
         """
         try:
             if self._copy is not None and not self._copy.has_ended():

@@ -106,7 +106,7 @@ async def wait_for_begun(begun: Begun) -> list[Outcome]:
     cancelled: asyncio.CancelledError | None = None
     try:
         while (outcomes := begun.poll()) is None:
-            try:  # in no task, which the end of a loop cancels
+            try:  # without a task of its own, which the end of the loop would cancel
                 await asyncio.sleep(MARK_PAUSE_S)
             except asyncio.CancelledError as exc:
                 cancelled = exc

@@ -85,6 +85,9 @@ class BlockIndex:
     the last keys of a batch are the first to be evicted, because a block is of no use without the
     blocks of its prefix. Each slot is for one block; the policy is new, and of as many slots.
 
+    Attributes:
+        num_slots: Number of slots.
+
     Raises:
         InvalidArgumentError: `num_slots` is below 1.
     """

@@ -110,9 +110,9 @@ class TierWriter:
             await self._ended.wait()
 
     async def cancel(self) -> None:
-        """Stop copying for ever, and drop the queue; buffers in use are drained in the background.
+        """Stop copying for good, and drop the queue; buffers in use are drained in the background.
 
-        What a store that goes on beyond the close adds is not written back.
+        Blocks that a store adds after this are not written back.
         """
         self._is_closed = True
         if len(self.queue):

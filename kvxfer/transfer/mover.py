@@ -226,7 +226,8 @@ class JobMover:
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
         """Look at every job, unless another thread does, and move a slice of the first.
 
-        Instead, jobs in a `hurry` are moved to their end, or until a time of `runtime.monotonic`.
+        Jobs in `hurry` are moved to their end instead, but not beyond `until`, a time on the clock
+        of `runtime.monotonic`.
         """
         if not self._begun:
             return

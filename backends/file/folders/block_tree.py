@@ -39,14 +39,16 @@ class BlockTree:
 
     Args:
         root: Root of the store, which must be there.
-        on_error: Called with the errors of files and folders that cannot be read, which are
-            skipped; nobody by default.
+        on_error: Called with the errors of files and folders that cannot be read; these are skipped
+            in any case.
 
     Attributes:
         num_skipped: Files and folders that were skipped, of which nobody knows the bytes.
     """
 
-    def __init__(self, root: Path, *, on_error: Callable[[OSError], object] = bool) -> None:
+    def __init__(
+        self, root: Path, *, on_error: Callable[[OSError], object] = lambda _: None
+    ) -> None:
         self.root = root
         self.num_skipped = 0
         self._on_error = on_error

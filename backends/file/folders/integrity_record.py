@@ -12,13 +12,12 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import Size
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.header import OTHER_KEY_REASON, BlockFileError, OtherIntegrityError
+from kvxfer.pages.header import OTHER_KEY_REASON, BlockFileError, OtherIntegrityError, header_in
 from kvxfer.pages.page_cipher import key_id_in
 from kvxfer.pages.texts import (
     NUM_SAMPLES,
     RECORDS,
     has_other_keys,
-    header_in,
     make_record,
     proof_in,
     read_record,

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessClaim:
-    """Claim of this process, a file in the root that is locked while it lives, beside all others.
+    """Claim of this process: a file in the root, locked while the process lives. Reads all others.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
     for each thread. Both carry a checksum: a damaged number or list claims nothing.

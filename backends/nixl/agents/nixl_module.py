@@ -1,4 +1,4 @@
-"""NIXL on this machine: its import at the first use, and what carries the bytes of peers by it."""
+"""NIXL on this machine: its import at the first use, and the carrier of a peer's bytes."""
 
 import ctypes
 import errno

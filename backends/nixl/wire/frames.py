@@ -279,7 +279,7 @@ class FrameChannel:
             return self._codec.decode(await self._next_payload(), legal)
 
     def decode(self, payload: msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Decode a message that was received as it is.
+        """Decode a message that `receive` has left encoded, as a `msgspec.Raw`.
 
         Raises:
             ProtocolError: The message is not legal.

@@ -135,6 +135,9 @@ class CacheLender(Lender):
     ) -> None:
         """Offer blocks under a ticket, whose bytes are final and stay until it has ended.
 
+        The ticket is new or open; `block_ids` are integers `(len(keys),)`, one block for each key.
+        With `complete`, these are its last blocks.
+
         Raises:
             InvalidArgumentError: A key is no block key, a block is the null block, or `LeaseBook`
                 refuses the offer.

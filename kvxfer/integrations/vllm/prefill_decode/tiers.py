@@ -100,7 +100,10 @@ def open_tiers(vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
 def find_stores(tiers: Any) -> list[Any]:
     """List the connectors that store blocks which vLLM has freed: tiers, and a MultiConnector's.
 
-    To be called by it, once it has all of its connectors. Raises as `open_tiers`.
+    To be called within a call of the MultiConnector, once it has all of its connectors.
+
+    Raises:
+        UnsupportedEngineError: See `open_tiers`.
     """
     others = (getattr(each, "_connectors", None) for each in locals_of_callers("self"))
     connectors = [tiers, *next(filter(None, others), ())]
