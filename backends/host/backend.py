@@ -162,8 +162,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 return None
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
             if plan.keys and blocks.device != HOST:
-                chosen = _chosen(plan.keys, keys, blocks)
-                return self._begin_device_store(plan, chosen, self._outcomes(keys, plan))
+                return self._begin_device_store(plan, keys, blocks)
             stored = False
             try:
                 if plan.keys:
@@ -175,11 +174,12 @@ class HostBackend(LendingBackend, ImmediateMover):
         return Begun(self._outcomes(keys, plan))
 
     def _begin_device_store(
-        self, plan: StorePlan, blocks: Descriptors, outcomes: Sequence[Outcome]
+        self, plan: StorePlan, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> Begun:
         """Begin a copy by a device; called with the lock of the index."""
         try:
-            copy, finish = self.pool.begin_write(plan.slots, plan.keys, blocks)
+            outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
+            copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
         except BaseException:
             self._index.finish_store(plan.keys, stored=False)
             raise
