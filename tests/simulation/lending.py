@@ -39,10 +39,11 @@ HELD_S = 4.0
 """Virtual time after which not even a restart of NIXL has ended a read that is held."""
 MOST_S = 300.0
 WATCH_S = 0.2
+CUT_EVERY_S = 0.1
 QUEUED_S = 2.5
 """Virtual time from an answer to the fetch, longer than any lease."""
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
-FAULTS = ("kill", "cut", "partition", "late_reads", "failing_reads", "stuck_reads")
+FAULTS = ("kill", "cut", "refuse", "partition", "late_reads", "failing_reads", "stuck_reads")
 
 
 class StuckAgent(FakeNixlAgent):
@@ -107,7 +108,7 @@ class LendingScenario(Scenario):
                 "first": random.choice((0, 0, 4, 8)),
                 "after_s": random.choice((0.0, 0.002, 0.05, 0.5)) * random.random(),
                 "queued_s": QUEUED_S * (random.random() < (0.5 if kind == "revoke" else 0.25)),
-                "is_released": random.random() < 0.8,
+                "is_released": random.random() < 0.5,
             }
             steps.append(Step(random.random() * length_s, "request", given))
         for _ in range(random.choice((0, 0, 1, 3))):
@@ -435,6 +436,13 @@ class _Run:
             await self._kill(for_s)
         elif fault == "cut":
             network.cut("engine d", "engine p", 0.5)
+        elif fault == "refuse":  # one worker of P, whose others are reached
+            rank = self._simulation.random("refuse").randrange(self._engines["p"].tp_size)
+            network.refuse(("127.0.0.1", PORT + rank), for_s)
+            stop = self._simulation.now + for_s
+            while self._simulation.now < stop:
+                network.cut("engine d", "engine p", 1.0)
+                await asyncio.sleep(CUT_EVERY_S)
         elif fault == "partition":
             network.partition("engine d", "engine p", for_s)
         else:

@@ -482,7 +482,7 @@ TABLE = """
 -                bad[part.group].update((b, None) for b in targets if b != self._null_block)
 +                if part.rank == 0:
 +                    bad[part.group].update((b, None) for b in targets if b)
-@@ lending 120 a hold goes on after that at another worker has failed
+@@ lending 250 a hold goes on after that at another worker has failed
 -            await end_tasks(holds)
 +            pass
 @@ lending 100 a fetch is said to be safe while a read goes on

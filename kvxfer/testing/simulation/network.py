@@ -85,7 +85,7 @@ class Network:
         self.listeners: dict[Address, SimulatedSocket] = {}
         self._num_opened = self._num_ports = 0
         self._partitions: dict[frozenset[str], float] = {}
-        self._refusing: dict[str, float] = {}
+        self._refusing: dict[str | Address, float] = {}
         self._starving: dict[str, float] = {}
         self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
 
@@ -121,9 +121,9 @@ class Network:
         """Let nothing pass between two processes for a time; what is sent comes late."""
         self._partitions[frozenset((one, other))] = self.now + for_s
 
-    def refuse(self, name: str, for_s: float) -> None:
-        """Refuse new connections to a process for a time."""
-        self._refusing[name] = self.now + for_s
+    def refuse(self, where: str | Address, for_s: float) -> None:
+        """Refuse new connections to a process, or to one of its addresses, for a time."""
+        self._refusing[where] = self.now + for_s
 
     def starve(self, name: str, for_s: float) -> None:
         """Let a process open and accept no connection for a time, for want of descriptors."""
@@ -150,9 +150,8 @@ class Network:
 
     def heal(self) -> None:
         """End all that hinders connections from now on."""
-        self._partitions.clear()
-        self._refusing.clear()
-        self._starving.clear()
+        for hindrance in (self._partitions, self._refusing, self._starving):
+            hindrance.clear()
 
     def cut(self, one: str, other: str, share: float) -> None:
         """Reset a share of the connections between two processes."""
@@ -188,9 +187,10 @@ class Network:
         self.sockets[descriptor] = WatchedProcess(self, process)
         return descriptor
 
-    def is_refusing(self, name: str) -> bool:
-        """Whether new connections to a process are refused."""
-        return self.now < self._refusing.get(name, 0.0)
+    def is_refusing(self, listener: "SimulatedSocket") -> bool:
+        """Whether new connections to a listener are refused."""
+        places = listener.process.name, listener.address
+        return any(self.now < self._refusing.get(where, 0.0) for where in places)
 
     def is_starving(self, name: str) -> bool:
         """Whether a process has no descriptor left."""
@@ -434,7 +434,7 @@ class SimulatedSocket(Waitable):
     def _meet(self, listener: "SimulatedSocket | None", latencies: Sequence[float]) -> None:
         """Make the other end of a connection, for a listener to accept."""
         network = self.network
-        if listener is None or listener.is_closed or network.is_refusing(listener.process.name):
+        if listener is None or listener.is_closed or network.is_refusing(listener):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
         other = network.make(self.family, 0, listener.process)
         other.address = listener.address
