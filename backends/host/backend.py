@@ -265,6 +265,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises while blocks are being stored, which stay."""
         require_instance("prefix", prefix, bytes)
+        self._guard.check()
         with self._lock:
             self._remove(self._index.keys(prefix))
             pinned, left = self._index.quarantine_all(prefix)

@@ -8,6 +8,7 @@ import gc
 import operator
 import random
 import weakref
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import numpy as np
@@ -268,14 +269,15 @@ class BackendTests(BackendSuite):
         async with backend:
             await store_generated(backend, keys, blocks)
         await backend.aclose()
-        with pytest.raises(ClosedError):
-            await backend.lookup(keys)
-        with pytest.raises(ClosedError):
-            await backend.store(keys, blocks)
-        with pytest.raises(ClosedError):
-            await backend.load(keys, blocks)
-        with pytest.raises(ClosedError):
-            await backend.delete(keys)
+        calls: list[Callable[[], Awaitable[object]]] = [
+            *(partial(call, keys) for call in (backend.lookup, backend.delete)),
+            *(partial(call, keys, blocks) for call in (backend.store, backend.load)),
+        ]
+        if (purgeable := backend.provide(Purgeable)) is not None:
+            calls.append(partial(purgeable.purge, b"a salt"))
+        for call in calls:
+            with pytest.raises(ClosedError):
+                await call()
 
     async def test_namespaces_never_see_each_other(self) -> None:
         memory, keys = make_memory(), make_keys(2)

@@ -325,6 +325,7 @@ class TieredBackend(Backend):
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
         require_instance("prefix", prefix, bytes)
+        self._guard.check()
         left = []
         with ExitStack() as held:
             for writer in self._writers:
