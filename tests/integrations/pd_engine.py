@@ -247,15 +247,17 @@ class Engine:
         )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.connector: Any = self.scheduler.connector
+        self.ended: dict[str, Any] = {}
         ours = first_of(self.scheduler.connector, "_connectors")
+        if not isinstance(ours, KVXferConnector):
+            return
         self.worker = KVXferConnector(ours._vllm_config, KVConnectorRole.WORKER, caches)
         self.worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
-        self.connector: Any = self.scheduler.connector
         if (facts := self.worker.get_handshake_metadata()) is not None:
             self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
-        self.asking: FakeHandover = ours._handover
+        self.asking: FakeHandover = ours._handover  # type: ignore[assignment]
         self.moving: FakeHandover = self.worker._handover  # type: ignore[assignment] # it was patched
-        self.ended: dict[str, Any] = {}
 
     def add(
         self,
@@ -286,6 +288,11 @@ class Engine:
         self.worker.handle_preemptions(step)
         self.worker.bind_connector_metadata(step)
         self.worker.start_load_kv(None)
+        self.end_step(planned, ended_transfers(self.worker))
+        self.worker.clear_connector_metadata()
+        return dict(planned.num_scheduled_tokens)
+
+    def end_step(self, planned: Any, transfers: KVConnectorOutput) -> None:
         names = list(planned.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         sampled = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
@@ -298,15 +305,13 @@ class Engine:
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
-                kv_connector_output=ended_transfers(self.worker),
+                kv_connector_output=transfers,
             ),
         )
-        self.worker.clear_connector_metadata()
         for outputs in ended.values():
             for output in outputs.outputs:
                 if output.finish_reason is not None:
                     self.ended[output.request_id] = output.kv_transfer_params
-        return dict(planned.num_scheduled_tokens)
 
     def abort(self, *names: str) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)

@@ -17,9 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PeerTimeoutError
 from kvxfer.integrations.vllm import KVXferConnector
+from kvxfer.integrations.vllm.offloading.offloading_spec import SPEC
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
@@ -380,16 +382,23 @@ def test_a_producer_reads_nothing_and_a_consumer_lends_nothing(start_engine: Sta
     assert list(consumer.asking.asked) == [LEASE]
 
 
-@pytest.fixture
-def multi_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Engine with KVXferConnector in a MultiConnector, beside vLLM's for host memory."""
-    module, extra = "kvxfer.integrations.vllm", {"revision": "r"}
-    both = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
-    ours = both | {"kv_connector": "KVXferConnector", "kv_connector_module_path": module}
-    extra = extra | {"spec_name": "KVXferOffloadingSpec", "spec_module_path": module}
-    extra["backend"] = "host://?capacity=1MiB"
-    theirs = both | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-    config = engine_config(tmp_path, connectors=[ours, theirs])
+BOTH = {"kv_role": "kv_both", "kv_connector_extra_config": {"revision": "r"}}
+OURS = BOTH | {
+    "kv_connector": "KVXferConnector",
+    "kv_connector_module_path": "kvxfer.integrations.vllm",
+}
+OFFLOAD = BOTH | {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": SPEC | {"backend": "host://?capacity=1MiB"},
+}
+
+
+@pytest.fixture(params=[[OURS, OFFLOAD]])
+def multi_engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """Engine with connectors in a MultiConnector, as vLLM's for host memory beside ours."""
+    config = engine_config(tmp_path, connectors=request.param)
     config.kv_transfer_config.kv_connector = "MultiConnector"
     config.kv_transfer_config.kv_connector_module_path = None
     engine = Engine(monkeypatch, config, full())
@@ -407,6 +416,17 @@ def test_a_store_of_another_connector_ends_before_p_writes_to_its_blocks(
     multi_engine.asking.asked[LEASE].set_result(make_found(120))
     ours, theirs = multi_engine.scheduler.schedule().kv_connector_metadata.metadata
     assert len(ours.fetches) == len(theirs.jobs_to_flush) == 1
+
+
+@pytest.mark.parametrize(
+    "multi_engine", [[OFFLOAD, BOTH | {"kv_connector": "NixlConnector"}]], indirect=True
+)
+def test_a_store_ends_before_nixl_writes_to_its_blocks(multi_engine: Engine) -> None:
+    multi_engine.add("a", None, tokens=12)
+    multi_engine.end_step(multi_engine.scheduler.schedule(), KVConnectorOutput())
+    multi_engine.add("d", ticket_params(remote_block_ids=[[0] * 30]), tokens=120, first=1000)
+    ours, theirs = multi_engine.scheduler.schedule().kv_connector_metadata.metadata
+    assert len(theirs.reqs_to_recv) == len(ours.jobs_to_flush) == 1
 
 
 def test_a_child_of_a_multi_connector_has_its_prompts_recomputed_and_wants_its_workers_facts(

@@ -5,7 +5,7 @@ their attributes, never by their version number.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -148,23 +148,6 @@ def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> Offl
         removed=removed,
         **{name: value for name, value in more.items() if name in EVENT_FIELDS},
     )
-
-
-def fence_blocks(connector: Any, block_ids: Iterable[int]) -> None:
-    """Have stores that still read blocks end before the step that is being planned.
-
-    vLLM stores a request's blocks after it is finished and they are free; it ends such stores when
-    it gives the blocks to a request that it computes or loads itself, and does not see those that
-    something else is about to write to: `block_ids`.
-
-    Raises:
-        UnsupportedEngineError: This release keeps no such list.
-    """
-    name = "_current_batch_allocated_block_ids"
-    blocks = getattr(connector.connector_scheduler, name, None)
-    if blocks is None:
-        raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, f"it has no {name}")
-    blocks.update(block_ids)
 
 
 def require_tiering() -> None:

@@ -10,6 +10,7 @@ import xxhash
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.connect import open_tiers
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.freed_blocks import fence_loads_of_others
 from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
@@ -95,6 +96,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's side; the same object at every call."""
         if self._manager is None:
+            fence_loads_of_others()
             world_size = self.config.parallel.world_size
             workers = receive_identities(self._name, world_size) if self._lower else []
             copies = num_copies(workers[0].pages if workers else None, self.config)

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.freed_blocks import fence, fence_loads_of_others
 from kvxfer.integrations.vllm.common.kv_caches import KVCacheHooks
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import configs_of_callers, find_settings
 from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
-from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler, writable
+from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
     Groups,
     can_report_failures,
@@ -39,8 +40,6 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
 from kvxfer.integrations.vllm.prefill_decode.tiers import (
     Shares,
     Twice,
-    fence,
-    find_stores,
     find_tiers,
     open_tiers,
 )
@@ -89,6 +88,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         found = find_settings(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             found.log("KVXferConnector")
+            fence_loads_of_others()
         with found.checked():
             self._settings = Settings.parse(found.values).of_replica(
                 parallel.data_parallel_index, parallel.tensor_parallel_size
@@ -113,7 +113,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._ended = Ended()
         self._has_warned = False
         self._tiers: Any = open_tiers(vllm_config, role, kv_cache_config)
-        self._stores: list[Any] = []  # connectors that may still read blocks that are free
         self._shares: dict[str, Shares] = {}
         self._heads: set[str] = set()  # requests whose head is loaded from this step on
         self._kept_by_both: set[str] = set()
@@ -127,7 +126,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """Take what the workers say of themselves, by rank."""
         if not (self._reads or self._lends):
             return
-        self._stores = find_stores(self._tiers)
         facts = metadata.get(0)
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
@@ -210,8 +208,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if self._decode is not None:
             self._decode.on_alloc(request, blocks, num_external_tokens - head)
             if num_external_tokens > head:  # before the tiers plan their step
-                written = [writable(each) for ids in blocks.blocks for each in ids]
-                fence(self._stores, [block for block in written if block])
+                fence([self._tiers], blocks)
         if self._prefill is not None:
             self._prefill.on_alloc(request)
         if head:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.integrations.vllm.common.freed_blocks import writable
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
@@ -265,11 +266,6 @@ class DecodeScheduler:
         except KVXferError as exc:
             logger.debug("a call to P was not begun: %s", exc)
             return None
-
-
-def writable(block: Any) -> int:
-    """Return the id of a block that a load may write; 0 for the null block, and for shared ones."""
-    return 0 if block.is_null or block.block_hash is not None else int(block.block_id)
 
 
 def _state_block(block_ids: Sequence[int], index: int) -> int:

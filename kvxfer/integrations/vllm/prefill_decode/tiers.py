@@ -1,14 +1,11 @@
 """Tiers: a host tier of the engine's own, for the head of a prompt that P has the rest of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.integrations.vllm.common.settings import (
-    OFFLOAD_SETTINGS,
-    find_settings,
-    locals_of_callers,
-)
+from kvxfer.integrations.vllm.common.freed_blocks import fence
+from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS, find_settings
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1, KVConnectorRole
 
 
@@ -93,30 +90,5 @@ def open_tiers(vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
     kind, config = found
     tiers = kind(config, role, kv_cache_config)
     if role is KVConnectorRole.SCHEDULER:
-        fence([tiers], ())
+        fence([tiers])
     return tiers
-
-
-def find_stores(tiers: Any) -> list[Any]:
-    """List the connectors that store blocks which vLLM has freed: tiers, and a MultiConnector's.
-
-    To be called within a call of the MultiConnector, once it has all of its connectors.
-
-    Raises:
-        UnsupportedEngineError: See `open_tiers`.
-    """
-    others = (getattr(each, "_connectors", None) for each in locals_of_callers("self"))
-    connectors = [tiers, *next(filter(None, others), ())]
-    name = "OffloadingConnector"
-    found = [each for each in connectors if name in [kind.__name__ for kind in type(each).__mro__]]
-    fence(found, ())
-    return found
-
-
-def fence(stores: Sequence[Any], block_ids: Iterable[int]) -> None:
-    """Have connectors end stores that read blocks which P's pages are about to be written to."""
-    if stores:
-        from kvxfer.integrations.vllm.offloading.interface import fence_blocks
-
-        for each in stores:
-            fence_blocks(each, block_ids)
