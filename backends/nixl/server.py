@@ -101,6 +101,7 @@ class ClientSession:
         self._node = node
         self._channel = channel
         self._greeting = greeting
+        self._heard = runtime.monotonic()
         self._only_asks = not greeting.reach.regions  # and has no memory for blocks
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
@@ -386,7 +387,7 @@ class ClientSession:
         self._ended = True
         if self._desk is not None:
             try:
-                self._desk.drop(self)
+                self._desk.drop(self, self._heard)
             except Exception:
                 logger.exception("tickets of a peer that has gone may be held for ever")
         await self._channel.aclose()
@@ -405,7 +406,7 @@ class ClientSession:
         for number in sorted(pins):
             await self._pins.pop(number).aclose()
         if self._desk is not None and numbers != pins:
-            self._desk.drop(self, numbers - pins)
+            self._desk.drop(self, self._heard, numbers - pins)
 
     async def _release_pins(self) -> None:
         while self._pins:

@@ -136,7 +136,7 @@ class RecordingDesk(CacheLender):
         for ticket in tickets:
             self.tickets.pop(ticket, None)
 
-    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
+    def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
         if numbers is not None:
             return
         self.held.pop(holder, None)

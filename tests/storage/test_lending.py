@@ -25,6 +25,7 @@ from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
 from kvxfer.units import ByteSize
+from tests.clock import Clock
 
 KEYS = make_keys(3)
 OTHER_KEYS = make_keys(2, group=1)
@@ -156,6 +157,19 @@ def test_a_block_that_is_released_is_not_offered_any_more(lender: CacheLender) -
     assert lender.book.still_offered(KEYS[:2], [0, 0]) == [0, None]
     assert lender.book.release("t") == [0]
     assert lender.book.still_offered(KEYS[:1], [0]) == [None]
+
+
+def test_what_a_silent_reader_held_runs_out_a_lease_after_it_was_heard(
+    memory: BlockMemory, clock: Clock
+) -> None:
+    lender = make_lender(memory.caches)
+    lender.offer("t", KEYS[:1], [0], complete=True)
+    assert lender.hold("t", KEYS[:1], "reader").is_known
+    clock.now += 20
+    lender.drop("reader", heard=clock.now - 7)
+    assert lender.take_ended() == []
+    clock.now += 1
+    assert lender.take_ended() == ["t"]
 
 
 def test_the_null_block_is_not_offered() -> None:

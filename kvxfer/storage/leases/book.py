@@ -146,18 +146,21 @@ class LeaseBook:
         entry.holders[holder] = number
         return True
 
-    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
-        """Drop a holder from every ticket; those that it held alone run out a lease later.
+    def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
+        """Drop a holder from every ticket; those that it held alone run out.
 
-        With `numbers`, only those holds end, each the latest one of its ticket.
+        Args:
+            holder: Who held them.
+            heard: Time, of `runtime.monotonic`, at which it was last heard: they run from then.
+            numbers: Only these holds end, each the latest one of its ticket.
         """
-        expires = runtime.monotonic() + self._lease_s
+        expires = heard + self._lease_s
         for entry in self._tickets.values():
             held = entry.holders.get(holder)
             if held is not None and (numbers is None or held in numbers):
                 del entry.holders[holder]
                 if entry.is_complete:
-                    entry.expires = expires
+                    entry.expires = max(entry.expires, expires)
 
     def release(self, ticket: str) -> list[int]:
         """End a ticket for its reader, known or not; return the blocks that are offered no more."""

@@ -187,9 +187,9 @@ class CacheLender(Lender):
         for ticket in tickets:
             self._withdraw(self.book.release(ticket))
 
-    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
-        """Note that a reader ends holds, or all with its connection: what it held runs out."""
-        self.book.drop(holder, numbers)
+    def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
+        """Note that a reader ends holds, or all with its connection; see `LeaseBook.drop`."""
+        self.book.drop(holder, heard, numbers)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return for each key whether a block is offered; errors as `Backend.lookup`."""
