@@ -14,12 +14,11 @@ def test_what_should_have_gone_with_this_release_is_gone() -> None:
     assert overdue(ROOT, kvxfer.__version__) == []
 
 
-def deprecated_function() -> int:
-    warn_deprecated("deprecated_function()", replacement="another()", gone_in="99.0.0")
-    return 7
-
-
 def test_a_deprecated_name_works_and_warns_its_caller_once() -> None:
+    def deprecated_function() -> int:
+        warn_deprecated("deprecated_function()", replacement="another()", gone_in="99.0.0")
+        return 7
+
     with warnings.catch_warnings(record=True, action="always") as caught:
         assert [deprecated_function(), deprecated_function()] == [7, 7]
     [warning] = caught

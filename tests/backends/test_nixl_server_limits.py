@@ -78,11 +78,6 @@ def is_open(stranger: socket.socket) -> bool:
         return False
 
 
-def require_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    ours = [each for each in caplog.records if each.name.startswith("kvxfer")]
-    assert not [each.getMessage() for each in ours if each.levelno >= logging.WARNING]
-
-
 def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -108,7 +103,8 @@ async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
         strangers(port(holder, which), NUM_STRANGERS) as silent,
     ):
         assert all(await asyncio.gather(*map(ends, silent)))
-    require_no_warning(caplog)
+    ours = [each for each in caplog.records if each.name.startswith("kvxfer")]
+    assert not [each.getMessage() for each in ours if each.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("which", PORTS)

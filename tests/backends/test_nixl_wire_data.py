@@ -77,10 +77,6 @@ def frames(role: Role, *messages: Message) -> bytes:
     return b"".join(map(codec.encode, messages))
 
 
-def a_read(memory: Bytes, num_bytes: int) -> Read:
-    return Read(addresses=words(address(memory)).tobytes(), lengths=words(num_bytes).tobytes())
-
-
 @pytest.fixture(params=["plain", "TLS"])
 def ends(request: pytest.FixtureRequest, authority: Authority) -> Iterator[Ends]:
     with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(2) as executor:
@@ -156,7 +152,8 @@ def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
         return Regions([(address(ends.memory), MEMORY_BYTES)])
 
     serving = ends.executor.submit(ends.server.serve, regions)
-    ends.client_socket.sendall(frames(Role.ASKING, a_read(ends.memory, 9)))
+    read = Read(addresses=words(address(ends.memory)).tobytes(), lengths=words(9).tobytes())
+    ends.client_socket.sendall(frames(Role.ASKING, read))
     in_call.wait(LIMIT_S)
     number = ends.server_socket.fileno()
     ends.server.close()

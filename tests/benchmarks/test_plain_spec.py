@@ -1,10 +1,15 @@
-"""Plain spec of `make bench NAME=vllm`: it moves every byte."""
+"""Plain spec of `make bench NAME=vllm`: it moves every byte; free blocks, as vLLM has them."""
+
+import itertools
+import random
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -12,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
+from benchmarks.layout import BlockIds, FreeBlocks
 from benchmarks.vllm.plain_spec import PlainWorker, Slots
 
 NUM_BLOCKS = 12
@@ -59,3 +65,25 @@ def test_a_worker_copies_blocks_out_and_back_to_the_byte(
     second[1] = before[1][0]
     assert torch.equal(caches.tensors[0].tensor, first)
     assert torch.equal(caches.tensors[1].tensor, second)
+
+
+def test_vllm_hands_out_the_same_blocks_when_they_are_full_and_cached() -> None:
+    pool = BlockPool(num_gpu_blocks=40, enable_caching=True, hash_block_size=16)
+    ours, chance, hashes = FreeBlocks(40), random.Random(0), itertools.count()
+    held: list[tuple[BlockIds, list[Any]]] = []
+    num_taken = num_given_back = 0
+    for _ in range(300):
+        count = chance.randint(1, 9)
+        if count <= pool.get_num_free_blocks() and chance.random() < 0.6:
+            block_ids, blocks = ours.take(count), pool.get_new_blocks(count)
+            assert block_ids.tolist() == [block.block_id for block in blocks]
+            for block in blocks:
+                pool._insert_block_hash(next(hashes).to_bytes(36, "big"), block, None)
+            held.append((block_ids, blocks))
+            num_taken += 1
+        elif held:
+            block_ids, blocks = held.pop(chance.randrange(len(held)))
+            ours.give_back(block_ids)
+            pool.free_blocks(reversed(blocks))
+            num_given_back += 1
+    assert min(num_taken, num_given_back) > 100

@@ -110,7 +110,7 @@ async def connected(config: NixlConfig) -> AsyncIterator[NixlBackend]:
     """Open a backend and wait until it has reached its peers."""
     async with NixlBackend(config, namespace()) as backend:
         async with asyncio.timeout(LIMIT_S):
-            while not _is_connected(backend):
+            while not backend.carriers or "not connected" in backend.carriers.values():
                 await backend.lookup(KEYS[:1])
                 await asyncio.sleep(RETRY_S)
         yield backend
@@ -128,8 +128,3 @@ async def load(backend: Backend) -> list[bytes | None]:
     outcomes = await backend.load(KEYS, blocks)
     pairs = zip(outcomes, read_payloads(blocks), strict=True)
     return [payload if outcome.done else None for outcome, payload in pairs]
-
-
-def _is_connected(backend: NixlBackend) -> bool:
-    carriers = backend.carriers.values()
-    return bool(carriers) and "not connected" not in carriers

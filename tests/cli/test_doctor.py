@@ -32,20 +32,17 @@ def _sound_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
-def set_open_files(limit: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 def examine(
     *arguments: str, command: list[str] = COMMAND, num_files: int = 1024, **environ: str | None
 ) -> tuple[int, list[dict[str, str]]]:
     """Run the command in a process of its own; return its exit status and its findings."""
     environment = {**FRESH, "PYTHONPATH": str(REPOSITORY), **environ}
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = num_files, most_files
     found = subprocess.run(
         [*command, "doctor", "--json", "--timeout", "30s", *arguments],
         env={name: value for name, value in environment.items() if value is not None},
-        preexec_fn=lambda: set_open_files(num_files),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
         capture_output=True,
         check=False,
         cwd=REPOSITORY,

@@ -15,13 +15,6 @@ SIZED = [*CHATS, "--bytes-per-token", "4096", "--prefill-tokens-per-s", "1e4"]
 HUGE = "9" * 400
 
 
-def run_page(heading: str) -> tuple[list[str], str]:
-    """Read the command of a section of the page, and what it prints."""
-    text = PAGE.partition(f"## {heading}\n")[2]
-    command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[:2]
-    return shlex.split(command)[1:], shown
-
-
 @pytest.mark.parametrize(
     "heading",
     [
@@ -31,8 +24,9 @@ def run_page(heading: str) -> tuple[list[str], str]:
     ],
 )
 def test_the_page_shows_what_its_command_prints(heading: str, run: Run) -> None:
-    command, shown = run_page(heading)
-    status, printed, _ = run(*command)
+    text = PAGE.partition(f"## {heading}\n")[2]
+    command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[:2]
+    status, printed, _ = run(*shlex.split(command)[1:])
     assert status == 0
     assert printed.endswith(f"\n\n{shown}") if heading == "Lists of tiers" else printed == shown
 

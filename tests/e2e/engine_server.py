@@ -50,9 +50,6 @@ class _Engine:
     def step_times(self) -> list[float]:
         return self._step_times
 
-    def shut_down(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-
     def generate(
         self,
         *,
@@ -172,7 +169,7 @@ def _serve(pipe: Any) -> None:
         while True:
             name, arguments = pipe.recv()
             pipe.send(getattr(engine, name)(**arguments))
-    engine.shut_down()
+    engine._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,6 @@ def block_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "files").rglob("*.safetensors"))
 
 
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    with safe_open(file, framework="pt") as block:
-        return {name: tuple(block.get_slice(name).get_shape()) for name in block.keys()}  # noqa: SIM118
-
-
 @pytest.mark.parametrize(
     ("model", "first", "second", "shapes"),
     [
@@ -95,7 +90,8 @@ def test_another_tensor_parallel_size_hits_what_was_stored_once(
     assert all(one.cached_tokens >= whole for one in returned)
     assert metrics["vllm:external_prefix_cache_hits"] >= whole
     assert block_files(tmp_path) == stored, "there is more than one copy"
-    found = shapes_in(stored[0])
+    with safe_open(stored[0], framework="pt") as block:
+        found = {name: tuple(block.get_slice(name).get_shape()) for name in block.keys()}  # noqa: SIM118
     assert {name: found[name] for name in shapes} == {
         name: shape or next(iter(found.values())) for name, shape in shapes.items()
     }

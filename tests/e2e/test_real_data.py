@@ -26,12 +26,6 @@ KV_TOLERANCE = 1e-3
 KEYS = VLLMKeys(seed=ENVIRONMENT["PYTHONHASHSEED"])
 
 
-def load_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def prefix_cache(model: Any, files: Path, **settings: Any) -> Any:
     from kvxfer.integrations.transformers import PrefixCache
 
@@ -49,13 +43,6 @@ def continue_prompt(generate: Any, prompt: Sequence[int], **settings: Any) -> li
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-def copy_namespace(source: Path, target: Path) -> None:
-    """Make an empty store that vLLM has opened."""
-    (described,) = source.glob("*/namespace.json")
-    (target / described.parent.name).mkdir(parents=True)
-    (target / described.relative_to(source)).write_bytes(described.read_bytes())
-
-
 def pages(files: Path) -> dict[str, Path]:
     return {file.name: file for file in files.rglob("*.safetensors")}
 
@@ -63,15 +50,19 @@ def pages(files: Path) -> dict[str, Path]:
 def test_transformers_and_vllm_continue_each_others_prompts(
     start: Start, tmp_path: Path, record_property: Any
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = models.make("smollm2")
     (prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=TOKENS + 10)
     of_vllm, of_transformers = tmp_path / "vllm", tmp_path / "transformers"
     with start("smollm2", files=of_vllm, **SIZES) as engine:
         (computed,) = engine.computed([prompt], max_tokens=MAX_TOKENS)
         engine.settle()
-    copy_namespace(of_vllm, of_transformers)
+    (described,) = of_vllm.glob("*/namespace.json")  # of an empty store that vLLM has opened
+    (of_transformers / described.parent.name).mkdir(parents=True)
+    (of_transformers / described.relative_to(of_vllm)).write_bytes(described.read_bytes())
 
-    model = load_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     alone = continue_prompt(model.generate, prompt)
     assert alone == computed.token_ids
     with prefix_cache(model, of_vllm, engine_keys=KEYS) as cache:

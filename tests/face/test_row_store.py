@@ -62,9 +62,6 @@ class Pages:
         assert len(set(rows)) == len(rows), "a row was given back twice"
         return len(rows)
 
-    def wait_until_free(self) -> None:
-        until(lambda: self.num_free() == NUM_ROWS)
-
 
 def interrupt() -> None:
     raise KeyboardInterrupt
@@ -91,7 +88,7 @@ def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
         for _ in range(NUM_ROWS):
             with pytest.raises(KeyboardInterrupt):
                 pages.move(direction, then=interrupt)
-            pages.wait_until_free()
+            until(lambda: pages.num_free() == NUM_ROWS)
         assert pages.move(STORE) == [True] * 6
 
 

@@ -129,10 +129,6 @@ SPECS: tuple[KVCacheSpec, ...] = (WHOLE, WINDOW, STATE)
 rows = st.integers(0, NUM_ROWS - 1)
 
 
-def ids_of(num_blocks: int) -> st.SearchStrategy[Ids]:
-    return st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=num_blocks)
-
-
 class BlockTableMachine(RuleBasedStateMachine):
     """State machine of the tables of three groups, against a plain list of block ids per row."""
 
@@ -155,7 +151,9 @@ class BlockTableMachine(RuleBasedStateMachine):
         return -(-MAX_TOKENS // SPECS[group].tokens_per_block) - len(self.model[group][row])
 
     def put(self, put: Callable[..., None], data: st.DataObject, row: int) -> None:
-        block_ids = [data.draw(ids_of(self.room(group, row))) for group in range(len(SPECS))]
+        rooms = [self.room(group, row) for group in range(len(SPECS))]
+        block_id = st.integers(0, NUM_BLOCKS - 1)
+        block_ids = [data.draw(st.lists(block_id, max_size=room)) for room in rooms]
         put(block_ids, row)
         for group, ids in enumerate(block_ids):
             self.model[group][row] += ids

@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvxfer import replay
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.replay import (
-    Machine,
-    MultiTurn,
-    Trace,
-    bytes_per_token,
-    make_synthetic,
-    parse_budget,
-    plan_list,
-    recommend,
-)
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -35,8 +26,8 @@ MLA = {
 
 
 @pytest.fixture(scope="module")
-def chats() -> Trace:
-    return make_synthetic(MultiTurn(requests=600, requests_per_s=4), seed=3)
+def chats() -> replay.Trace:
+    return replay.make_synthetic(replay.MultiTurn(requests=600, requests_per_s=4), seed=3)
 
 
 FULL, LATENT = 32 * 2 * 8 * 128 * 2, 61 * 576 * 2
@@ -62,26 +53,30 @@ def test_bytes_of_a_token_follow_from_the_configuration_of_a_model(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if isinstance(expected, int):
-        assert bytes_per_token(tmp_path) == bytes_per_token(tmp_path / "config.json") == expected
+        assert (
+            replay.bytes_per_token(tmp_path)
+            == replay.bytes_per_token(tmp_path / "config.json")
+            == expected
+        )
     else:
         with pytest.raises(InvalidArgumentError, match=expected):
-            bytes_per_token(tmp_path)
+            replay.bytes_per_token(tmp_path)
 
 
 def test_files_are_recommended_where_memory_is_too_small_and_left_out_where_they_are_slow(
-    chats: Trace,
+    chats: replay.Trace,
 ) -> None:
-    budget = parse_budget("host=64MiB,file=64GiB")
+    budget = replay.parse_budget("host=64MiB,file=64GiB")
     for file_bandwidth, media in ((2e9, ["host", "file"]), (2e6, ["host"])):
-        machine = Machine(
+        machine = replay.Machine(
             bytes_per_token=4096,
             prefill_tokens_per_s=10000,
             bandwidths={"host": 10e9, "file": file_bandwidth},
         )
-        row = recommend(chats, machine, budget).row
+        row = replay.recommend(chats, machine, budget).row
         assert row is not None
         assert [tier.medium for tier in row.tiers] == media
-        best = plan_list(
+        best = replay.plan_list(
             chats, machine, ["host://?capacity=64MiB", "file:///kv?capacity=64GiB"][: len(media)]
         )
         assert row.first_token_s is not None
@@ -89,10 +84,10 @@ def test_files_are_recommended_where_memory_is_too_small_and_left_out_where_they
         assert row.first_token_s >= 0.99 * best.first_token_s
 
 
-def test_nothing_is_recommended_that_takes_longer_than_computing(chats: Trace) -> None:
-    machine = Machine(
+def test_nothing_is_recommended_that_takes_longer_than_computing(chats: replay.Trace) -> None:
+    machine = replay.Machine(
         bytes_per_token=4096, prefill_tokens_per_s=1e6, bandwidths={"host": 1e6, "file": 1e6}
     )
-    found = recommend(chats, machine, parse_budget("host=1GiB,file=1GiB"))
+    found = replay.recommend(chats, machine, replay.parse_budget("host=1GiB,file=1GiB"))
     assert found.row is None
     assert found.reasons == ["no tier is worth it: a hit saves nothing, or there is none"]

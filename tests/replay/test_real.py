@@ -7,19 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
+from kvxfer import replay
 from kvxfer.backends.host import PoolShape
 from kvxfer.connect import connect
-from kvxfer.replay import (
-    Agentic,
-    Medium,
-    MultiTurn,
-    Rag,
-    TierPlan,
-    Trace,
-    Workload,
-    make_synthetic,
-    simulate,
-)
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
@@ -32,10 +22,10 @@ BLOCK_BYTES, PAGE_BYTES = 64, 4096
 FILE_BYTES = 2 * PAGE_BYTES
 """Bytes on the disk of the file of a block: a page of header, and one of data."""
 
-CHATS = MultiTurn(requests=120, requests_per_s=4, system_tokens=300)
-AGENTS = Agentic(requests=60, system_tokens=1000, steps=6)
-SEARCH = Rag(requests=100, documents=30, document_tokens=500)
-CASES: dict[str, tuple[Workload, list[tuple[Medium, float]]]] = {
+CHATS = replay.MultiTurn(requests=120, requests_per_s=4, system_tokens=300)
+AGENTS = replay.Agentic(requests=60, system_tokens=1000, steps=6)
+SEARCH = replay.Rag(requests=100, documents=30, document_tokens=500)
+CASES: dict[str, tuple[replay.Workload, list[tuple[replay.Medium, float]]]] = {
     "chats-host": (CHATS, [("host", 0.4)]),
     "agents-host": (AGENTS, [("host", 0.4)]),
     "search-file": (SEARCH, [("file", 0.4)]),
@@ -56,7 +46,7 @@ def fit(capacity: int) -> int:
     return PoolShape.fit(capacity_bytes=capacity, **size).num_slots
 
 
-def choose(plan: TierPlan, path: Path) -> dict[str, Any]:
+def choose(plan: replay.TierPlan, path: Path) -> dict[str, Any]:
     """Choose a backend of as many blocks as are planned."""
     common = {"type": plan.medium, "eviction": plan.policy}
     if plan.medium == "host":
@@ -67,7 +57,7 @@ def choose(plan: TierPlan, path: Path) -> dict[str, Any]:
     return common | size | {"path": str(path), "direct": "off"}
 
 
-async def count_hits(trace: Trace, plans: list[TierPlan], folder: Path) -> int:
+async def count_hits(trace: replay.Trace, plans: list[replay.TierPlan], folder: Path) -> int:
     """Replay a trace on real tiers: load the leading run of hits, store the rest.
 
     Each request waits for all that the one before it began, copies to lower tiers included.
@@ -102,16 +92,18 @@ def test_the_model_has_the_hits_of_real_backends(
     tmp_path: Path, case: str, policy: PolicyName
 ) -> None:
     workload, shares = CASES[case]
-    trace = make_synthetic(workload, seed=5, tokens_per_block=128)
-    plans = [TierPlan(medium, policy, int(trace.num_unique * share)) for medium, share in shares]
-    modelled = sum(tier.num_hits for tier in simulate(trace, plans))
+    trace = replay.make_synthetic(workload, seed=5, tokens_per_block=128)
+    plans = [
+        replay.TierPlan(medium, policy, int(trace.num_unique * share)) for medium, share in shares
+    ]
+    modelled = sum(tier.num_hits for tier in replay.simulate(trace, plans))
     assert 0 < modelled < trace.num_references - trace.num_unique  # something was evicted
     num_hits = asyncio.run(count_hits(trace, plans, tmp_path))
     assert abs(num_hits - modelled) <= MAX_DIFFERENCE * modelled
 
 
 async def test_a_copy_to_files_is_no_use_of_the_block_in_host_memory(tmp_path: Path) -> None:
-    plans = [TierPlan("host", "lru", 5), TierPlan("file", "lru", 4)]
+    plans = [replay.TierPlan("host", "lru", 5), replay.TierPlan("file", "lru", 4)]
     trace = trace_of(COPIED_DOWN)
     assert await count_hits(trace, plans, tmp_path) == 5
-    assert sum(tier.num_hits for tier in simulate(trace, plans)) == 5
+    assert sum(tier.num_hits for tier in replay.simulate(trace, plans)) == 5

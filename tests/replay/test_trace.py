@@ -7,19 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from kvxfer.replay import (
-    WORKLOADS,
-    Agentic,
-    MultiTurn,
-    Rag,
-    TraceError,
-    Workload,
-    count_ceiling,
-    make_synthetic,
-    parse_workload,
-    read_trace,
-    write_trace,
-)
+from kvxfer import replay
 from tests.replay.traces import request_lists, trace_of
 
 LINE = {"timestamp": 27, "input_length": 600, "output_length": 3, "hash_ids": [46, 47]}
@@ -33,7 +21,7 @@ def write(path: Path, *lines: dict[str, Any] | str) -> Path:
 
 def test_a_trace_is_read_in_the_order_of_its_timestamps(tmp_path: Path) -> None:
     later = {"timestamp": 30.5, "input_length": 513, "output_length": 9, "hash_ids": [46, 2]}
-    trace = read_trace(write(tmp_path / "t", later, "", LINE | {"type": "chat"}))
+    trace = replay.read_trace(write(tmp_path / "t", later, "", LINE | {"type": "chat"}))
     assert list(trace.requests()) == [[0, 1], [0, 2]]
     assert trace.timestamps_ms.tolist() == [27, 30.5]
     assert trace.input_lengths.tolist() == [600, 513]
@@ -49,8 +37,8 @@ def test_a_trace_that_was_written_is_read_again(
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     trace = trace_of(requests, seconds_apart=0.0375)
-    write_trace(path, trace)
-    again = read_trace(path)
+    replay.write_trace(path, trace)
+    again = replay.read_trace(path)
     assert list(again.requests()) == list(trace.requests())
     assert again.timestamps_ms.tolist() == trace.timestamps_ms.tolist()
     assert again.input_lengths.tolist() == trace.input_lengths.tolist()
@@ -78,26 +66,28 @@ def test_a_broken_line_is_named_with_its_field_and_value(
     tmp_path: Path, line: dict[str, Any] | str, problem: str
 ) -> None:
     path = write(tmp_path / "t", LINE, "  ", line)
-    with pytest.raises(TraceError) as raised:
-        read_trace(path)
+    with pytest.raises(replay.TraceError) as raised:
+        replay.read_trace(path)
     assert str(raised.value).startswith(f"{path}, line 3: {problem}")
 
 
 def test_a_line_without_an_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.replay.trace.MAX_LINE_BYTES", 1 << 20)
-    with pytest.raises(TraceError, match="/dev/zero, line 1: more than 1 MiB; expected a request"):
-        read_trace(Path("/dev/zero"))
+    with pytest.raises(
+        replay.TraceError, match="/dev/zero, line 1: more than 1 MiB; expected a request"
+    ):
+        replay.read_trace(Path("/dev/zero"))
 
 
 # Synthetic traces
 
-kinds = pytest.mark.parametrize("kind", WORKLOADS)
+kinds = pytest.mark.parametrize("kind", replay.WORKLOADS)
 
 
 @kinds
 def test_a_seed_makes_one_trace_and_another_seed_another(kind: str) -> None:
-    workload = parse_workload(kind, {"requests": "200"})
-    traces = [make_synthetic(workload, seed=seed) for seed in (1, 1, 2)]
+    workload = replay.parse_workload(kind, {"requests": "200"})
+    traces = [replay.make_synthetic(workload, seed=seed) for seed in (1, 1, 2)]
     first, again, other = [list(trace.requests()) for trace in traces]
     assert first == again != other
     assert traces[0].timestamps_ms.tolist() == traces[1].timestamps_ms.tolist()
@@ -107,25 +97,27 @@ def test_a_seed_makes_one_trace_and_another_seed_another(kind: str) -> None:
 
 @kinds
 def test_equal_blocks_have_equal_prefixes_as_in_a_chain_of_hashes(kind: str) -> None:
-    trace = make_synthetic(parse_workload(kind, {"requests": "300"}), seed=1)
+    trace = replay.make_synthetic(replay.parse_workload(kind, {"requests": "300"}), seed=1)
     prefixes: dict[int, tuple[int, ...]] = {}
     for blocks in trace.requests():
         for index, block in enumerate(blocks):
             assert prefixes.setdefault(block, tuple(blocks[:index])) == tuple(blocks[:index])
-    assert 0 < count_ceiling(trace) == trace.num_references - trace.num_unique
+    assert 0 < replay.count_ceiling(trace) == trace.num_references - trace.num_unique
 
 
 @pytest.mark.parametrize(
     "workload",
     [
-        MultiTurn(requests=10**7, user_tokens=10**7),
-        Rag(requests=10, system_tokens=10**7),
-        Agentic(agents=10**6, system_tokens=10**7),
+        replay.MultiTurn(requests=10**7, user_tokens=10**7),
+        replay.Rag(requests=10, system_tokens=10**7),
+        replay.Agentic(agents=10**6, system_tokens=10**7),
     ],
 )
 def test_more_blocks_than_memory_has_room_for_are_refused_at_once(
-    workload: Workload, monkeypatch: pytest.MonkeyPatch
+    workload: replay.Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.replay.synthetic.MAX_BLOCKS", 10_000)
-    with pytest.raises(TraceError, match="more than 10,000 blocks; expected fewer or shorter"):
-        make_synthetic(workload, tokens_per_block=16)
+    with pytest.raises(
+        replay.TraceError, match="more than 10,000 blocks; expected fewer or shorter"
+    ):
+        replay.make_synthetic(workload, tokens_per_block=16)

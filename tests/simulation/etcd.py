@@ -175,10 +175,6 @@ class SimulatedEtcd:
         for lease in [each for each, kept in self._leases.items() if kept.ends_at <= self.now]:
             self._end(lease)
 
-    def next_expiry(self) -> float:
-        """Time at which the next lease ends, as far as is known now."""
-        return min((each.ends_at for each in self._leases.values()), default=float("inf"))
-
     def _end(self, lease: int) -> None:
         del self._leases[lease]
         gone = [key for key, (_, holds) in self._entries.items() if holds == lease]
@@ -201,7 +197,7 @@ class SimulatedEtcd:
         """Wait until something may have changed, no longer than some time."""
         event = asyncio.Event()
         self._watching[event] = asyncio.get_running_loop()
-        limit_s = min(until, self.next_expiry()) - self.now
+        limit_s = min([until, *(each.ends_at for each in self._leases.values())]) - self.now
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, limit_s)):

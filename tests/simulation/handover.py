@@ -278,7 +278,8 @@ class _Run:
             self._simulation.fail("never ended", self._simulation.stacks())
         for task in left:
             task.cancel()
-        self._end_faults()
+        self._network.heal()
+        self._mend([agent for _, agent in self._agents])
         await asyncio.sleep(QUIET_S)
         if not self._simulation.violations:
             for name, life in self._lives.items():
@@ -463,10 +464,6 @@ class _Run:
 
     def _reset_one(self, engine: LendingEngine, done: list[bool]) -> None:
         done.append(engine.reset(also_running=False, has_new_weights=False))
-
-    def _end_faults(self) -> None:
-        self._network.heal()
-        self._mend([agent for _, agent in self._agents])
 
     # The lives of engines.
 

@@ -118,7 +118,8 @@ class PeersScenario(FleetScenario):
 
         What one of two replicas evicts and stores anew, the other one has of the first store.
         """
-        is_orderly = _is_roomy(simulation) or _num_replicas(simulation) == 1
+        num_replicas = simulation.random("peers").choice(REPLICAS)  # as the first draw of `open`
+        is_orderly = num_replicas == 1 or _is_roomy(simulation)
         return is_orderly and not any(step.what in self.faults for step in steps)
 
     def known_holders(self, backend: Any) -> list[int] | None:
@@ -234,10 +235,6 @@ class PeersScenario(FleetScenario):
 
 def _has_etcd(simulation: Simulation) -> bool:
     return simulation.random("has etcd").random() < ETCD_SHARE
-
-
-def _num_replicas(simulation: Simulation) -> int:
-    return simulation.random("peers").choice(REPLICAS)  # as the first draw of `open`
 
 
 def _is_roomy(simulation: Simulation) -> bool:

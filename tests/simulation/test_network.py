@@ -20,10 +20,6 @@ LOCAL = "127.0.0.1"
 Body = Callable[[], None]
 
 
-def run_ordinary(body: Body) -> None:
-    body()
-
-
 def run_simulated(body: Body) -> None:
     for seed in range(5):
         simulation = Simulation(seed)
@@ -31,7 +27,7 @@ def run_simulated(body: Body) -> None:
             simulation.runtime.scheduler.run(body)
 
 
-@pytest.fixture(params=[run_ordinary, run_simulated])
+@pytest.fixture(params=[pytest.param(lambda body: body(), id="ordinary"), run_simulated])
 def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
     """The same body, on either network."""
     chosen: Callable[[Body], None] = request.param

@@ -387,7 +387,8 @@ class _Memory:
         group: KVCacheGroupSpec,
         known: dict[int, NDArray[np.int64]],
     ) -> None:
-        self._layers = [_as_numbers(tensors[name]) for name in group.layer_names]
+        # Each is `(num_blocks, heads, tokens, numbers of a token)`.
+        self._layers = [tensors[name].view(torch.int64).numpy() for name in group.layer_names]
         self._known = [known.setdefault(layer.ctypes.data, layer.copy()) for layer in self._layers]
 
     def rows(self, ids: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -445,11 +446,6 @@ def _places(ids: Sequence[int], start: int, stop: int) -> tuple[Any, Any]:
 
 def _marked(numbers: NDArray[np.int64], layer: int) -> Any:
     return (numbers * NUM_LAYERS + layer)[:, None, None]
-
-
-def _as_numbers(tensor: torch.Tensor) -> NDArray[np.int64]:
-    """View a layer's memory as numbers: `(num_blocks, heads, tokens, numbers of a token)`."""
-    return tensor.view(torch.int64).numpy()
 
 
 def _plan(specs: Sequence[Any], num_blocks: int) -> KVCacheConfig:

@@ -4,25 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    Namespace,
-    TransferEngine,
-    WorkerShard,
-    canonicalize,
-    connect,
-    make_block_key,
-    map_caches,
-)
+import kvxfer
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 HEADS, DIM, TOKENS, PAGE = 4, 8, 64, 16
-NAMESPACE = Namespace(model="model", revision="1", layout="whatever")
-KEYS = [make_block_key(b"page %d" % index, 0) for index in range(TOKENS // PAGE)]
+NAMESPACE = kvxfer.Namespace(model="model", revision="1", layout="whatever")
+KEYS = [kvxfer.make_block_key(b"page %d" % index, 0) for index in range(TOKENS // PAGE)]
 AXES = ("block", "kv", "head", "token", "dim")
 
 
@@ -30,7 +19,7 @@ AXES = ("block", "kv", "head", "token", "dim")
 class Worker:
     """Worker of an engine, its caches filled with its part of a model's values."""
 
-    shard: WorkerShard
+    shard: kvxfer.WorkerShard
     layout: str
     views: dict[str, torch.Tensor]
     caches: CanonicalKVCaches
@@ -52,9 +41,9 @@ class Worker:
         first = self.shard.rank * HEADS // self.shard.tp_size
         return values[:, :, first : first + heads]
 
-    def connect(self, url: str) -> TransferEngine:
+    def connect(self, url: str) -> kvxfer.TransferEngine:
         """Open an engine over its caches, whose pages it shares."""
-        return connect(url, self.caches, namespace=NAMESPACE, mappings=self.mappings)
+        return kvxfer.connect(url, self.caches, namespace=NAMESPACE, mappings=self.mappings)
 
     def fill(self, values: torch.Tensor) -> None:
         """Write the worker's part of the values into its caches."""
@@ -72,17 +61,17 @@ def make_worker(
     heads = max(1, HEADS // tp_size)
     num_blocks = TOKENS // tokens_per_block
     sizes = {"block": num_blocks, "kv": 2, "token": tokens_per_block, "head": heads, "dim": DIM}
-    spec = FullAttentionSpec(
+    spec = kvxfer.FullAttentionSpec(
         tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=DIM, dtype=torch.bfloat16
     )
     views = {
         name: torch.zeros([sizes[axis] for axis in layout.split()], dtype=torch.bfloat16)
         for name in LAYERS
     }
-    config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, LAYERS),))
-    caches = canonicalize(views, config, layouts=dict.fromkeys(LAYERS, layout))
-    shard = WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=tp_size)
-    mappings = map_caches(caches, shard, tokens_per_page=PAGE, num_shards=num_shards)
+    config = kvxfer.KVCacheConfig(num_blocks, (kvxfer.KVCacheGroup(spec, LAYERS),))
+    caches = kvxfer.canonicalize(views, config, layouts=dict.fromkeys(LAYERS, layout))
+    shard = kvxfer.WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=tp_size)
+    mappings = kvxfer.map_caches(caches, shard, tokens_per_page=PAGE, num_shards=num_shards)
     return Worker(shard, layout, views, caches, mappings, num_blocks)
 
 

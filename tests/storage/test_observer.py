@@ -8,22 +8,11 @@ import pytest
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
+from kvxfer.storage import observer
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed
-from kvxfer.storage.observer import (
-    ENGINE,
-    Added,
-    Ended,
-    Gauge,
-    LookedUp,
-    Moved,
-    Operation,
-    Removal,
-    Removed,
-    Reports,
-)
 from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer import TransferEngine
@@ -44,7 +33,7 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def told(events: Sequence[Moved]) -> list[tuple[str, str, str, list[Status]]]:
+def told(events: Sequence[observer.Moved]) -> list[tuple[str, str, str, list[Status]]]:
     """Shorten moves to their tier, operation, cause and statuses."""
     return [
         (each.tier, each.operation, each.cause, [outcome.status for outcome in each.outcomes])
@@ -58,33 +47,33 @@ class TestObservedHostBackend(BackendTests):
     max_blocks = 5
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return observed(open_host(namespace, 64), Reports([Failing()]))
+        return observed(open_host(namespace, 64), observer.Reports([Failing()]))
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        return observed(open_host(namespace, 5), Reports([Recorder()]))
+        return observed(open_host(namespace, 5), observer.Reports([Recorder()]))
 
 
 async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
     recorder: Recorder,
 ) -> None:
     memory = BlockMemory([[64]], num_blocks=16, blocks_per_chunk=2)
-    async with observed(open_host(memory.namespace(), 2), Reports([recorder])) as backend:
+    async with observed(open_host(memory.namespace(), 2), observer.Reports([recorder])) as backend:
         await backend.store(KEYS[:1], memory.describe(0, [0]))  # half of a chunk
         await backend.store(KEYS[:1], memory.describe(0, [0, 1]))
         await backend.store(KEYS[1:3], memory.describe(0, [2, 3, 4, 5]))
         await backend.delete(KEYS[1:2])
         gauges = recorder.gauges("host")
-    told = [(each.keys, each.reason) for each in recorder.of(Removed)]
+    told = [(each.keys, each.reason) for each in recorder.of(observer.Removed)]
     assert told == [
-        (KEYS[:1], Removal.REPLACED),
-        (KEYS[:1], Removal.EVICTED),
-        (KEYS[1:2], Removal.DELETED),
+        (KEYS[:1], observer.Removal.REPLACED),
+        (KEYS[:1], observer.Removal.EVICTED),
+        (KEYS[1:2], observer.Removal.DELETED),
     ]
-    assert keys_of(recorder.of(Added)) == [KEYS[0], KEYS[0], KEYS[1], KEYS[2]]
+    assert keys_of(recorder.of(observer.Added)) == [KEYS[0], KEYS[0], KEYS[1], KEYS[2]]
     assert recorder.kept == {"host": {KEYS[2]}}
     assert not recorder.mistakes
-    assert gauges[Gauge.STORED_BLOCKS] == 1
-    assert gauges[Gauge.USED_BYTES] * 2 == gauges[Gauge.CAPACITY_BYTES]
+    assert gauges[observer.Gauge.STORED_BLOCKS] == 1
+    assert gauges[observer.Gauge.USED_BYTES] * 2 == gauges[observer.Gauge.CAPACITY_BYTES]
 
 
 async def test_an_observer_that_fails_is_told_nothing_more_and_others_are(
@@ -98,7 +87,7 @@ async def test_an_observer_that_fails_is_told_nothing_more_and_others_are(
         assert await backend.lookup(KEYS[:2]) == [True, True]
     assert [outcome.status for outcome in outcomes] == [DONE, DONE]
     assert len(failing.events) == 1
-    assert recorder.of(LookedUp)
+    assert recorder.of(observer.LookedUp)
 
 
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
@@ -112,21 +101,24 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     async with opened() as engine:
         await engine.store(KEYS[:2], [[0, 1]])
         await engine.load(KEYS[1:3], [[2, 3]])
-        assert recorder.gauges(ENGINE) == {Gauge.QUEUED_BATCHES: 0, Gauge.BYTES_IN_FLIGHT: 0}
+        assert recorder.gauges(observer.ENGINE) == {
+            observer.Gauge.QUEUED_BATCHES: 0,
+            observer.Gauge.BYTES_IN_FLIGHT: 0,
+        }
     polled = opened()
     job = await asyncio.to_thread(polled.submit_store, KEYS[:1], [[0]])
     await asyncio.to_thread(polled.wait, [job])
     await polled.aclose()
     ended = [
         (each.operation, [outcome.status for outcome in each.outcomes], each.num_bytes)
-        for each in recorder.of(Ended)
+        for each in recorder.of(observer.Ended)
     ]
     assert ended == [
-        (Operation.STORE, [DONE, DONE], 8192),
-        (Operation.LOAD, [DONE, MISSING], 4096),
-        (Operation.STORE, [DONE], 4096),
+        (observer.Operation.STORE, [DONE, DONE], 8192),
+        (observer.Operation.LOAD, [DONE, MISSING], 4096),
+        (observer.Operation.STORE, [DONE], 4096),
     ]
-    assert told(recorder.of(Moved)) == [
+    assert told(recorder.of(observer.Moved)) == [
         ("host", "store", "request", [DONE, DONE]),
         ("host", "load", "request", [DONE, MISSING]),
         ("host", "store", "request", [DONE]),
@@ -136,7 +128,7 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
 async def test_blocks_that_peers_read_and_fill_in_place_are_counted(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
-    backend = observed(open_host(memory.namespace(), 4), Reports([recorder]))
+    backend = observed(open_host(memory.namespace(), 4), observer.Reports([recorder]))
     lender = backend.provide(Lender)
     assert lender is not None
     assert isinstance(backend.provide(HostBackend), HostBackend)
@@ -147,10 +139,10 @@ async def test_blocks_that_peers_read_and_fill_in_place_are_counted(
         pass
     assert lender.peek(KEYS[:2]) is not None
     await backend.aclose()
-    store, load = recorder.of(Moved)
+    store, load = recorder.of(observer.Moved)
     assert told([store, load]) == [
         ("host", "store", "request", [DONE, Status.FAILED]),
         ("host", "load", "request", [DONE, MISSING]),
     ]
     assert (store.num_bytes, load.num_bytes) == (4096, 4096)
-    assert [each.tiers for each in recorder.of(LookedUp)] == [["host", ""]]
+    assert [each.tiers for each in recorder.of(observer.LookedUp)] == [["host", ""]]

@@ -498,10 +498,6 @@ async def store_and_load(backend: Backend, memory: BlockMemory) -> tuple[list[St
     return [outcome.status for outcome in outcomes], read_payloads(target)
 
 
-def num_different_bits(left: bytes, right: bytes) -> int:
-    return (int.from_bytes(left, "big") ^ int.from_bytes(right, "big")).bit_count()
-
-
 async def test_the_same_seed_does_the_same_and_another_seed_does_not(memory: BlockMemory) -> None:
     rates = FaultRates(failure=0.3, flip=0.3)
     results = []
@@ -532,7 +528,8 @@ async def test_a_flip_changes_one_bit_of_the_reported_blocks_and_no_other(
     assert statuses == [Status.DONE] * NUM_KEYS
     assert 0 < len(flipped) < NUM_KEYS
     for key, got, payload in zip(KEYS, loaded, PAYLOADS, strict=True):
-        assert num_different_bits(got, payload) == (key in flipped)
+        different = int.from_bytes(got, "big") ^ int.from_bytes(payload, "big")
+        assert different.bit_count() == (key in flipped)
     source = memory.describe(0, range(NUM_KEYS))
     assert read_payloads(source) == PAYLOADS, "the memory of the caller was changed"
 

@@ -70,10 +70,6 @@ def _vllm_router(deployment: Deployment, port: int) -> list[str]:
     return [*own, "--policy", "round_robin", *metrics, *legs]
 
 
-def _overlapping(deployment: Deployment, port: int) -> list[str]:
-    return _kvxfer(deployment, port, "--overlap")
-
-
 async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Generation:
     # llm-d's scheduler chooses the prefill engine, and tells it to the sidecar.
     chosen = {"x-prefiller-host-port": f"{HOST}:{deployment.prefills[0].port}"}
@@ -131,7 +127,7 @@ ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
     name: functools.partial(_through, command)
     for name, command in {
         "proxy": _kvxfer,
-        "proxy-overlap": _overlapping,
+        "proxy-overlap": lambda deployment, port: _kvxfer(deployment, port, "--overlap"),
         "sidecar": _sidecar,
         "toy-proxy": _toy,
         "vllm-router": _vllm_router,
