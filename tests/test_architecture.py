@@ -43,10 +43,10 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_046,
-    "backends/file": 4_751,
-    "backends/host": 1_963,
+    "backends/file": 4_757,
+    "backends/host": 1_966,
     "backends/mooncake": 719,
-    "backends/nixl": 8_196,
+    "backends/nixl": 8_216,
     "backends/object": 1_773,
     "backends/pool": 1_157,
     "benchmarks": 4_689,
@@ -58,16 +58,16 @@ BUDGETS = {
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
     "kvxfer/integrations": 10_369,
-    "kvxfer/kvcache": 5_785,
+    "kvxfer/kvcache": 5_790,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_304,
     "kvxfer/replay": 1_659,
-    "kvxfer/runtime": 1_170,
-    "kvxfer/storage": 4_881,
+    "kvxfer/runtime": 1_191,
+    "kvxfer/storage": 4_886,
     "kvxfer/telemetry": 1_635,
-    "kvxfer/testing": 7_030,
+    "kvxfer/testing": 7_035,
     "kvxfer/tiering": 1_551,
-    "kvxfer/transfer": 2_052,
+    "kvxfer/transfer": 2_069,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

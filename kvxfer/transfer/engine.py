@@ -5,7 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -271,7 +271,8 @@ class PolledEngine(Generic[MoverT]):
         self._mover.cancel(job_id)
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
-            self._loop.call_soon(submission.cancel)
+            with suppress(ClosedError):  # the end of the engine ends the job
+                self._loop.call_soon(submission.cancel)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
@@ -408,7 +409,7 @@ class PolledEngine(Generic[MoverT]):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            before = [
+            before = self._submitted and [
                 each
                 for each in list(self._submitted.values())
                 if each.job.direction <= job.direction and not each.ended.done()

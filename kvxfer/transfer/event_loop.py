@@ -82,8 +82,21 @@ class EngineLoop:
         await end_tasks(self._submitted, timeout_s)
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
-        """Call a function on this loop and return at once; errors as `run`."""
-        self._open().call_soon_threadsafe(func, *args)
+        """Call a function on this loop and return at once.
+
+        Raises:
+            EventLoopError: As `run`.
+            ClosedError: This loop has ended, perhaps as it was called.
+        """
+        self._post(self._open(), func, *args)
+
+    def _post(
+        self, loop: asyncio.AbstractEventLoop, func: Callable[..., object], *args: object
+    ) -> None:
+        try:
+            loop.call_soon_threadsafe(func, *args)
+        except RuntimeError as exc:
+            raise ClosedError(self._what) from exc
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float | None) -> bool:
         """Block until futures set on this loop are done; return whether they were in time.
@@ -146,7 +159,7 @@ class EngineLoop:
         future: Future[T] = Future()
         try:
             loop = self._open()
-            loop.call_soon_threadsafe(self._begin, work, future, among)
+            self._post(loop, self._begin, work, future, among)
         except BaseException:
             work.close()
             raise
@@ -171,8 +184,9 @@ class EngineLoop:
         task.add_done_callback(partial(self._hand_over, future))
 
         def cancel(done: Future[T]) -> None:
-            if done.cancelled() and not loop.is_closed():
-                loop.call_soon_threadsafe(task.cancel)
+            if done.cancelled():
+                with suppress(ClosedError):
+                    self._post(loop, task.cancel)
 
         future.add_done_callback(cancel)
 

@@ -257,6 +257,28 @@ def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMe
         asyncio.run(engine.lookup(keys_of(1)))
 
 
+def test_a_job_may_be_cancelled_once_its_engine_is_closed(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    job_id = engine.submit_load(keys_of(1), [[1]])
+    engine.close()
+    engine.cancel(job_id)
+    assert [each.job_id for each in engine.get_finished()] == [job_id]
+
+
+def test_an_event_loop_that_ends_as_work_is_given_to_it_is_said_to_be_closed(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.new_event_loop()
+    ended.close()
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    with engine, monkeypatch.context() as patched:
+        patched.setattr(engine._loop, "_open", lambda: ended)
+        with pytest.raises(ClosedError):
+            engine.submit_load(keys_of(1), [[1]])
+        with pytest.raises(ClosedError):
+            asyncio.run(engine.lookup(keys_of(1)))
+
+
 async def enter(admission: Admission, priority: int, num_bytes: int, log: list[int]) -> None:
     async with admission.admit(priority, num_bytes):
         log.append(priority)
