@@ -459,7 +459,8 @@ class HostBackend(LendingBackend, ImmediateMover):
         plan = self._index.begin_store(keys)
         self._scrubber.start()
         for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by()}.items():
-            self._reports.removed(gone, reason)
+            if gone:
+                self._reports.removed(gone, reason)
         return plan
 
     def _count_hashed(
@@ -503,7 +504,9 @@ class HostBackend(LendingBackend, ImmediateMover):
             keys = self._index.keys()
             ready = compress(keys, self._index.are_ready(keys))
             found = [key for key in ready if self._index.slot_of(key) == slot]
-            for key in found:
+            if self._index.remove(found):
+                self.pool.spoil([slot])
+            for key in found:  # unless it was removed
                 self._index.quarantine(key)
             self._reports.removed(found, Removal.CORRUPT)
         for key in found:

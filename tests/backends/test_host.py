@@ -125,7 +125,7 @@ async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_t
         assert read_payloads(blocks) == [payload]
 
 
-@pytest.mark.parametrize("verb", ["delete", "purge", "purge while it is pinned"])
+@pytest.mark.parametrize("verb", ["delete", "scrub", "purge", "purge while it is pinned"])
 async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
     memory: BlockMemory, verb: str
 ) -> None:
@@ -134,7 +134,10 @@ async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
         generation = backend.pool.generations.of(0)
         pinned = [key] if verb.endswith("pinned") else []
         backend.pin(pinned)
-        await (backend.delete([key]) if verb == "delete" else backend.purge())
+        if verb == "scrub":
+            backend._drop_changed(0, generation)
+        else:
+            await (backend.delete([key]) if verb == "delete" else backend.purge())
         backend.unpin(pinned)
         assert backend.pool.generations.of(0) != generation
         assert backend.pool.slots[0].tobytes() != payload
