@@ -163,9 +163,14 @@ class Scheduler:
         finally:
             ended.set()
             self._is_ending = True
+            tell = sys.unraisablehook
+            sys.unraisablehook = lambda unraisable: (
+                # Within a generator that ends with its thread, it is nobody's.
+                isinstance(unraisable.exc_value, SimulationEnded) or tell(unraisable)
+            )
             for thread in self.alive():
                 self._hand_over(thread)
-            self._is_over = True
+            self._is_over, sys.unraisablehook = True, tell
 
     def start(
         self, target: Callable[[], object], name: str, process: SimulatedProcess | None = None
