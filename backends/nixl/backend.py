@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.discovery import Announcement, Discovery
+from kvxfer.backends.nixl.discovery import Announcement, Discovery, EtcdDiscovery
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.server import Server
@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 Home: TypeAlias = Client | HostBackend
 """Place of blocks: a peer, or this process."""
+
+_AT_ONCE = (StaticPeers, EtcdDiscovery)
+"""Directories that answer without a wait, and need no deadline; others are anybody's."""
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +239,9 @@ class NixlBackend(Backend):
         if self._listing.num_late:
             return list(self._exchange.clients)
         try:
-            listing = self._listing.wait_for(self._config.timeout_s, self._directory.peers())
+            listing: Awaitable[Sequence[Endpoint]] = self._directory.peers()
+            if type(self._directory) not in _AT_ONCE:
+                listing = self._listing.wait_for(self._config.timeout_s, listing)
             endpoints = list(dict.fromkeys(await listing))
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)

@@ -9,6 +9,7 @@ from kvxfer.runtime.calls import (
     is_caller_cancelled,
     outlive_caller,
     wait_despite_cancel,
+    wait_for_all,
 )
 from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
 from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, uniform
@@ -87,6 +88,7 @@ __all__ = [
     "unique_id",
     "use",
     "wait_despite_cancel",
+    "wait_for_all",
     "wait_futures",
     "wall_time",
 ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any, TypeAlias, TypeVar
@@ -55,15 +55,31 @@ async def wait_despite_cancel(
         Exception: Those of the work.
     """
     future = _begun(work)
+    await wait_for_all([future], on_cancel, within_s=within_s)
+    return _result_of(future)
+
+
+async def wait_for_all(
+    futures: "Sequence[asyncio.Future[Any] | Future[Any]]",
+    on_cancel: Callable[[], object] = lambda: None,
+    *,
+    within_s: float | None = None,
+) -> None:
+    """Wait as `wait_despite_cancel` until all have ended; their results are the caller's to fetch.
+
+    Raises:
+        asyncio.CancelledError: See `wait_despite_cancel`.
+    """
     try:
-        await _until_done(future)
+        for future in futures:
+            await _until_done(future)
     except asyncio.CancelledError:
         on_cancel()
-        left = asyncio.wrap_future(future) if isinstance(future, Future) else future
-        left.add_done_callback(fetch_error)
-        await _wait_to_the_end(left, within_s)
+        for future in futures:
+            left = asyncio.wrap_future(future) if isinstance(future, Future) else future
+            left.add_done_callback(fetch_error)
+            await _wait_to_the_end(left, within_s)
         raise
-    return _result_of(future)
 
 
 async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None = None) -> None:
@@ -121,6 +137,9 @@ async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
             waiter.set_result(None)
 
     def wake_soon(_: "Future[Any]") -> None:
+        if asyncio._get_running_loop() is loop:  # noqa: SLF001 - the public one raises on a thread
+            wake()
+            return
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(wake)
 

@@ -20,7 +20,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import Threads, wait_despite_cancel
+from kvxfer.runtime import Threads, wait_despite_cancel, wait_for_all
 
 MAX_LINES = 2
 """Connections that one batch is read through: one moves bytes while the other one waits for its
@@ -38,9 +38,18 @@ class Line:
         self.ended = asyncio.Event()
         self._threads = Threads("kvxfer-data", 1)
 
+    def start(self, call: Callable[[], T]) -> "Future[T]":
+        """Begin a blocking call on the thread; it fails if this was closed."""
+        try:
+            return self._threads.start(call)
+        except RuntimeError as exc:
+            failed: Future[T] = Future()
+            failed.set_exception(exc)
+            return failed
+
     async def run(self, call: Callable[[], T]) -> T:
         """Make a blocking call on the thread; when cancelled, end the connection under it."""
-        return await wait_despite_cancel(self._threads.run(call), self.connection.close)
+        return await wait_despite_cancel(self.start(call), self.connection.close)
 
     async def aclose(self) -> None:
         """End the connection, and wait for its thread; may be called again."""
@@ -289,12 +298,18 @@ class SocketAgent(TransferAgent):
 
     async def _read(self, peer: str, remote: Remote, batch: "_Batch") -> None:
         lines = await self._take(peer, remote, 1 if batch.is_short else MAX_LINES)
-        reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
-        try:  # a read that is cancelled ends the connection under its thread
-            ended = asyncio.gather(*reads, return_exceptions=True)
-            await wait_despite_cancel(ended, lambda: [read.cancel() for read in reads])
+        reads = [line.start(partial(batch.read, line)) for line in lines]
+        is_left = True
+
+        def leave() -> None:  # by the end of the connections under the threads
+            for line in lines:
+                line.connection.close()
+
+        try:
+            await wait_for_all(reads, leave)
+            is_left = False
         finally:
-            lost = [read.cancelled() or isinstance(read.exception(), PeerError) for read in reads]
+            lost = [is_left or isinstance(read.exception(), PeerError) for read in reads]
             await remote.give_back(lines, lost)
         for read in reads:
             if error := read.exception():
