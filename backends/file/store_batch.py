@@ -153,8 +153,14 @@ class StoreBatch:
             try:
                 if index in unreadable:
                     outcome = unreadable[index]
-                elif size != expected.file_size_bytes and not expected.can_hold(num_bytes):
+                elif (
+                    num_bytes != expected.chunk_size_bytes
+                    and size != expected.file_size_bytes
+                    and not expected.can_hold(num_bytes)
+                ):
                     outcome = PART
+                elif size is None:
+                    outcome = MISSING
                 else:
                     covers = self._covers(index, size, discard=discard)
                     outcome = unsynced if covers else MISSING

@@ -173,7 +173,7 @@ class HostPool:
         """
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        if (longest := int(stops.max())) > self.shape.part_size_bytes:
+        if (longest := int(np.maximum.reduce(stops))) > self.shape.part_size_bytes:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
         self._open(slots, part)

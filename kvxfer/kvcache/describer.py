@@ -183,8 +183,9 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
     ids = require_integers(argument, block_ids)
     if not ids.size:
         raise InvalidArgumentError(argument, block_ids, "at least one block id")
-    outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
-    if outside.any():
+    largest = ids.view(np.uint64).argmax()  # a negative one, if there is any
+    if not 0 <= ids[largest] < num_blocks:
+        outside = ids.view(np.uint64) >= num_blocks
         raise BlockIdError(group, int(ids[outside.argmax()]), num_blocks)
     if len(ids) > 1:
         used = np.bincount(ids)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import require_instances, require_integer, require_integers, require_positive
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.fragments import Addresses, cut_runs
+from kvxfer.kvcache.fragments import Addresses, are_equal, cut_runs
 from kvxfer.kvcache.memory_region import HOST
 
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
@@ -145,7 +145,7 @@ class Descriptors:
             InvalidArgumentError: There are no such blocks.
         """
         blocks = require_integers("blocks", blocks)
-        if np.array_equal(blocks, np.arange(self.num_blocks)):
+        if are_equal(blocks, np.arange(self.num_blocks)):
             return self
         if (blocks.view(np.uint64) >= self.num_blocks).any():  # negative ones, too
             raise InvalidArgumentError("blocks", blocks, f"indices from 0, below {self.num_blocks}")

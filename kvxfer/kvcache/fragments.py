@@ -14,6 +14,15 @@ from numpy.typing import NDArray
 Addresses = NDArray[np.uint64]
 Column = NDArray[Any]
 
+FEW_ELEMENTS = 64
+
+
+def are_equal(ours: Column, theirs: Column) -> bool:
+    """Do as `np.array_equal` for one type; for few elements it takes far longer."""
+    if len(ours) > FEW_ELEMENTS:
+        return np.array_equal(ours, theirs)
+    return ours.tobytes() == theirs.tobytes()
+
 
 def touch(begins: Column, lengths: Column) -> NDArray[np.bool_]:
     """Whether each fragment but the first begins where the one before it ends."""

@@ -11,7 +11,9 @@ from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import Once
 from kvxfer.storage.backend import require_batch
-from kvxfer.storage.keys import BlockKey, Namespace, groups_of
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, groups_of
+
+FEW_BLOCKS = 12
 
 
 def outside_of(
@@ -44,6 +46,8 @@ class CallGuard:
         self._pid = os.getpid()
         self.chunk_sizes = namespace.chunk_sizes if namespace else []
         self._limits = np.array(self.chunk_sizes, np.int64)
+        groups = [group.to_bytes(GROUP_INDEX_BYTES, "big") for group in range(len(self._limits))]
+        self._limit_of = dict(zip(groups, self.chunk_sizes, strict=True))
         self.closed = False
         self._releasing = Once()
 
@@ -69,7 +73,7 @@ class CallGuard:
         """
         self.check()
         require_batch(keys, *blocks)
-        if not self.chunk_sizes:
+        if not self.chunk_sizes or (len(keys) <= FEW_BLOCKS and self._fit(keys, blocks)):
             return
         groups = groups_of(keys)
         if int(groups.max()) >= len(self.chunk_sizes):
@@ -83,6 +87,16 @@ class CallGuard:
                 what = f"start and size of a block of group {groups[at]}"
                 limit = f"within its chunk of {self.chunk_sizes[groups[at]]} bytes"
                 raise InvalidArgumentError(what, (start, size), limit)
+
+    def _fit(self, keys: Sequence[BlockKey], batches: Sequence[Descriptors]) -> bool:
+        """Whether few keys and blocks fit, which numpy takes longer to find out."""
+        limits = [self._limit_of.get(key[-GROUP_INDEX_BYTES:], 0) for key in keys]
+        for each in batches:
+            starts, sizes = each.payload_starts.tolist(), each.block_sizes.tolist()
+            for limit, start, size in zip(limits, starts, sizes, strict=True):
+                if not 0 <= start <= limit - size < limit:
+                    return False
+        return 0 not in limits
 
     @property
     def released(self) -> bool:

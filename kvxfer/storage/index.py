@@ -59,12 +59,6 @@ class _Entry:
     storing: bool = True
     num_pins: int = 0
 
-    @property
-    def state(self) -> BlockState:
-        if self.storing:
-            return BlockState.STORING
-        return BlockState.LOADING if self.num_pins else BlockState.READY
-
 
 @dataclass(slots=True)
 class _Quarantined:
@@ -131,7 +125,9 @@ class BlockIndex:
     def state(self, key: BlockKey) -> BlockState | None:
         """State of a block, None when there is none under this key."""
         entry = self._entries.get(key)
-        return None if entry is None else entry.state
+        if entry is None or entry.storing:
+            return None if entry is None else BlockState.STORING
+        return BlockState.LOADING if entry.num_pins else BlockState.READY
 
     def are_ready(self, keys: Iterable[BlockKey]) -> list[bool]:
         """Say of each block whether it may be read."""
@@ -174,7 +170,7 @@ class BlockIndex:
                 absent.append(key)
                 continue
             plan.present.append(key)
-            if entry.state is BlockState.READY:
+            if self.state(key) is BlockState.READY:
                 idle.append(key)
         for key in reversed(idle):
             policy.touch(key)
@@ -248,7 +244,8 @@ class BlockIndex:
         if len(counts) < len(keys):
             counts = Counter(keys)
         for key, count in counts.items():
-            if self._num_pins(key) < count:
+            pinned = self._quarantined.get(key) or self._entries.get(key)
+            if pinned is None or pinned.num_pins < count:
                 raise self._state_error(key, "pinned")
         policy = self._policy.active()
         freed: tuple[int, ...] = ()
@@ -356,12 +353,6 @@ class BlockIndex:
     def _drop(self, key: BlockKey) -> None:
         self._policy.remove(key)
         self._free_slots.append(self._entries.pop(key).slot)
-
-    def _num_pins(self, key: BlockKey) -> int:
-        if key in self._quarantined:
-            return self._quarantined[key].num_pins
-        entry = self._entries.get(key)
-        return 0 if entry is None else entry.num_pins
 
     def _unpin_quarantined(self, key: BlockKey, count: int) -> Sequence[int]:
         quarantined = self._quarantined[key]

@@ -57,7 +57,7 @@ class KeyLocks:
     @contextmanager
     def hold(self, keys: Sequence[BlockKey]) -> Iterator[None]:
         """Lock keys that are not locked, until the context ends."""
-        assert not any(key in self._ends for key in keys)
+        assert self._ends.keys().isdisjoint(keys)
         end = asyncio.Event()
         self._ends |= dict.fromkeys(keys, end)
         try:
@@ -87,7 +87,7 @@ class KeyLocks:
         turn = _Turn({key: self._turns[key] for key in keys if key in self._turns})
         self._turns |= dict.fromkeys(keys, turn)
         try:
-            for key in keys:
+            for key in list(turn.before):
                 while before := turn.find_before(key):
                     await before.wait()
             await self.wait(keys)
@@ -99,7 +99,7 @@ class KeyLocks:
             for key in keys:
                 if self._turns.get(key) is not turn:
                     continue
-                if before := turn.find_before(key):
+                if turn.before and (before := turn.find_before(key)):
                     self._turns[key] = before
                 else:
                     del self._turns[key]

@@ -367,6 +367,8 @@ class JobMover:
     @property
     def _bytes_begun(self) -> int:
         """Bytes that devices are moving."""
+        if not self._begun:
+            return 0
         begun = list(self._begun.values())
         return sum([each.job.blocks.num_bytes for each in begun if each.transfer is not None])
 
