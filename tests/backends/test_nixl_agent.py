@@ -27,17 +27,7 @@ from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.testing import FakeNixlAgent
-from tests.backends.agent_contract import (
-    POOL_BYTES,
-    AgentContract,
-    LocalPeer,
-    Peer,
-    Pool,
-    SharedAgentContract,
-    read,
-    read_runs,
-    words,
-)
+from tests.backends import agent_contract as contract
 from tests.backends.agent_process import PeerProcess
 from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer
 from tests.backends.nixl_wire import local_hello
@@ -46,13 +36,13 @@ from tests.cuda.gpu import Gpu
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nixl")]
 
 
-class TestFakeNixlAgent(SharedAgentContract):
+class TestFakeNixlAgent(contract.SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return FakeNixlAgent()
 
-    async def peers(self) -> AsyncIterator[Peer]:
+    async def peers(self) -> AsyncIterator[contract.Peer]:
         agent = FakeNixlAgent()
-        yield LocalPeer(agent)
+        yield contract.LocalPeer(agent)
         await agent.aclose()
 
 
@@ -67,7 +57,7 @@ SMALL_PIECES = {"piece_bytes": 1 << 20, "piece_fragments": 1000}
 """Pieces so small that pools are several, and more than are in flight at one time."""
 
 
-class TestNixlAgentAndAnotherProcess(SharedAgentContract):
+class TestNixlAgentAndAnotherProcess(contract.SharedAgentContract):
     @pytest.fixture(autouse=True)
     def _process(self, process: PeerProcess) -> None:
         self.process = process
@@ -75,7 +65,7 @@ class TestNixlAgentAndAnotherProcess(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return NixlAgent(**SMALL_PIECES)
 
-    async def peers(self) -> AsyncIterator[Peer]:
+    async def peers(self) -> AsyncIterator[contract.Peer]:
         yield self.process
 
 
@@ -104,13 +94,13 @@ class ConnectedSocketAgent(SocketAgent):
         return connections[1]
 
 
-class TestSocketAgent(AgentContract):
+class TestSocketAgent(contract.AgentContract):
     def make_agent(self) -> TransferAgent:
         return ConnectedSocketAgent()
 
-    async def peers(self) -> AsyncIterator[Peer]:
+    async def peers(self) -> AsyncIterator[contract.Peer]:
         agent = ConnectedSocketAgent()
-        yield LocalPeer(agent)
+        yield contract.LocalPeer(agent)
         await agent.aclose()
 
 
@@ -206,9 +196,9 @@ class TestPeerInTrouble:
     async def test_a_peer_that_dies_is_lost_and_others_are_not(
         self, agent: NixlAgent, process: PeerProcess
     ) -> None:
-        pool = Pool()
+        pool = contract.Pool()
         agent.register(pool.regions())
-        other = LocalPeer(NixlAgent(**SMALL_PIECES))
+        other = contract.LocalPeer(NixlAgent(**SMALL_PIECES))
         names = [await agent.add_peer(each.metadata) for each in (process, other)]
         moves = [asyncio.create_task(read_all(agent, names[0], pool, process)) for _ in range(50)]
         await moves[0]
@@ -236,11 +226,11 @@ class TestPeerInTrouble:
         await agent.add_peer(process.metadata)
 
 
-async def read_all(agent: NixlAgent, name: str, pool: Pool, peer: Peer) -> None:
-    half = POOL_BYTES // 2
-    starts, lengths = words(0, half), words(half, half)
-    here, there = words(pool.address) + starts, words(peer.address) + starts
-    await read(agent, name, here, there, lengths)
+async def read_all(agent: NixlAgent, name: str, pool: contract.Pool, peer: contract.Peer) -> None:
+    half = contract.POOL_BYTES // 2
+    starts, lengths = contract.words(0, half), contract.words(half, half)
+    here, there = contract.words(pool.address) + starts, contract.words(peer.address) + starts
+    await contract.read(agent, name, here, there, lengths)
 
 
 def test_without_rdma_nothing_listens_on_the_network() -> None:
@@ -373,7 +363,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
 async def test_nixl_is_told_the_kind_and_the_device_of_either_side(
     named: list[tuple[str, set[int]]],
 ) -> None:
-    agents, pools = [NixlAgent(), NixlAgent()], [Pool(), Pool()]
+    agents, pools = [NixlAgent(), NixlAgent()], [contract.Pool(), contract.Pool()]
     devices = [torch.device("cuda", 3), torch.device("cuda", 5)]
     for agent, pool, device in zip(agents, pools, devices, strict=True):
         first, second = pool.regions()
@@ -385,11 +375,13 @@ async def test_nixl_is_told_the_kind_and_the_device_of_either_side(
     named.clear()
     half = first.num_bytes
     starts = [(0, half), (half, half), (half, 0), (0, 0), (half + 99, half + 99)]
-    local, remote = (words(*column) for column in zip(*starts, strict=True))
+    local, remote = (contract.words(*column) for column in zip(*starts, strict=True))
     fragments = Fragments(
-        local + words(pools[0].address), remote + words(pools[1].address), words(*[7] * 5)
+        local + contract.words(pools[0].address),
+        remote + contract.words(pools[1].address),
+        contract.words(*[7] * 5),
     )
-    await read_runs(agents[0], name, [fragments], lambda _: None)
+    await contract.read_runs(agents[0], name, [fragments], lambda _: None)
     sides = list(zip(named[::2], named[1::2], strict=True))
     host, ours, theirs = ("DRAM", {0}), ("VRAM", {3}), ("VRAM", {5})
     assert len(sides) == 4, "one transfer for each pair of kinds"

@@ -7,16 +7,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import MemoryStore
 
-from kvxfer.backends.object import (
-    AZBackend,
-    AZConfig,
-    GSBackend,
-    GSConfig,
-    ObjectBackend,
-    ObjectConfig,
-    S3Backend,
-    S3Config,
-)
+from kvxfer.backends import object as objects
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Status
@@ -125,14 +116,14 @@ SECRET = "hide-and-seek"
 @pytest.mark.parametrize(
     ("backend", "config", "variable", "reason"),
     [
-        (S3Backend, S3Config, "AWS_ACCESS_KEY_ID", "MissingSecretAccessKey"),
-        (GSBackend, GSConfig, "GOOGLE_SERVICE_ACCOUNT_KEY", "DecodeCredentials"),
-        (AZBackend, AZConfig, "AZURE_STORAGE_ACCOUNT_KEY", "InvalidAccessKey"),
+        (objects.S3Backend, objects.S3Config, "AWS_ACCESS_KEY_ID", "MissingSecretAccessKey"),
+        (objects.GSBackend, objects.GSConfig, "GOOGLE_SERVICE_ACCOUNT_KEY", "DecodeCredentials"),
+        (objects.AZBackend, objects.AZConfig, "AZURE_STORAGE_ACCOUNT_KEY", "InvalidAccessKey"),
     ],
 )
 def test_credentials_that_cannot_be_are_named_and_not_shown(
-    backend: type[ObjectBackend],
-    config: type[ObjectConfig],
+    backend: type[objects.ObjectBackend],
+    config: type[objects.ObjectConfig],
     variable: str,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -166,4 +157,4 @@ def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InvalidArgumentError, match="account"):
-        AZConfig(address="container").open_store()
+        objects.AZConfig(address="container").open_store()
