@@ -286,7 +286,7 @@ TABLE = """
 @@ peers 8 what a peer lets go stays pinned
 -            await self._pins.pop(number).aclose()
 +            pass
-@@ peers 20 pins of a peer that has gone stay
+@@ peers 40 pins of a peer that has gone stay
 -        while self._pins:
 +        while not self._ended:
 @@ peers 100 a request that was given up goes on at its holder
