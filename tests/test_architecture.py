@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_518,
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
-    "kvxfer/integrations": 10_369,
+    "kvxfer/integrations": 10_374,
     "kvxfer/kvcache": 5_790,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_304,

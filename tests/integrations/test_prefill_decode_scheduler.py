@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PeerTimeoutError
+from kvxfer import errors
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.offloading.offloading_spec import SPEC
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
@@ -168,7 +168,7 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
 ) -> None:
     engine = start_engine(full(), on_failure="fail")
     _, end = load(engine)
-    end.set_exception(PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
+    end.set_exception(errors.PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
     engine.step()
     engine.step()
     assert "d" in engine.ended
@@ -196,8 +196,8 @@ def want_every_log_probability(engine: Engine, _: Clock) -> None:
     ("params", "then", "reason"),
     [
         ({}, answer_by(make_found(0)), "missing"),
-        ({}, answer_by(CacheMismatchError(0, "dtype", "a", "b")), "other_geometry"),
-        ({}, answer_by(PeerTimeoutError("127.0.0.1:1", "a description", 1.0)), "no_answer"),
+        ({}, answer_by(errors.CacheMismatchError(0, "dtype", "a", "b")), "other_geometry"),
+        ({}, answer_by(errors.PeerTimeoutError("127.0.0.1:1", "a description", 1.0)), "no_answer"),
         ({}, answer_by(UnicodeError("label too long")), "error"),
         ({}, answer_by(ValueError("\x1b[31m" + "x" * 10_000)), "error"),
         ({}, stay_silent, "no_answer"),
@@ -434,10 +434,12 @@ def test_a_child_of_a_multi_connector_has_its_prompts_recomputed_and_wants_its_w
 ) -> None:
     """The scheduler reads the policy of the whole, which vLLM gives no child of it."""
     assert multi_engine.scheduler.recompute_kv_load_failures
-    with pytest.raises(InvalidArgumentError, match="first of a MultiConnector"):
-        multi_engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): KVConnectorHandshakeMetadata()}
-        )
+    multi, facts = multi_engine.connector, {(0, 0): KVConnectorHandshakeMetadata()}
+    with pytest.raises(errors.InvalidArgumentError, match="first of a MultiConnector"):
+        multi.set_xfer_handshake_metadata_pp_aware(facts)
+    del multi._connectors[1].connector_scheduler._current_batch_allocated_block_ids
+    with pytest.raises(errors.UnsupportedEngineError, match="it has no _current_batch"):
+        multi.set_xfer_handshake_metadata_pp_aware(facts)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +455,7 @@ def test_a_parallel_engine_without_a_port_for_each_worker_or_with_stages_is_refu
 ) -> None:
     config = engine_config(tmp_path, **settings)
     setattr(config.parallel_config, parallel, 2)
-    with pytest.raises(InvalidArgumentError, match=f"^{named} is"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"^{named} is"):
         KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
 
 

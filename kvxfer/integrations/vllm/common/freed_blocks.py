@@ -43,8 +43,8 @@ def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
 def fence_loads_of_others() -> None:
     """Have stores end before any connector of a MultiConnector loads into the blocks they read.
 
-    To be called while the MultiConnector makes its connectors; without one, nothing is done. Its
-    later loads raise as `fence`.
+    To be called within a call of the MultiConnector; without one, nothing is done. Raises as
+    `fence`, for the connectors that there are; for later ones, the first load does.
     """
     for multi in locals_of_callers("self"):
         if _is_a("MultiConnector", multi):
@@ -56,7 +56,13 @@ def _is_a(name: str, connector: object) -> bool:
     return name in [kind.__name__ for kind in type(connector).__mro__]
 
 
+def _stores(multi: Any) -> list[Any]:
+    each = multi._connectors  # noqa: SLF001 - the public name is not in every release
+    return [*each, *(getattr(one, "_tiers", None) for one in each)]
+
+
 def _fence_loads(multi: Any) -> None:
+    fence(_stores(multi))
     if "update_state_after_alloc" in vars(multi):
         return
     tell = multi.update_state_after_alloc
@@ -64,7 +70,6 @@ def _fence_loads(multi: Any) -> None:
     def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
         tell(request, blocks, num_external_tokens)
         if num_external_tokens:
-            each = multi._connectors  # noqa: SLF001 - the public name is not in every release
-            fence([*each, *(getattr(one, "_tiers", None) for one in each)], blocks)
+            fence(_stores(multi), blocks)
 
     multi.update_state_after_alloc = update_state_after_alloc

@@ -88,7 +88,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         found = find_settings(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             found.log("KVXferConnector")
-            fence_loads_of_others()
         with found.checked():
             self._settings = Settings.parse(found.values).of_replica(
                 parallel.data_parallel_index, parallel.tensor_parallel_size
@@ -126,6 +125,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """Take what the workers say of themselves, by rank."""
         if not (self._reads or self._lends):
             return
+        fence_loads_of_others()
         facts = metadata.get(0)
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
