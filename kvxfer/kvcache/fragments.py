@@ -18,7 +18,7 @@ FEW_ELEMENTS = 64
 
 
 def are_equal(ours: Column, theirs: Column) -> bool:
-    """Do as `np.array_equal` for one type; for few elements it takes far longer."""
+    """Compare arrays of one type; for few elements `np.array_equal` takes far longer."""
     if len(ours) > FEW_ELEMENTS:
         return np.array_equal(ours, theirs)
     return ours.tobytes() == theirs.tobytes()

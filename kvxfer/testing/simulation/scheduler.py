@@ -165,7 +165,7 @@ class Scheduler:
             self._is_ending = True
             tell = sys.unraisablehook
             sys.unraisablehook = lambda unraisable: (
-                # Within a generator that ends with its thread, it is nobody's.
+                # Raised in a generator that is collected as its thread ends, it has no caller.
                 isinstance(unraisable.exc_value, SimulationEnded) or tell(unraisable)
             )
             for thread in self.alive():
