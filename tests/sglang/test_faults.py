@@ -12,6 +12,7 @@ import pytest
 from obstore.store import MemoryStore
 from sglang.srt import runtime_context
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -155,6 +156,17 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path
         assert storage.batch_exists(KEYS) == 4
 
 
+def test_a_clear_counts_for_the_weights_that_come_after_it(tmp_path: Path) -> None:
+    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
+    url = extra_config(file_url(tmp_path))
+    with context.override_server_args(weight_version="200"), opened(pool, url) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+    with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
+        storage.clear()
+        context.override("scheduler.weight_version", weight_version="200")
+        assert storage.batch_exists(KEYS) == 0
+
+
 def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: Path) -> None:
     """The engine goes on with the adapter that it loaded, also when the store is opened anew."""
     pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
@@ -189,6 +201,9 @@ class Door:
 
     def open(self) -> None:
         self._is_open.set()
+
+    def shut(self) -> None:
+        self._is_open.clear()
 
     def pass_through(self, backend: Any, namespace: Namespace) -> Backend:
         self.num_waiting += 1
@@ -249,6 +264,25 @@ def test_a_clear_counts_for_a_backend_that_is_opened_after_it(tmp_path: Path) ->
         assert storage.batch_exists(KEYS) == 0
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(KEYS) == 4
+
+
+def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one_opens(
+    door: Door,
+) -> None:
+    other, context = attention_pool("page_first", heads=2), runtime_context.get_context()
+    door.open()
+    with context.override_server_args(weight_version="100"), not_opened_yet() as (pool, storage):
+        until_stored(storage, pool)
+        door.shut()
+        storage.register_mem_host_pool_v2(other, PoolName.SWA)
+        late = PoolTransfer(name=PoolName.SWA, keys=KEYS, host_indices=rows_of(other))
+        assert storage.batch_set_v2([late]) == {PoolName.SWA: [False] * 4}
+        context.override("scheduler.weight_version", weight_version="200")
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
+        door.open()
+        until_stored(storage, pool)
+        assert storage.batch_set_v2([late]) == {PoolName.SWA: [True] * 4}
 
 
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(

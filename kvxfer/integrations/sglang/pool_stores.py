@@ -173,11 +173,13 @@ class PoolStores:
         """
         store: PageStore | None = None
         failure: BaseException | None = None
-        with self._lock:
-            retired, self._retired = self._retired, []
-        for each in retired:
-            _close(each)
+        version: Any = None
         try:
+            self._retire()  # before the namespace is made of the version
+            with self._lock:
+                retired, self._retired, version = self._retired, [], self._version
+            for each in retired:
+                _close(each)
             pools, settings = [self._pools[name] for name in names], self._settings
             store = PageStore(
                 [(pages.caches, mapping) for pages, mapping in pools],
@@ -187,7 +189,7 @@ class PoolStores:
             )
         except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
             failure = exc
-        while not self._publish(names, store, failure):
+        while not self._publish(names, store, failure, version):
             assert store is not None
             store.purge(runtime.monotonic() + self._settings.timeout_s)
         if failure is None:
@@ -196,19 +198,29 @@ class PoolStores:
             opening.set_exception(failure)
 
     def _publish(
-        self, names: list[str], store: PageStore | None, failure: BaseException | None
+        self,
+        names: list[str],
+        store: PageStore | None,
+        failure: BaseException | None,
+        version: Any,
     ) -> bool:
-        """End an opening; False if the store has to be purged first, as others were meanwhile."""
+        """End an opening; False if the store has to be purged first, as others were meanwhile.
+
+        A store of weights that the engine has no more is closed by the next opening.
+        """
         with self._lock:
             num_purges = min(self._purged.get(name, 0) for name in names)
-            if store is not None and num_purges < self._num_purges:
+            is_current = version == self._version
+            if store is not None and is_current and num_purges < self._num_purges:
                 self._purged |= dict.fromkeys(names, self._num_purges)
                 return False
-            if store is not None:
-                self._stores |= {name: (store, group) for group, name in enumerate(names)}
-            elif isinstance(failure, LASTING):
+            if store is None and isinstance(failure, LASTING):
                 self._stores |= dict.fromkeys(names)
-            self._failed = set(names) - self._stores.keys()
+            elif store is not None and is_current:
+                self._stores |= {name: (store, group) for group, name in enumerate(names)}
+            elif store is not None:
+                self._retired.append(store)
+            self._failed = set(names) - self._stores.keys() if store is None else set()
             self._pause.begin(runtime.monotonic())
             self._opening, self._is_late = None, bool(self._failed)
             closed = self._closed
@@ -220,12 +232,14 @@ class PoolStores:
         """Take the stores out of use once the engine has other weights, as after a live update.
 
         The next opening closes them first, and opens others in the namespace of these weights.
+        Where there was a purge, it is made in those, too.
         """
         version = weight_version()
         with self._lock:
-            if version != self._version and self._opening is None and not self._closed:
+            if version != self._version and not self._closed:
                 self._retired += dict.fromkeys(each[0] for each in self._stores.values() if each)
                 self._stores.clear()
+                self._purged.clear()
                 self._version = version
 
     def _open_stores(self) -> Iterable[PageStore]:
