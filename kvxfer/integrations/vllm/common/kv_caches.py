@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -80,13 +80,7 @@ class KVCacheHooks(ABC):
             LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, kv_caches)
-        layers = {
-            name: layer_cache(name, kv_caches[name], config, self._vllm_config)
-            for name in config.layer_names
-        }
-        layouts = {name: each.layout for name, each in layers.items() if each.layout}
-        entries = {name: each.entry for name, each in layers.items()}
-        self.use_kv_caches(canonicalize(entries, config, layouts=layouts))
+        self.use_kv_caches(canonicalize_layers(kv_caches, config, self._vllm_config))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
@@ -99,7 +93,11 @@ class KVCacheHooks(ABC):
             LayoutError: The tensor is not laid out as the backend says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, {})
-        layouts = {CROSS_LAYER: cross_layer_layout(attn_backend)}
+        layout = _axes_of_backend(attn_backend, layers=True)
+        if not layout:
+            rule = "a backend that says how it lays out a tensor of all layers"
+            raise InvalidArgumentError("attn_backend", attn_backend, rule)
+        layouts = {CROSS_LAYER: layout}
         self.use_kv_caches(canonicalize({CROSS_LAYER: kv_cache}, config, layouts=layouts))
 
 
@@ -164,7 +162,15 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
         }
         converted = ours(**values)
     elif family == "MambaSpec":
-        converted = _recurrent(spec, entry)
+        converted = whole = MambaSpec(
+            tokens_per_block=spec.block_size,
+            shapes=tuple(spec.shapes),
+            dtypes=tuple(spec.dtypes),
+            page_size_padded=spec.page_size_padded,
+        )
+        if isinstance(entry, torch.Tensor):
+            shapes = ((whole.unpadded_page_size_bytes,),)
+            converted = replace(whole, shapes=shapes, dtypes=(torch.int8,))
     else:
         layers = {name: convert_spec(each, entry) for name, each in spec.kv_cache_specs.items()}
         converted = UniformTypeKVCacheSpecs(tokens_per_block=spec.block_size, layer_specs=layers)
@@ -172,18 +178,6 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
         rule = f"{spec.page_size_bytes} bytes in a page, not {converted.page_size_bytes}"
         raise InvalidArgumentError("kv_cache_spec", spec, rule)
     return converted
-
-
-def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
-    whole = MambaSpec(
-        tokens_per_block=spec.block_size,
-        shapes=tuple(spec.shapes),
-        dtypes=tuple(spec.dtypes),
-        page_size_padded=spec.page_size_padded,
-    )
-    if not isinstance(entry, torch.Tensor):
-        return whole
-    return replace(whole, shapes=((whole.unpadded_page_size_bytes,),), dtypes=(torch.int8,))
 
 
 _ATTENTION = {
@@ -210,44 +204,34 @@ _FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
 _FAMILIES = ("UniformTypeKVCacheSpecs", "MambaSpec", *_FIELDS)
 
 
-class LayerCache(NamedTuple):
-    """Tensor of a layer with its axes, empty where vLLM does not tell; or states of a layer."""
+def canonicalize_layers(
+    kv_caches: Mapping[str, RegisteredEntry], config: KVCacheConfig, vllm_config: Any
+) -> CanonicalKVCaches:
+    """Canonicalize the registered caches of all layers of a config; errors as `canonicalize`."""
+    entries, layouts = dict[str, RegisteredEntry](), dict[str, str]()
+    for group in config.groups:
+        for name in group.layer_names:
+            spec = group.spec.for_layer(name)
+            entries[name], layout = _layer_cache(name, kv_caches[name], spec, vllm_config)
+            layouts |= {name: layout} if layout else {}
+    return canonicalize(entries, config, layouts=layouts)
 
-    entry: RegisteredEntry
-    layout: str = ""
 
-
-def layer_cache(
-    name: str, entry: RegisteredEntry, config: KVCacheConfig, vllm_config: Any
-) -> LayerCache:
-    """Find the layout of a layer's cache, of which `entry` was registered."""
-    (group,) = [group for group in config.groups if name in group.layer_names]
-    spec = group.spec.for_layer(name)
-    if isinstance(spec, MambaSpec):
-        if isinstance(entry, torch.Tensor):  # `(num_blocks, 1, 1, bytes)`, with padding or without
-            entry = [entry[:, 0, 0, : spec.unpadded_page_size_bytes]]
-        return LayerCache(entry)
+def _layer_cache(
+    name: str, entry: RegisteredEntry, spec: KVCacheSpec, vllm_config: Any
+) -> tuple[RegisteredEntry, str]:
+    """Find a layer's tensor and its axes, empty where vLLM does not tell; or a layer's states."""
+    if isinstance(spec, MambaSpec) and isinstance(entry, torch.Tensor):
+        # `(num_blocks, 1, 1, bytes)`, with padding or without
+        return [entry[:, 0, 0, : spec.unpadded_page_size_bytes]], ""
     if not isinstance(spec, AttentionSpec) or not isinstance(entry, torch.Tensor):
-        return LayerCache(entry)
+        return entry, ""
     backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
     named = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     layout = _axes_of_name(named, spec, entry.ndim) if named else _axes_of_backend(backend)
     if backend.get_name() == CPU_BACKEND and layout.endswith("kv*dim"):
-        return LayerCache(_as_planes(entry), "block head kv token dim")
-    return LayerCache(entry, layout)
-
-
-def cross_layer_layout(attn_backend: Any) -> str:
-    """Ask an attention backend for the layout of one tensor of all layers.
-
-    Raises:
-        InvalidArgumentError: The backend does not tell.
-    """
-    layout = _axes_of_backend(attn_backend, layers=True)
-    if not layout:
-        rule = "a backend that says how it lays out a tensor of all layers"
-        raise InvalidArgumentError("attn_backend", attn_backend, rule)
-    return layout
+        return _as_planes(entry), "block head kv token dim"
+    return entry, layout
 
 
 def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:

@@ -19,10 +19,14 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
     cpu_packing,
     kernel_packs_as,
 )
-from kvxfer.integrations.vllm.common.kv_caches import CPU_BACKEND, convert_spec, layer_cache
+from kvxfer.integrations.vllm.common.kv_caches import (
+    CPU_BACKEND,
+    canonicalize_layers,
+    convert_spec,
+)
 from kvxfer.integrations.vllm.common.model_identity import draft_of
 from kvxfer.integrations.vllm.common.release import installed_version
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import is_state
@@ -129,9 +133,7 @@ def platform_kernels() -> str:
 
 def layer_kernels(layer_names: Sequence[str], vllm_config: Any) -> str:
     """Name what layers' bytes mean something to: the platform, on a GPU with their kernels."""
-    if is_cpu():
-        return cpu_kernels()
-    layers = vllm_config.compilation_config.static_forward_context
+    layers = {} if is_cpu() else vllm_config.compilation_config.static_forward_context
     names = {
         f"{each.get_attn_backend().get_name()} {getattr(each, 'gdn_prefill_backend', '')}".rstrip()
         for each in (layers[name] for name in layer_names if name in layers)
@@ -268,9 +270,7 @@ def _canonicalize_layer(
     spec = convert_spec(layer.get_kv_cache_spec(vllm_config), entry)
     spec = replace(spec, tokens_per_block=tokens_per_block)
     config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, (name,)),))
-    cache = layer_cache(name, entry, config, vllm_config)
-    layouts = {name: cache.layout} if cache.layout else None
-    return canonicalize({name: cache.entry}, config, layouts=layouts)
+    return canonicalize_layers({name: entry}, config, vllm_config)
 
 
 def _say_packing(name: str, boxes: Sequence[PageBox], vllm_config: Any) -> _Layer:
