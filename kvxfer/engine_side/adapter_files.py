@@ -5,7 +5,6 @@ Engines name an adapter by its name and its folder, in which it may be trained a
 
 import hashlib
 import os
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,19 +121,17 @@ class LoadedAdapters:
 
 def _stats_of(path: str) -> Stats:
     """Look at the files of a folder that count: names, and what changes when they are written."""
+    stats: list[tuple[str | int, ...]] = []
     try:
-        return tuple(sorted(_list_stats(path)))
+        with os.scandir(Path(path).expanduser()) as entries:
+            for entry in entries:
+                if entry.is_file() and not any(fnmatch(entry.name, each) for each in HARMLESS):
+                    found = entry.stat()
+                    place = entry.name, found.st_dev, found.st_ino
+                    stats.append((*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
     except OSError as exc:
         raise _unreadable(path, exc) from exc
-
-
-def _list_stats(path: str) -> Iterator[tuple[str | int, ...]]:
-    with os.scandir(Path(path).expanduser()) as entries:
-        for entry in entries:
-            if entry.is_file() and not any(fnmatch(entry.name, each) for each in HARMLESS):
-                found = entry.stat()
-                times = found.st_mtime_ns, found.st_ctime_ns
-                yield entry.name, found.st_dev, found.st_ino, found.st_size, *times
+    return tuple(sorted(stats))
 
 
 def _unreadable(path: str, why: Any) -> InvalidArgumentError:

@@ -24,15 +24,10 @@ class Plug:
 
     def __new__(cls, *_: object, **__: object) -> Self:
         """Make the object, whose `__init__` has the arguments."""
-        cls.require_complete()
-        return super().__new__(cls)
-
-    @classmethod
-    def require_complete(cls) -> None:
-        """Check that the class has every method that its engine calls; errors as the class."""
         unknown = sorted(getattr(cls, "__abstractmethods__", ()))
         if unknown:
             base = next(each for each in cls.__mro__ if not each.__module__.startswith("kvxfer."))
             detail = f"its {base.__name__} wants {' and '.join(unknown)}"
             engine, version = cls.packages[0], installed_version(*cls.packages)
             raise UnsupportedEngineError(engine, version, cls.supported, detail)
+        return super().__new__(cls)

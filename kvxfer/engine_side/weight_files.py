@@ -35,7 +35,12 @@ def find_weights_revision(path: str, *, revision: str = "", commit: str = "") ->
     place = Path(path)
     if not path or not place.exists():
         return commit or revision
-    return revision or _hash_files(place)
+    if revision:
+        return revision
+    files = [place] if place.is_file() else sorted(place.iterdir())
+    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES) and file.exists()]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return hash_text(json.dumps(stats)) if stats else ""
 
 
 def config_facts(config: Any) -> dict[str, Any]:
@@ -47,10 +52,3 @@ def config_facts(config: Any) -> dict[str, Any]:
 def hash_text(text: str) -> str:
     """Hash a text, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _hash_files(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES) and file.exists()]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return hash_text(json.dumps(stats)) if stats else ""

@@ -127,7 +127,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             len(keys),
             self._stored,
             lambda task: L2StoreResult(all(task.done), task.num_bytes),
-            lambda task: self._objects.store(task, self._locate(keys, objects)),
+            lambda task: self._objects.store(task, _locate(keys, objects)),
         )
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -168,7 +168,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """Begin to load objects into their memory, which is not touched after the answer."""
 
         async def work(task: Task) -> None:
-            await self._objects.load(task, self._locate(keys, objects))
+            await self._objects.load(task, _locate(keys, objects))
             if loaded := [key for key, done in zip(keys, task.done, strict=True) if done]:
                 _tell(self._notify_keys_accessed, loaded)
 
@@ -278,19 +278,6 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             task.end()
         return task_id
 
-    def _locate(
-        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
-    ) -> list[StoredObject]:
-        """Find out where objects lie; those that are not in host memory are left out."""
-        found = [
-            _locate(index, *each) for index, each in enumerate(zip(keys, objects, strict=True))
-        ]
-        inside = [each for each in found if each is not None]
-        if len(inside) < len(keys):
-            text = "%d of %d objects are not in host memory"
-            logger.warning(text, len(keys) - len(inside), len(keys))
-        return inside
-
     def _pin(self, keys: Sequence[ObjectKey]) -> None:
         with self._pins_lock:
             self._drop_expired_pins()
@@ -337,11 +324,16 @@ def _bitmap(done: Sequence[bool]) -> Bitmap:
     return bitmap
 
 
-def _locate(index: int, key: ObjectKey, memory: MemoryObj) -> StoredObject | None:
-    """Find out where an object lies; None if it has no bytes in host memory."""
-    data = getattr(memory, "raw_data", None)
-    if getattr(getattr(data, "device", None), "type", "") != "cpu" or not memory.get_size():
-        return None
-    meta = memory.metadata
-    layout = str((meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]))
-    return StoredObject(key, memory.data_ptr, memory.get_size(), layout, index, memory)
+def _locate(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[StoredObject]:
+    """Find out where objects lie; those that have no bytes in host memory are left out."""
+    inside: list[StoredObject] = []
+    for index, (key, memory) in enumerate(zip(keys, objects, strict=True)):
+        device = getattr(getattr(memory, "raw_data", None), "device", None)
+        if getattr(device, "type", "") == "cpu" and (size := memory.get_size()):
+            meta = memory.metadata
+            layout = str((meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]))
+            inside.append(StoredObject(key, memory.data_ptr, size, layout, index, memory))
+    if len(inside) < len(keys):
+        text = "%d of %d objects are not in host memory"
+        logger.warning(text, len(keys) - len(inside), len(keys))
+    return inside

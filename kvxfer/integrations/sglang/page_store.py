@@ -17,6 +17,7 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
+from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
 from kvxfer.storage.staging_memory import aligned, allocate_aligned
@@ -24,7 +25,6 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
 MIN_ROWS = 2
-CLOSE_TIMEOUT_S = 10.0
 
 
 class PageStore(RowStore):

@@ -45,8 +45,13 @@ def require_interface() -> None:
         UnsupportedEngineError: This release has another interface.
     """
     detail = "DynamicCache does not go on from the keys and values that its layers were given"
+    tokens = torch.arange(2.0, device="cpu").reshape(1, 1, 2, 1)
     try:
-        if _keeps_what_it_is_given():
+        past = DynamicCache(config=None)
+        give_layer(past, 0, tokens, tokens)
+        num_tokens, twice = past.get_seq_length(), torch.cat([tokens, tokens], dim=2)
+        grown = past.update(tokens, tokens, 0)
+        if num_tokens == 2 and all(torch.equal(each, twice) for each in grown):
             return
     except (AttributeError, TypeError) as exc:
         detail = f"DynamicCache: {exc}"
@@ -79,13 +84,3 @@ def registered_functions(name: str) -> list[Any]:
 def is_whole(layer: Any) -> bool:
     """Whether a layer of a cache is a plain one, which keeps every token."""
     return type(layer) is DynamicLayer
-
-
-def _keeps_what_it_is_given() -> bool:
-    """Whether a cache goes on from what `give_layer` gave it."""
-    past, tokens = DynamicCache(config=None), torch.arange(2.0, device="cpu").reshape(1, 1, 2, 1)
-    give_layer(past, 0, tokens, tokens)
-    num_tokens = past.get_seq_length()
-    twice = torch.cat([tokens, tokens], dim=2)
-    grown = past.update(tokens, tokens, 0)
-    return num_tokens == 2 and all(torch.equal(each, twice) for each in grown)

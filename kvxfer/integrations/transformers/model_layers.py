@@ -145,14 +145,10 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     if "chunked_attention" in kinds:
         yield f"layer {kinds.index('chunked_attention')}: chunked attention", wanted
     windows = [at for at, layer in enumerate(layers) if not is_whole(layer)]
-    if windows and not _masks_windows(model):
+    modules = {type(module).__module__ for module in model.modules()}
+    masks = (hasattr(sys.modules.get(name), mask) for name in modules for mask in WINDOW_MASKS)
+    if windows and not any(masks):  # else these see to them, and a cache may keep every token
         yield f"layer {windows[0]}: a window that only its cache sees to", wanted
-
-
-def _masks_windows(model: Any) -> bool:
-    """Whether the masks of a model see to its windows, so that a cache may keep every token."""
-    names = {type(module).__module__ for module in model.modules()}
-    return any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Pool of pages: the memory that pages pass through between a model's cache and a backend."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from types import MappingProxyType
 
@@ -9,7 +10,7 @@ import torch
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.integrations.transformers.interface import Past
 from kvxfer.integrations.transformers.model_layers import LayerShape
-from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
@@ -78,7 +79,10 @@ class PagePool:
         )
         entries = dict(zip(names, self._views, strict=True))
         self.caches = canonicalize(entries, config, layouts=dict.fromkeys(names, layouts))
-        self.mappings = _map(self.caches, layers, axes)
+        self.mappings: tuple[PageMapping, ...] = ()
+        shard = WorkerShard(num_kv_heads=layers[0].num_kv_heads)
+        with suppress(PageMappingError):
+            self.mappings = map_caches(self.caches, shard, axes=axes)
 
     def take_in(self, past: Past, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Copy pages of a model's cache to the pool; `pages` count from the first token."""
@@ -136,12 +140,3 @@ def _spec(layers: Sequence[LayerShape], names: Sequence[str], tokens_per_page: i
         return specs[0]
     of_layers = dict(zip(names, specs, strict=True))
     return UniformTypeKVCacheSpecs(tokens_per_block=tokens_per_page, layer_specs=of_layers)
-
-
-def _map(
-    caches: CanonicalKVCaches, layers: Sequence[LayerShape], axes: Axes
-) -> tuple[PageMapping, ...]:
-    try:
-        return map_caches(caches, WorkerShard(num_kv_heads=layers[0].num_kv_heads), axes=axes)
-    except PageMappingError:
-        return ()

@@ -78,11 +78,6 @@ def may_load_from_storage(req_context: ReqContext) -> bool:
     return tiers is None or bool(tiers.allows(Medium.STORAGE, None))
 
 
-def transfer_params(req_context: ReqContext) -> Any:
-    """Return the `kv_transfer_params` of a request, whatever the client sent."""
-    return getattr(req_context, "kv_transfer_params", None)
-
-
 def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:
     """Return the chunks of a request, with the token at the end of each; None if none are kept."""
     return getattr(req_context, "_offload_key_positions", None)

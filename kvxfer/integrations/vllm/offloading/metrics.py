@@ -105,11 +105,6 @@ def removed(reason: Removal) -> Count:
     return Count("removed_blocks", (HOST, reason.value))
 
 
-def ignored(parameter: str) -> Count:
-    """Name the count of values of a parameter that are ignored."""
-    return Count(IGNORED, (parameter,))
-
-
 LOADED = loaded(HOST, Cause.REQUEST, Status.DONE)
 CORRUPT = loaded(HOST, Cause.REQUEST, Status.CORRUPT)
 STORED = stored(HOST, Cause.REQUEST, Status.DONE)

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.offloading.interface import (
-    ReqContext,
-    key_positions,
-    transfer_params,
+from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
+from kvxfer.integrations.vllm.offloading.metrics import (
+    IGNORED,
+    Count,
+    OffloadingMetrics,
+    looked_up,
 )
-from kvxfer.integrations.vllm.offloading.metrics import OffloadingMetrics, ignored, looked_up
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
@@ -174,7 +175,7 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
 
 def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
     """Read the wish of a request; a wrong value is logged, counted, and as if it were not there."""
-    params, fields = transfer_params(context), dict[str, Any]()
+    params, fields = getattr(context, "kv_transfer_params", None), dict[str, Any]()
     for name, attribute in PARAMETERS.items():
         value = params.get(name) if isinstance(params, Mapping) else None
         if value is None:
@@ -183,7 +184,7 @@ def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | N
             Retention(**{attribute: value})
         except InvalidArgumentError as exc:
             logger.warning("request %s: %s is ignored: %s", context.req_id, name, exc)
-            metrics.add(ignored(name))
+            metrics.add(Count(IGNORED, (name,)))
         else:
             fields[attribute] = value
     return Retention(**fields) if fields else None

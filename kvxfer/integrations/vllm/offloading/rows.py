@@ -169,7 +169,7 @@ def _map_group(
 ) -> PageMapping:
     """Make the page mapping of a group's rows, if it is known what they mean."""
     boxes = list(_row_boxes(workers, config, shape, group))
-    tokens = config.groups[group].tokens_per_block * _num_blocks(config)
+    tokens = config.groups[group].tokens_per_block * config.cache.blocks_per_chunk
     page = portable_page(
         boxes,
         _shard(workers, config, 0),
@@ -213,7 +213,7 @@ def _row_boxes(
         if num_writers != copies:
             expected = f"{copies} for a part of a row"
             raise PageMappingError("head", f"kept by {num_writers} workers", expected)
-        for block in range(_num_blocks(config)):
+        for block in range(config.cache.blocks_per_chunk):
             start = part * shape.part_size_bytes + block * pages.payload_size_bytes
             for box in shard.place(pages.boxes):
                 yield box.moved(start).shifted("token", block * tokens)
@@ -228,7 +228,3 @@ def _shard(workers: Sequence[WorkerPages], config: OffloadingConfig, rank: int) 
         dcp_size=config.parallel.dcp_size,
         interleave_tokens=workers[0].interleave_tokens,
     )
-
-
-def _num_blocks(config: OffloadingConfig) -> int:
-    return int(config.cache.blocks_per_chunk)

@@ -1,7 +1,7 @@
 """Secondary tier under vLLM's own CPU offloading, for its `TieringOffloadingSpec`."""
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -38,8 +38,6 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.transfer.job import JobId
-
-Submit = Callable[[Sequence[BlockKey], Sequence[int]], JobId]
 
 
 @dataclass(slots=True)
@@ -196,7 +194,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
                 f"{self.tier_type} did not close in time; its memory is still in use"
             )
 
-    def _submit(self, submit: Submit, job_metadata: TransferJob) -> None:
+    def _submit(self, submit: Callable[..., JobId], job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
         job = _Job(job_metadata.job_id, len(keys))
         if keys:

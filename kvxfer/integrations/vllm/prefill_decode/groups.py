@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.common.worker_pages import (
     GroupLayers,
@@ -111,8 +110,6 @@ def describe_worker(
         dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
         interleave_tokens=pages.interleave_tokens,
     )
-    if not pages.groups:
-        raise InvalidArgumentError("kv_cache_config", kv_cache_config, "at least one group")
     return CacheDescription(
         shard=shard,
         groups=tuple(
