@@ -187,7 +187,6 @@ class KVXferStorage(Plug, HiCacheStorage):
         self._stores.close()
 
     def _deadline(self) -> float:
-        """The time by which a call that begins now ends, whatever it is about."""
         return runtime.monotonic() + self._settings.timeout_s
 
     def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
@@ -210,7 +209,6 @@ class KVXferStorage(Plug, HiCacheStorage):
     def _move_all(
         self, direction: Direction, transfers: Sequence[PoolTransfer]
     ) -> dict[str, list[bool]]:
-        """Move pages of several pools, all of them by one deadline."""
         deadline = self._deadline()
         return {
             each.name: self._move(direction, str(each.name), each.keys, each.host_indices, deadline)

@@ -266,6 +266,5 @@ def _content(cell: Any) -> Any:
 
 
 def _is_standard(value: Any) -> bool:
-    """Whether a function or a class is of the standard library."""
     module = where_written(value)[0] if hasattr(value, "__code__") else str(value.__module__)
     return module.partition(".")[0] in sys.stdlib_module_names

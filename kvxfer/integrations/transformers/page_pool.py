@@ -120,7 +120,6 @@ class PagePool:
 
 
 def _sizes(layer: LayerShape, tokens_per_page: int) -> dict[str, dict[str, int]]:
-    """List the sizes of the axes of keys and of values."""
     shared = {"head": layer.num_kv_heads, "token": tokens_per_page}
     return {"k": shared | {"dim": layer.head_dim}, "v": shared | {"dim": layer.head_dim_v}}
 

@@ -304,7 +304,6 @@ class PrefixCache:
             self._lock.release()
 
     def _note(self, change: str | None) -> str | None:
-        """Note what the model is at this call."""
         self._change = change
         self._has_changed |= change != ""
         return change

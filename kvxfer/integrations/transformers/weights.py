@@ -94,7 +94,6 @@ def _tensors(model: Any) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def _read(name: str, tensor: torch.Tensor) -> bytes:
-    """Hash the bytes of a tensor."""
     try:
         flat = tensor.to("cpu").contiguous().flatten()
         data = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)

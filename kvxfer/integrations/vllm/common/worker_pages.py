@@ -262,7 +262,6 @@ def _describe_layer(
 def _canonicalize_layer(
     name: str, tokens_per_block: int, num_blocks: int, vllm_config: Any
 ) -> CanonicalKVCaches:
-    """Canonicalize the tensor that vLLM bound to a layer."""
     layer = vllm_config.compilation_config.static_forward_context[name]
     entry = layer.kv_cache
     if not isinstance(entry, torch.Tensor) and len(entry) == 1:

@@ -440,7 +440,6 @@ class LowerTier:
         rows: Sequence[int],
         jobs: dict[JobId, RowJob],
     ) -> JobId:
-        """Begin a job and add it to `jobs`."""
         order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
         job = RowJob(direction, [keys[index] for index in order], [rows[index] for index in order])
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
@@ -462,7 +461,6 @@ class LowerTier:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
     def _check_rows(self, pool: HostPool, names: Sequence[BlockKey]) -> list[Outcome]:
-        """Verify rows that are being stored."""
         rows = [self._storing.get(name) for name in names]
         return [_ENDED if row is None else pool.verify(*row) for row in rows]
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import xxhash
@@ -95,17 +96,34 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's side; the same object at every call."""
-        if self._manager is None:
-            fence_loads_of_others()
-            world_size = self.config.parallel.world_size
-            workers = receive_identities(self._name, world_size) if self._lower else []
-            copies = num_copies(workers[0].pages if workers else None, self.config)
+        if self._manager is not None:
+            return self._manager
+        fence_loads_of_others()
+        world_size = self.config.parallel.world_size
+        workers = receive_identities(self._name, world_size) if self._lower else []
+        copies = num_copies(workers[0].pages if workers else None, self.config)
+        tier: LowerTier | None = None
+        prefill: PrefillSpeed | None = None
+        with ExitStack() as undo:
             pool = self._open_pool(copies, claim=True)
-            try:
-                self._manager = self._make_manager(pool, workers)
-            except BaseException:
-                pool.close()
-                raise
+            undo.callback(pool.close)
+            num_slots = pool.shape.num_slots
+            if self._lower and self._loads is not None:
+                tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
+                prefill = PrefillSpeed(self._loads, group_ids(self.config)[0], tokens_per_chunk)
+            if self._lower:
+                tier = self._open_lower_tier(pool, workers, prefill)
+                undo.callback(tier.close)
+            self._manager = KVXferOffloadingManager(
+                pool,
+                BlockIndex(num_slots, self._pool_config.open_policy(num_slots)),
+                tier,
+                emit_events=self.kv_events_config.enable_kv_cache_events,
+                trace=TraceRecorder.from_environment(),
+                observers=journal_observers(None, engine=self._name),
+                prefill=prefill,
+            )
+            undo.pop_all()
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -141,23 +159,6 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
                 else [],
             )
         return self._worker
-
-    def _make_manager(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> OffloadingManager:
-        num_slots = pool.shape.num_slots
-        prefill: PrefillSpeed | None = None
-        if self._lower and self._loads is not None:
-            tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
-            prefill = PrefillSpeed(self._loads, group_ids(self.config)[0], tokens_per_chunk)
-        tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
-        return KVXferOffloadingManager(
-            pool,
-            BlockIndex(num_slots, self._pool_config.open_policy(num_slots)),
-            tier,
-            emit_events=self.kv_events_config.enable_kv_cache_events,
-            trace=TraceRecorder.from_environment(),
-            observers=journal_observers(None, engine=self._name),
-            prefill=prefill,
-        )
 
     def _open_lower_tier(
         self,

@@ -135,7 +135,6 @@ def _window(spec: Any) -> int | None:
 
 
 def _has_states(spec: Any) -> bool:
-    """Whether the blocks of a group are states."""
     return type(_layers(spec)[0]).__name__ == STATES
 
 

@@ -130,7 +130,6 @@ class Prompts:
 
 
 def _adapter(lora: Any) -> Adapter:
-    """Read vLLM's `LoRARequest`."""
     anew = bool(getattr(lora, "load_inplace", False))
     return Adapter(lora.lora_int_id, lora.lora_name, lora.lora_path, anew)
 
