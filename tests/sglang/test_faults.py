@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.sglang import KVXferStorage, page_store
+from kvxfer.integrations.sglang import KVXferStorage, pool_stores
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
@@ -46,7 +46,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
         made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=FaultRates()))
         return made[-1]
 
-    monkeypatch.setattr(page_store, "open_backend", open_faulty)
+    monkeypatch.setattr(pool_stores, "open_backend", open_faulty)
     yield made
     for each in made:
         each.release()
@@ -127,7 +127,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
     def num_stored() -> int:
         return sum(each["path"].endswith(".safetensors") for some in bucket.list() for each in some)
 
-    monkeypatch.setattr(page_store, "open_backend", open_bucket)
+    monkeypatch.setattr(pool_stores, "open_backend", open_bucket)
     with opened(pool, extra_config("s3://bucket")) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         for _ in range(2):
@@ -217,7 +217,7 @@ class Door:
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     door = Door()
-    monkeypatch.setattr(page_store, "open_backend", door.pass_through)
+    monkeypatch.setattr(pool_stores, "open_backend", door.pass_through)
     yield door
     door.open()
 

@@ -21,8 +21,7 @@ from kvxfer.integrations.sglang.interface import (
     PoolTransferResult,
     StorageMetrics,
 )
-from kvxfer.integrations.sglang.page_store import PageStore
-from kvxfer.integrations.sglang.pool_stores import PoolStores
+from kvxfer.integrations.sglang.pool_stores import PageStore, PoolStores
 from kvxfer.integrations.sglang.settings import read_settings
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
