@@ -185,9 +185,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
     """
 
     def __init__(
-        self,
-        builders: Sequence[AttentionMetadataBuilder[M]],
-        block_tables: MultiGroupBlockTable,
+        self, builders: Sequence[AttentionMetadataBuilder[M]], block_tables: MultiGroupBlockTable
     ) -> None:
         require_instance("block_tables", block_tables, MultiGroupBlockTable)
         num_groups = len(block_tables)

@@ -177,11 +177,7 @@ def _layer_names(pool: Any) -> tuple[str, ...]:
 
 
 def _read_opaque(
-    name: str,
-    pool: Any,
-    buffers: list[torch.Tensor],
-    rows_per_page: int,
-    num_kv_heads: int | None,
+    name: str, pool: Any, buffers: list[torch.Tensor], rows_per_page: int, num_kv_heads: int | None
 ) -> HostPages:
     """Read a pool of buffers whose pages are plain bytes, one row of each buffer a page."""
     tensors: list[CanonicalKVCacheTensor] = []

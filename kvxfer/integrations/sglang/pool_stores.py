@@ -296,11 +296,7 @@ class PoolStores:
             opening.set_exception(failure)
 
     def _publish(
-        self,
-        names: list[str],
-        store: PageStore | None,
-        failure: BaseException | None,
-        version: Any,
+        self, names: list[str], store: PageStore | None, failure: BaseException | None, version: Any
     ) -> bool:
         """End an opening; False if the store has to be purged first, as others were meanwhile.
 

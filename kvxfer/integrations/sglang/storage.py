@@ -112,11 +112,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         return self._move(Direction.STORE, KV, keys, host_indices, self._deadline())
 
     def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        *_: Any,
-        **__: Any,
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, *_: Any, **__: Any
     ) -> PoolTransferResult:
         """Find the prefixes of a hybrid model that can be restored from all of its pools."""
         transfers = pool_transfers or []

@@ -22,12 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.interface import Config, registered_functions
-from kvxfer.integrations.transformers.module_code import (
-    Unknown,
-    is_known,
-    read_code,
-    where_written,
-)
+from kvxfer.integrations.transformers.module_code import Unknown, is_known, read_code, where_written
 
 HARMLESS = frozenset({
     # Of every module: weights, which are hashed apart; hooks, which are looked at apart; training.

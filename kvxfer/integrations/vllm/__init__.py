@@ -9,11 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvxfer.integrations.vllm.offloading import (
-        KVXferOffload,
-        KVXferOffloadingSpec,
-        KVXferTier,
-    )
+    from kvxfer.integrations.vllm.offloading import KVXferOffload, KVXferOffloadingSpec, KVXferTier
     from kvxfer.integrations.vllm.prefill_decode import KVXferConnector
 
 __all__ = ["KVXferConnector", "KVXferOffload", "KVXferOffloadingSpec", "KVXferTier"]

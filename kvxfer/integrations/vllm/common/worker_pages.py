@@ -19,11 +19,7 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
     cpu_packing,
     kernel_packs_as,
 )
-from kvxfer.integrations.vllm.common.kv_caches import (
-    CPU_BACKEND,
-    canonicalize_layers,
-    convert_spec,
-)
+from kvxfer.integrations.vllm.common.kv_caches import CPU_BACKEND, canonicalize_layers, convert_spec
 from kvxfer.integrations.vllm.common.model_identity import draft_of
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
@@ -225,10 +221,7 @@ def _describe_group(
             reason=f"{type(exc).__name__}: {exc}",
         )
     return GroupPages(
-        payload_size_bytes=size,
-        boxes=tuple(boxes),
-        axes=dict(layer.axes),
-        packing=layer.packing,
+        payload_size_bytes=size, boxes=tuple(boxes), axes=dict(layer.axes), packing=layer.packing
     )
 
 

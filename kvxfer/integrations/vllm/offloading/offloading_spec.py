@@ -56,10 +56,7 @@ from kvxfer.transfer import PolledEngine
 MAX_BYTES_IN_FLIGHT = 1 << 30
 """Bytes that GPUs copy at one time, straight to and from slots: a load is begun beside stores."""
 
-SPEC = {
-    "spec_name": "KVXferOffloadingSpec",
-    "spec_module_path": "kvxfer.integrations.vllm",
-}
+SPEC = {"spec_name": "KVXferOffloadingSpec", "spec_module_path": "kvxfer.integrations.vllm"}
 
 
 class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
@@ -161,10 +158,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         return self._worker
 
     def _open_lower_tier(
-        self,
-        pool: HostPool,
-        workers: Sequence[WorkerIdentity],
-        prefill: PrefillSpeed | None,
+        self, pool: HostPool, workers: Sequence[WorkerIdentity], prefill: PrefillSpeed | None
     ) -> LowerTier:
         rows = row_namespace(
             self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes

@@ -9,12 +9,7 @@ from typing import Any
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
-from kvxfer.integrations.vllm.offloading.metrics import (
-    IGNORED,
-    Count,
-    OffloadingMetrics,
-    looked_up,
-)
+from kvxfer.integrations.vllm.offloading.metrics import IGNORED, Count, OffloadingMetrics, looked_up
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested

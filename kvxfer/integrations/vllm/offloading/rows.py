@@ -171,10 +171,7 @@ def _map_group(
     boxes = list(_row_boxes(workers, config, shape, group))
     tokens = config.groups[group].tokens_per_block * config.cache.blocks_per_chunk
     page = portable_page(
-        boxes,
-        _shard(workers, config, 0),
-        num_tokens=tokens,
-        axes=workers[0].groups[group].axes,
+        boxes, _shard(workers, config, 0), num_tokens=tokens, axes=workers[0].groups[group].axes
     )
     mapping = compile_mapping(
         boxes, page, tokens_per_block=tokens, payload_sizes=[shape.slot_size_bytes]

@@ -37,12 +37,7 @@ from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
-from kvxfer.integrations.vllm.prefill_decode.tiers import (
-    Shares,
-    Twice,
-    find_tiers,
-    open_tiers,
-)
+from kvxfer.integrations.vllm.prefill_decode.tiers import Shares, Twice, find_tiers, open_tiers
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription

@@ -47,13 +47,7 @@ class PrefillScheduler:
     """Scheduler's side of P, whose worker of rank 0 others reach at `endpoint`."""
 
     def __init__(
-        self,
-        *,
-        groups: Groups,
-        prompts: Prompts,
-        endpoint: Endpoint,
-        engine_id: str,
-        tp_size: int,
+        self, *, groups: Groups, prompts: Prompts, endpoint: Endpoint, engine_id: str, tp_size: int
     ) -> None:
         self._groups = groups
         self._prompts = prompts
