@@ -65,7 +65,8 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     for key, tier in asked.items():
         told.note("a", key, tier)
     told.schedule(["a"])
-    assert +metrics._counted == {looked_up(tier): number for tier, number in counted.items()}
+    told_blocks = metrics.report().data["data"]["vllm:kvxfer_lookup_blocks"]
+    assert told_blocks == {looked_up(tier).labels: number for tier, number in counted.items()}
 
 
 def test_what_another_engine_gives_and_what_it_does_not_give_any_more(

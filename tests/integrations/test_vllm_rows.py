@@ -19,7 +19,6 @@ from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
-    GroupLayers,
     GroupPages,
     WorkerPages,
     as_bytes,
@@ -218,7 +217,7 @@ def described(told: dict[str, Any], tp_size: int, *, draft: Any = None) -> Worke
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
     caches = BlockMemory([[64]], num_blocks=2).caches
-    return describe_pages(caches, [GroupLayers(["layers.0"], TOKENS)], vllm_config)
+    return describe_pages(caches, [(["layers.0"], TOKENS)], vllm_config)
 
 
 def layer(kind: str, spec: Any, **fields: Any) -> Any:

@@ -77,21 +77,14 @@ class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
     interleave_tokens: int = 1  # that one worker keeps before the next one's turn
 
 
-class GroupLayers(NamedTuple):
-    """Layers of a group, and the tokens of one of its blocks on this worker."""
-
-    layer_names: Sequence[str]
-    tokens_per_block: int
-
-
 def describe_pages(
     caches: CanonicalKVCaches,
-    groups: Sequence[GroupLayers],
+    groups: Sequence[tuple[Sequence[str], int]],
     vllm_config: Any,
     *,
     with_states: bool = False,
 ) -> WorkerPages:
-    """Describe the bytes of this worker's caches.
+    """Describe this worker's caches, by the layers and the tokens per block of each group.
 
     Their layout is known from the tensors that vLLM bound to its layers. Each is canonicalized
     again, and must lie within the blocks that vLLM handed over; else its group is opaque bytes.
@@ -99,7 +92,7 @@ def describe_pages(
     """
     return WorkerPages(
         groups=tuple(
-            _describe_group(refs, group, caches, vllm_config, with_states=with_states)
+            _describe_group(refs, *group, caches, vllm_config, with_states=with_states)
             for refs, group in zip(caches.group_data_refs, groups, strict=True)
         ),
         num_kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()),
@@ -189,7 +182,8 @@ def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
 
 def _describe_group(
     refs: Sequence[CanonicalKVCacheRef],
-    group: GroupLayers,
+    layer_names: Sequence[str],
+    tokens_per_block: int,
     caches: CanonicalKVCaches,
     vllm_config: Any,
     *,
@@ -201,12 +195,12 @@ def _describe_group(
     boxes: list[PageBox] = []
     try:
         _require_one_number_of_heads(vllm_config)
-        if len(refs) not in (1, len(group.layer_names)):
-            expected = f"one for each of {len(group.layer_names)} layers, or for all"
+        if len(refs) not in (1, len(layer_names)):
+            expected = f"one for each of {len(layer_names)} layers, or for all"
             raise PageMappingError("layer", f"{len(refs)} pieces", expected)  # noqa: TRY301
-        for index, name in enumerate(group.layer_names):
+        for index, name in enumerate(layer_names):
             place = min(index, len(refs) - 1)
-            layer = _describe_layer(name, refs[place], caches, group.tokens_per_block, vllm_config)
+            layer = _describe_layer(name, refs[place], caches, tokens_per_block, vllm_config)
             if not with_states and any(map(is_state, layer.boxes)):
                 kind = "keys and values, or latents"
                 raise PageMappingError("head", f"states of {name!r}", kind)  # noqa: TRY301
@@ -214,10 +208,10 @@ def _describe_group(
     except Exception as exc:  # a group that is not understood is kept as bytes
         if not isinstance(exc, KVXferError):
             text = "blocks of %s are bytes for equal engines only: its cache was not understood"
-            logger.warning(text, group.layer_names[0], exc_info=True)
+            logger.warning(text, layer_names[0], exc_info=True)
         return GroupPages(
             payload_size_bytes=size,
-            packing="" if is_cpu() else layer_kernels(group.layer_names, vllm_config),
+            packing="" if is_cpu() else layer_kernels(layer_names, vllm_config),
             reason=f"{type(exc).__name__}: {exc}",
         )
     return GroupPages(

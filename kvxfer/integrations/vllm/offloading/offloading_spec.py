@@ -16,7 +16,7 @@ from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import find_settings, parse_offload
-from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
+from kvxfer.integrations.vllm.common.worker_pages import describe_pages
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
@@ -188,8 +188,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
         shares = self.config.parallel.pcp_size * self.config.parallel.dcp_size
         groups = [
-            GroupLayers(group.layer_names, group.tokens_per_block // shares)
-            for group in self.config.groups
+            (group.layer_names, group.tokens_per_block // shares) for group in self.config.groups
         ]
         return WorkerIdentity(
             model=identify_model(vllm_config), pages=describe_pages(caches, groups, vllm_config)

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.integrations.vllm.common.release import installed_version
-from kvxfer.integrations.vllm.common.worker_pages import (
-    GroupLayers,
-    GroupPages,
-    describe_pages,
-    layer_kernels,
-)
+from kvxfer.integrations.vllm.common.worker_pages import GroupPages, describe_pages, layer_kernels
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS, transfer_groups
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
@@ -101,7 +96,7 @@ def describe_worker(
     """
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    layers = [GroupLayers(group.layer_names, group.kv_cache_spec.block_size) for group in groups]
+    layers = [(group.layer_names, group.kv_cache_spec.block_size) for group in groups]
     pages = describe_pages(caches, layers, vllm_config, with_states=True)
     shard = WorkerShard(
         num_kv_heads=pages.num_kv_heads,
