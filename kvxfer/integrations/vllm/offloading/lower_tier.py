@@ -103,17 +103,6 @@ class RowLookup:
     jobs: dict[JobId, RowJob] = field(default_factory=dict)  # loads; complete with the answer
     call: Future[None] | None = None  # the coroutine on the event loop
 
-    @property
-    def found(self) -> list[bool]:
-        """Whether the backend has each key; False for all of them when it was given up."""
-        return [False] * len(self.keys) if self.answer.cancelled() else self.answer.result()
-
-    @property
-    def unused(self) -> list[BlockKey]:
-        """Keys whose rows are not loaded."""
-        loaded = {key for job in self.jobs.values() for key in job.keys}
-        return [key for key in self.rows if key not in loaded]
-
     def give_up(self) -> bool:
         """Give the lookup up, unless it was answered; return whether no load begins any more."""
         given_up = self.answer.cancel()
@@ -512,8 +501,10 @@ class LowerTier:
 
     def _end_lookup(self, lookup: RowLookup) -> None:
         self._jobs |= lookup.jobs
-        self._missing += lookup.unused
-        self.wanted.tell(lookup.keys, lookup.found)
+        loaded = {key for job in lookup.jobs.values() for key in job.keys}
+        self._missing += [key for key in lookup.rows if key not in loaded]
+        given_up, answer = lookup.answer.cancelled(), lookup.answer
+        self.wanted.tell(lookup.keys, [False] * len(lookup.keys) if given_up else answer.result())
 
     def _end_lookups(self) -> None:
         """End every lookup now: after this none begins to load a row."""

@@ -8,7 +8,7 @@ import torch
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.backends.host.memory import HEADER_BYTES, SharedSegment
-from kvxfer.errors import InvalidArgumentError, KVXferError, PageMappingError
+from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.common.worker_pages import WorkerPages, platform_kernels
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -147,21 +147,13 @@ def map_rows(
                 raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
             mapping = _map_group(workers, config, shape, position[group_id])
         except (PageMappingError, InvalidArgumentError) as exc:
-            mapping = _keep_row(
-                shape.slot_size_bytes, _say_why(workers, position.get(group_id), encoding, exc)
-            )
+            at = position.get(group_id)
+            groups = [] if at is None else [worker.groups[at] for worker in workers]
+            packings = sorted({group.packing for group in groups if group.packing})
+            packed = f", packed for {' and '.join(packings)}" if packings else ""
+            mapping = _keep_row(shape.slot_size_bytes, f"{encoding} ({exc}){packed}")
         mappings.append(mapping)
     return mappings
-
-
-def _say_why(
-    workers: Sequence[WorkerPages], position: int | None, encoding: str, error: KVXferError
-) -> str:
-    """Describe the contents of a row that is stored as plain bytes, and the reason."""
-    groups = [] if position is None else [worker.groups[position] for worker in workers]
-    packings = sorted({group.packing for group in groups if group.packing})
-    packed = f", packed for {' and '.join(packings)}" if packings else ""
-    return f"{encoding} ({error}){packed}"
 
 
 def _map_group(
