@@ -582,4 +582,5 @@ def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
     later = adapter.submit_load_task(KEYS, [memory.fill(10, 1)] * 2)
     assert not adapter.query_load_result(later)
     adapter.close()
+    adapter.delete(KEYS)  # begins no call that nobody awaits
     adapter.faulty.release()

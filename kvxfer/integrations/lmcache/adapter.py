@@ -184,7 +184,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             with self._pins_lock:
                 self._drop_expired_pins()
                 ids = [object_id_of(key) for key in keys if key not in self._pins]
-            if ids and not self._objects.is_suspended:
+            if ids and not (self._closed or self._objects.is_suspended):
                 limit_s = self._settings.timeout_s
                 runtime.result(self._objects.ask(self._objects.delete(ids)), limit_s + 1)
             self._deliver()
