@@ -266,7 +266,7 @@ class ObjectStore:
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if direction is Direction.STORE:
-                self._residents.store(done)
+                self._residents.add(done)
             else:
                 missing = [each.key for each in pieces if statuses[each] is Status.MISSING]
                 self._residents.lose(missing)

@@ -99,13 +99,13 @@ class Residents(Observer):
         return any(ask().get(Gauge.BREAKER_OPEN) for ask in list(self._asks))
 
     def add(self, keys: Iterable[BlockKey], *, tier: str = NOT_TOLD) -> None:
-        """Note pieces that a tier has from now on."""
+        """Note pieces that a tier has from now on, or some tier, in case it does not tell it."""
         with self._lock:
             for object_id, index in map(piece_of, keys):
-                resident = self._resident(object_id)
-                resident.tiers.setdefault(index, set()).add(tier)
+                tiers = self._resident(object_id).tiers
+                if tier != NOT_TOLD or index not in tiers:
+                    tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
-                self._changed.append(object_id)
             if tier != NOT_TOLD:
                 self._telling.add(tier)
         self._wake()
@@ -126,18 +126,6 @@ class Residents(Observer):
                         self._broken.add(object_id)  # else a tier that tells nothing may have it
                 self._changed.append(object_id)
         self._wake()
-
-    def store(self, keys: Sequence[BlockKey]) -> None:
-        """Note pieces that were stored, in case the tier that has them does not tell it."""
-        untold: list[BlockKey] = []
-        with self._lock:
-            for key in keys:
-                object_id, index = piece_of(key)
-                self._note_back(object_id, index)
-                resident = self._objects.get(object_id)
-                if resident is None or index not in resident.tiers:
-                    untold.append(key)
-        self.add(untold, tier=NOT_TOLD)
 
     def miss(self, keys: Sequence[BlockKey], *, known: bool = True) -> None:
         """Note pieces that were not found; a lookup notes those of known objects only."""
