@@ -46,22 +46,10 @@ def fence_loads_of_others() -> None:
     To be called within a call of the MultiConnector; without one, nothing is done. Raises as
     `fence`, for the connectors that there are; for later ones, the first load does.
     """
-    for multi in locals_of_callers("self"):
-        if _is_a("MultiConnector", multi):
-            _fence_loads(multi)
-            return
-
-
-def _is_a(name: str, connector: object) -> bool:
-    return name in [kind.__name__ for kind in type(connector).__mro__]
-
-
-def _stores(multi: Any) -> list[Any]:
-    each = multi._connectors  # noqa: SLF001 - the public name is not in every release
-    return [*each, *(getattr(one, "_tiers", None) for one in each)]
-
-
-def _fence_loads(multi: Any) -> None:
+    callers = locals_of_callers("self")
+    multi = next((each for each in callers if _is_a("MultiConnector", each)), None)
+    if multi is None:
+        return
     fence(_stores(multi))
     if "update_state_after_alloc" in vars(multi):
         return
@@ -73,3 +61,12 @@ def _fence_loads(multi: Any) -> None:
             fence(_stores(multi), blocks)
 
     multi.update_state_after_alloc = update_state_after_alloc
+
+
+def _is_a(name: str, connector: object) -> bool:
+    return name in [kind.__name__ for kind in type(connector).__mro__]
+
+
+def _stores(multi: Any) -> list[Any]:
+    each = multi._connectors  # noqa: SLF001 - the public name is not in every release
+    return [*each, *(getattr(one, "_tiers", None) for one in each)]
