@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
-from sglang.srt import runtime_context
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.runtime_context import get_context
 
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -140,7 +140,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
 
 def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path) -> None:
     """SGLang notes another version, flushes its own cache, and does not clear ours."""
-    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
+    pool, context = attention_pool("page_first_direct"), get_context()
     fill(pool)
     url = extra_config(file_url(tmp_path))
     with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
@@ -156,20 +156,9 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path
         assert storage.batch_exists(KEYS) == 4
 
 
-def test_a_clear_counts_for_the_weights_that_come_after_it(tmp_path: Path) -> None:
-    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
-    url = extra_config(file_url(tmp_path))
-    with context.override_server_args(weight_version="200"), opened(pool, url) as storage:
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-    with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
-        storage.clear()
-        context.override("scheduler.weight_version", weight_version="200")
-        assert storage.batch_exists(KEYS) == 0
-
-
 def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: Path) -> None:
     """The engine goes on with the adapter that it loaded, also when the store is opened anew."""
-    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
+    pool, context = attention_pool("page_first_direct"), get_context()
     weights, url = tmp_path / "adapter_model.safetensors", extra_config(file_url(tmp_path / "kv"))
     weights.write_bytes(b"one")
     published: dict[str, Any] = {"lora_paths": [LoRARef("number", "tuned", str(tmp_path))]}
@@ -255,21 +244,27 @@ def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_thread
         assert door.num_opened == 1
 
 
-def test_a_clear_counts_for_a_backend_that_is_opened_after_it(tmp_path: Path) -> None:
-    pool, url = attention_pool("page_first"), file_url(tmp_path)
-    with opened(pool, extra_config(url)) as storage:
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-    with not_opened_yet(backend=url, timeout_s=60) as (_, storage):
-        storage.clear()
-        assert storage.batch_exists(KEYS) == 0
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        assert storage.batch_exists(KEYS) == 4
+@pytest.mark.parametrize("version", ["of the pages", "opened before"])
+def test_a_clear_counts_for_a_backend_that_is_opened_after_it(version: str, tmp_path: Path) -> None:
+    pool, url, context = attention_pool("page_first"), file_url(tmp_path), get_context()
+    with context.override_server_args(weight_version="of the pages"):
+        with opened(pool, extra_config(url)) as storage:
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        context.override("scheduler.weight_version", weight_version=version)
+        with not_opened_yet(backend=url, timeout_s=60) as (_, storage):
+            if version == "opened before":
+                assert storage.batch_exists(KEYS) == 0
+            storage.clear()
+            context.override("scheduler.weight_version", weight_version="of the pages")
+            assert storage.batch_exists(KEYS) == 0
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+            assert storage.batch_exists(KEYS) == 4
 
 
 def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one_opens(
     door: Door,
 ) -> None:
-    other, context = attention_pool("page_first", heads=2), runtime_context.get_context()
+    other, context = attention_pool("page_first", heads=2), get_context()
     door.open()
     with context.override_server_args(weight_version="100"), not_opened_yet() as (pool, storage):
         until_stored(storage, pool)
