@@ -42,15 +42,9 @@ ABSURD: list[Any] = [
     *([], {}, DEEP, object()),
 ]
 NEARLY = [
-    ("remote_request_id", "a" * 129),
-    ("remote_request_id", "a" * 32 + "\n"),
-    ("remote_request_id", "é" * 32),
-    ("remote_host", "[::1]"),
-    ("remote_host", "127.0.0.1\n"),
-    ("remote_host", "a" * 256),
-    ("remote_port", "7100"),
-    ("remote_port", 65536),
-    ("tp_size", 1025),
+    *product(["remote_request_id"], ["a" * 129, "a" * 32 + "\n", "é" * 32]),
+    *product(["remote_host"], ["[::1]", "127.0.0.1\n", "a" * 256]),
+    *[("remote_port", "7100"), ("remote_port", 65536), ("tp_size", 1025)],
 ]
 
 
@@ -211,17 +205,12 @@ def test_what_changes_the_bytes_of_pages_changes_their_keys(tmp_path: Path) -> N
     one, other = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "other", b"other")
     scopes: list[dict[str, Any]] = [
         {},
-        {"cache_salt": "one"},
-        {"cache_salt": "other"},
-        {"cache_salt": "\ud800"},
-        {"mm_features": [image("one")]},
-        {"mm_features": [image("\ud800")]},
-        {"mm_features": [image("one", offset=3)]},
+        *({"cache_salt": each} for each in ("one", "other", "\ud800")),
+        *({"mm_features": [image(*each)]} for each in (["one"], ["\ud800"], ["one", 3])),
         {"mm_features": [image("one"), image("other", offset=6)]},
         {"mm_features": [image("other"), image("one", offset=6)]},
         {"prompt_token_ids": [*range(9), 10]},
-        {"lora_request": LoRARequest("a", 1, one)},
-        {"lora_request": LoRARequest("b", 1, one)},
+        *({"lora_request": LoRARequest(name, 1, one)} for name in ("a", "b")),
         {"lora_request": LoRARequest("a", 1, other)},
         {"lora_request": LoRARequest("a", 1, one, is_3d_lora_weight=True)},
         {"lora_request": LoRARequest("a", 1, one), "cache_salt": "one"},

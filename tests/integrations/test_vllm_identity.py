@@ -183,9 +183,10 @@ IN_BOTH = [
 ]
 IN_FILES = [
     draft("a"),
-    changes_to("model_config.revision", "main"),
-    changes_to("model_config.dtype", "bfloat16"),
-    changes_to("model_config.quantization", "fp8"),
+    *(
+        changes_to(f"model_config.{name}", "another")
+        for name in ("revision", "dtype", "quantization")
+    ),
     changes_to("model_config.disable_sliding_window", True),
     changes_to("cache_config.cache_dtype", "fp8_e5m2"),
     changes_to("cache_config.mamba_ssm_cache_dtype", "float32"),
@@ -339,12 +340,7 @@ def open_tier(revision: str = "commit") -> None:
     KVXferTier(spec, np.zeros((4, 4096), np.int8).data, "KVXferTier", **tier)
 
 
-def open_worker() -> Any:
-    """With host memory alone: an adapter that is loaded anew has the same keys."""
-    return start_worker(make_config(backend=[HOST]))
-
-
-def start_worker(config: Any) -> Any:
+def start_worker(config: Any = make_config(backend=[HOST])) -> Any:  # noqa: B008 - with host memory alone
     memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
     return KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
 
@@ -367,7 +363,7 @@ def test_what_cannot_be_told_apart_is_refused(vllm_config: Any) -> None:
             pytest.param(open_tier, each, marks=has_tier)
             for each in (SCALES, LORA, IMAGES_BY_COUNT)
         ),
-        (open_worker, LORA),
+        (start_worker, LORA),
     ],
 )
 def test_an_engine_whose_keys_do_not_tell_all_does_not_start(

