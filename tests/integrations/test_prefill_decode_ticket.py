@@ -57,8 +57,7 @@ NEARLY = [
 def test_a_ticket_comes_back_as_it_was_made(lease: str, host: str, port: int, size: int) -> None:
     endpoint = Endpoint(host, port)
     params = make_params(lease, endpoint, engine_id="p", tp_size=size, num_tokens=10)
-    assert wants_decode(params)
-    assert not wants_prefill(params)
+    assert (wants_decode(params), wants_prefill(params)) == (True, False)
     ticket = read_ticket(params)
     assert (ticket.lease, ticket.endpoint, ticket.overlaps) == (lease, endpoint, False)
 
@@ -104,8 +103,7 @@ def test_absurd_parameters_want_nothing(value: Any) -> None:
 
 
 def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
-    modes: list[Any] = ["overlap", "pull", None, [], 10**5000]
-    for mode in modes:
+    for mode in ("overlap", "pull", None, [], 10**5000):
         assert read_ticket(ticket_params(transfer_mode=mode)).overlaps is (mode == "overlap")
 
 

@@ -183,10 +183,7 @@ IN_BOTH = [
 ]
 IN_FILES = [
     draft("a"),
-    *(
-        changes_to(f"model_config.{name}", "another")
-        for name in ("revision", "dtype", "quantization")
-    ),
+    *(changes_to(f"model_config.{each}", "a") for each in ("revision", "dtype", "quantization")),
     changes_to("model_config.disable_sliding_window", True),
     changes_to("cache_config.cache_dtype", "fp8_e5m2"),
     changes_to("cache_config.mamba_ssm_cache_dtype", "float32"),

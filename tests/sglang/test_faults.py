@@ -270,7 +270,6 @@ def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
         door.is_open.set()
         until_stored(storage, pool)
-        assert storage.batch_set_v2([late]) == {PoolName.SWA: [True] * 4}
 
 
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(
