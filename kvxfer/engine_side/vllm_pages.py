@@ -4,7 +4,7 @@ For engines that run a model of transformers; imported by them alone, since it n
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,9 @@ def find_vllm_pages(
     commit = getattr(model.config, "_commit_hash", None) or ""
     wanted = find_weights_revision(path, revision=revision, commit=commit)
     dtype = str(model.dtype).removeprefix("torch.")
-    stored = list(_stored_namespaces(backend))
+    configs = [parse_backend(choice)[1] for choice in backend_choices(backend)]
+    folders = [Path(each.path) for each in configs if isinstance(each, FileConfig)]
+    stored = [n for each in folders if each.is_dir() for n in BlockTree(each).namespaces()]
     found = [
         each
         for each in stored
@@ -103,13 +105,6 @@ def find_vllm_pages(
         raise InvalidArgumentError("backend", backend, f"{rule}; it has {there or 'none'}")
     _require_weights_of_files(model, path, commit or revision)
     return _read_pages(found[0], keys)
-
-
-def _stored_namespaces(backend: BackendChoice | Sequence[BackendChoice]) -> Iterator[Namespace]:
-    for choice in backend_choices(backend):
-        _, config = parse_backend(choice)
-        if isinstance(config, FileConfig) and Path(config.path).is_dir():
-            yield from BlockTree(Path(config.path)).namespaces()
 
 
 def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:

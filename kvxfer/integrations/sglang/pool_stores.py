@@ -128,12 +128,15 @@ class PoolStores:
     All pools that are known when the backend is opened share one store. It is opened on a thread of
     its own, so whoever needs it waits no longer than its deadline. An opening that failed is tried
     again after a pause, unless its error lasts. Thread-safe.
+
+    Attributes:
+        pools: Registered pools, and what their pages are in the backend.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
         self._config = config
         self._settings = settings
-        self._pools: dict[str, tuple[HostPages, PageMapping]] = {}
+        self.pools: dict[str, tuple[HostPages, PageMapping]] = {}
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
         self._adapters = started_adapters()
@@ -152,17 +155,9 @@ class PoolStores:
         pages = read_pool(name, pool)
         mapping = self._map(pages)
         with self._lock:
-            self._pools[name] = pages, mapping
+            self.pools[name] = pages, mapping
             if self._stores.get(name) is None:  # asked for before it was registered
                 self._stores.pop(name, None)
-
-    def pages(self, name: str) -> HostPages:
-        """The pages of a registered pool."""
-        return self._pools[name][0]
-
-    def page_size_bytes(self, name: str) -> int:
-        """Bytes of a page of a registered pool."""
-        return self._pools[name][1].num_bytes
 
     def open(self) -> None:
         """Open the store of all registered pools that have none.
@@ -183,7 +178,7 @@ class PoolStores:
             with self._lock:
                 if self._closed or name in self._stores:
                     return None if self._closed else self._stores[name]
-                if name not in self._pools:
+                if name not in self.pools:
                     text = "nothing is stored of the pool %s, which was not registered"
                     logger.error(text, name)
                     self._stores[name] = None
@@ -242,7 +237,7 @@ class PoolStores:
             Its end; None where there is nothing to open.
         """
         with self._lock:
-            names = [name for name in self._pools if name not in self._stores]
+            names = [name for name in self.pools if name not in self._stores]
             if self._opening is not None or not names or self._closed:
                 return self._opening
             opening = self._opening = Future[None]()
@@ -278,7 +273,7 @@ class PoolStores:
                 retired, self._retired, version = self._retired, [], self._version
             for each in retired:
                 _close(each)
-            pools, settings = [self._pools[name] for name in names], self._settings
+            pools, settings = [self.pools[name] for name in names], self._settings
             store = PageStore(
                 pools,
                 [choice_of_replica(e, self._rank) for e in backend_choices(settings.backend)],

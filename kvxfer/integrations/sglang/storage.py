@@ -225,7 +225,7 @@ class KVXferStorage(Plug, HiCacheStorage):
             if place is None or not keys:
                 return [False] * len(keys)
             store, group = place
-            pages = _page_ids(self._stores.pages(name).rows_per_page, len(keys), host_indices)
+            pages = _page_ids(self._stores.pools[name][0].rows_per_page, len(keys), host_indices)
             block_keys = [_block_key(key, group) for key in keys]
             began = runtime.monotonic()
             done = store.move_pages(direction, group, block_keys, pages, deadline)
@@ -238,7 +238,8 @@ class KVXferStorage(Plug, HiCacheStorage):
     def _count(self, direction: Direction, name: str, num_pages: int, seconds: float) -> None:
         if not self._config.enable_storage_metrics or not num_pages:
             return
-        stats, rate = self._stats, num_pages * self._stores.page_size_bytes(name) / seconds / 1e9
+        _, mapping = self._stores.pools[name]
+        stats, rate = self._stats, num_pages * mapping.num_bytes / seconds / 1e9
         loading = direction is Direction.LOAD
         (stats.prefetch_pgs if loading else stats.backup_pgs).append(num_pages)
         (stats.prefetch_bandwidth if loading else stats.backup_bandwidth).append(rate)
