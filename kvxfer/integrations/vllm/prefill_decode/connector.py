@@ -390,9 +390,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End every lease and load, and then the tiers."""
         try:
-            if self._worker is not None:
-                self._worker.close()
-            elif self._handover is not None:
+            if self._handover is not None:
                 self._handover.close()
             flush_journal()
         finally:

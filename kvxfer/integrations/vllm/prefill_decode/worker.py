@@ -75,7 +75,7 @@ class Ended:
 class PrefillDecodeWorker:
     """Worker's side of P and of D, called from the engine's thread; it never waits there.
 
-    The hand-over has a thread of its own, and is closed with this; `reports` is told what is lent.
+    The hand-over has a thread of its own; `reports` is told what is lent.
     """
 
     def __init__(
@@ -140,10 +140,6 @@ class PrefillDecodeWorker:
         for request_id in [each for each, (quiet, _) in self._unsafe.items() if quiet.done()]:
             ended.end_load(request_id, self._unsafe.pop(request_id)[1])
         return ended
-
-    def close(self) -> None:
-        """End every lease and load, and wait until nothing touches the caches."""
-        self._handover.close()
 
     def _offer(self, offer: Offer) -> None:
         if self._handover.is_on_device and not offer.is_complete:
