@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -568,6 +568,12 @@ def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError):
         KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
     assert not opened.called
+    closed = AsyncMock()
+    monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(FaultyBackend, "aclose", closed)
+    with pytest.raises(MemoryError):
+        FaultyAdapter(PARAMS)
+    assert closed.called
 
 
 def test_closing_answers_and_ends_in_time(memory: Memory) -> None:

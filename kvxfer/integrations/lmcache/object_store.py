@@ -97,7 +97,6 @@ class ObjectStore:
             for each in Direction
         }
         self._backend = open_it()  # once there is memory for it
-        self._backend.attach([each.region for each in self._staging.values()])
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
         self._deletes = KeyLocks()
@@ -111,7 +110,8 @@ class ObjectStore:
         return self._suspension.is_on(runtime.monotonic())
 
     def start(self) -> None:
-        """Start the backend; blocks the thread."""
+        """Attach and start the backend, also to be closed if that fails; blocks the thread."""
+        self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
     def begin(self, task: Task, work: Coroutine[Any, Any, None]) -> None:

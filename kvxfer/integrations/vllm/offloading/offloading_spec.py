@@ -166,6 +166,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         pages = [worker.pages for worker in workers]
         mappings = map_rows(pages, self.config, pool.shape, f"rows {rows.fingerprint}")
         namespace = portable_namespace(rows, mappings)
+        observers = environment_observers(namespace, engine=self._name)
         return LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             len(namespace.groups),
@@ -175,10 +176,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             purge_on_reset=self._purges,
             pool=pool,
             emit_events=self.kv_events_config.enable_kv_cache_events,
-            observers=[
-                *environment_observers(namespace, engine=self._name),
-                *([prefill.loads] if prefill else []),
-            ],
+            observers=[*observers, *([prefill.loads] if prefill else [])],
         )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:

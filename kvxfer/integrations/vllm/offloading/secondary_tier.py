@@ -95,6 +95,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         config = offloading_spec.config
         model = Namespace(model="", revision=revision)
         namespace = row_namespace(config, model, row_size_bytes=rows.shape[1])
+        observers = environment_observers(namespace)
         if not isinstance(backend, Backend):
             if not revision:
                 rule = "a name for this model: its commit, quantization, overrides"
@@ -102,7 +103,6 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             replica = config.parallel.data_parallel_index
             backend_type, backend_config = parse_backend(backend, replica)
             backend = backend_type(backend_config, namespace)
-        observers = environment_observers(namespace)
         self._tier = LowerTier(
             rows,
             len(namespace.groups),
