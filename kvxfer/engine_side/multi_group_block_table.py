@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from kvxfer.checks import require_instance, require_one_per_group, require_positive
 from kvxfer.engine_side.block_table import NULL_BLOCK_ID, ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.spec import MambaSpec
 
@@ -61,7 +61,9 @@ class MultiGroupBlockTable:
                 max_num_batched_tokens=max_num_batched_tokens,
                 tokens_per_kernel_block=tokens_per_kernel_block[index],
                 row_alignment_tokens=row_alignment_tokens,
-                tokens_have_slots=not _is_recurrent(group),
+                tokens_have_slots=not isinstance(
+                    group.spec.for_layer(group.layer_names[0]), MambaSpec
+                ),
                 group=index,
                 device=device,
             )
@@ -125,7 +127,3 @@ class MultiGroupBlockTable:
     ) -> list[torch.Tensor]:
         """Map the tokens of a batch in every group; see `BlockTable.compute_slot_mapping`."""
         return [table.compute_slot_mapping(query_start_loc, positions) for table in self.tables]
-
-
-def _is_recurrent(group: KVCacheGroup) -> bool:
-    return isinstance(group.spec.for_layer(group.layer_names[0]), MambaSpec)

@@ -67,11 +67,6 @@ def give_layer(past: Past, at: int, keys: torch.Tensor, values: torch.Tensor) ->
     past.layers[at].keys, past.layers[at].values = keys, values
 
 
-def planned_layers(config: Any) -> list[Any]:
-    """List the layers of the cache that transformers would make for a configuration."""
-    return list(DynamicCache(config=config).layers)
-
-
 def registered_functions(name: str) -> list[Any]:
     """List the functions of an implementation, of attention, masks or experts, by its name.
 

@@ -14,7 +14,6 @@ from kvxfer.integrations.transformers.interface import (
     DynamicCache,
     Past,
     is_whole,
-    planned_layers,
 )
 
 CHANGING_ROPES = ("dynamic", "longrope")
@@ -137,7 +136,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
         if any(each in kind for each in CHANGING_ROPES):
             yield f"rotary embedding {kind!r}", "positions that do not depend on later tokens"
     wanted = "full or sliding-window attention in every layer"
-    layers = planned_layers(config)
+    layers = DynamicCache(config=config).layers  # as transformers would make it
     for at, layer in enumerate(layers):
         if type(layer) not in WHOLE_LAYERS:
             yield f"layer {at}: {type(layer).__name__}", wanted
