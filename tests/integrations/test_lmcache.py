@@ -568,9 +568,8 @@ def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError):
         KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
     assert not opened.called
-    closed = AsyncMock()
     monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
-    monkeypatch.setattr(FaultyBackend, "aclose", closed)
+    monkeypatch.setattr(FaultyBackend, "aclose", closed := AsyncMock())
     with pytest.raises(MemoryError):
         FaultyAdapter(PARAMS)
     assert closed.called

@@ -84,8 +84,7 @@ JSON = st.recursive(
 
 @given(JSON | st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, JSON)))
 def test_any_parameters_make_a_ticket_or_an_error(params: Any) -> None:
-    assert wants_decode(params) in (True, False)
-    assert wants_prefill(params) in (True, False)
+    assert {wants_decode(params), wants_prefill(params)} <= {True, False}
     if isinstance(params, dict):
         assert lease_of_router(params) is None or isinstance(lease_of_router(params), str)
         try:
@@ -96,8 +95,7 @@ def test_any_parameters_make_a_ticket_or_an_error(params: Any) -> None:
 
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: type(value).__name__)
 def test_absurd_parameters_want_nothing(value: Any) -> None:
-    assert not wants_decode(value)
-    assert not wants_prefill(value)
+    assert {wants_decode(value), wants_prefill(value)} == {False}
     assert not wants_decode({"do_remote_prefill": value if value is not True else 1})
     assert lease_of_router({"remote_request_id": value}) is None
 
