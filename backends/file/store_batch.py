@@ -12,6 +12,7 @@ from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Size
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.verification import read_extent
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -20,7 +21,6 @@ NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can
 NOT_WALKED = Outcome(
     Status.FAILED, reason=f"{NO_ROOM_REASON} before the walk through the folders has ended"
 )
-PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
 
 
 class StoreBatch:

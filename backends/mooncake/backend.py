@@ -14,6 +14,7 @@ from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, OtherIntegrityError
+from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
@@ -160,7 +161,7 @@ class MooncakeBackend(Backend):
     ) -> list[Outcome]:
         """Move blocks in runs that fit into a buffer; one is copied while another is on its way."""
         names = [self._pages.name(key) for key in keys]
-        sizes = [self._pages.size(key) for key in keys]
+        sizes = [each.file_size_bytes for each in self._pages.formats(keys)]
         outcomes: dict[int, list[Outcome]] = {}
 
         async def move_run(start: int, stop: int) -> list[Outcome]:
@@ -191,13 +192,15 @@ class MooncakeBackend(Backend):
     async def _store_run(self, run: _Run) -> list[Outcome]:
         names, outcomes = list(run.names), [DONE] * len(run.keys)
         there = await self._ask("store", lambda store: store.batch_is_exist(names))
+        formats = self._pages.formats(run.keys)
         missing = [i for i, code in enumerate(there) if code != 1]
-        parts = [
-            i for i, code in enumerate(there) if code == 1 and self._pages.has_parts(run.keys[i])
-        ]
+        parts = [i for i, code in enumerate(there) if code == 1 and formats[i].has_parts]
         smaller = await self._find_smaller(run, parts, outcomes) if parts else []
         for chosen, replaces in ((missing, False), (smaller, True)):
-            for i, code in (await self._put(run, chosen, replaces=replaces)).items():
+            fit = [i for i in chosen if formats[i].can_hold(run.block(i).num_bytes)]
+            for i in set(chosen).difference(fit):
+                outcomes[i] = PART
+            for i, code in (await self._put(run, fit, replaces=replaces)).items():
                 if code != Code.OK:
                     outcomes[i] = _failure("store", code)
                     continue
@@ -231,7 +234,7 @@ class MooncakeBackend(Backend):
             except OtherIntegrityError as exc:
                 outcomes[i] = exc.outcome
                 continue
-            if not covers and code != self._pages.size(key):
+            if not covers and code != self._pages.format(key).file_size_bytes:
                 smaller.append(i)
         return smaller
 

@@ -18,6 +18,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, OtherIntegrityError
+from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
@@ -198,11 +199,11 @@ class ObjectBackend(Backend):
         blocks: Descriptors,
     ) -> list[Outcome]:
         """Store or load each block; what closing the backend ends is an outcome, too."""
+        names = [self._pages.name(key) for key in keys]
 
         async def move_one(index: int) -> Outcome:
-            key = keys[index]
             try:
-                return await move(key, self._pages.name(key), blocks.select(index, index + 1))
+                return await move(keys[index], names[index], blocks.select(index, index + 1))
             except Exception:
                 if not self._guard.closed:
                     raise
@@ -303,9 +304,12 @@ class ObjectBackend(Backend):
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         try:
             asks_first = self._texts.overwrites or self._texts.has_others
-            asks_first = asks_first or bool(self._presence.has(key))
+            fits = self._pages.format(key).can_hold(block.num_bytes)
+            asks_first = asks_first or bool(self._presence.has(key)) or not fits
             if asks_first and await self._is_stored(key, name, block):
                 return DONE
+            if not fits:
+                return PART
             page = await self._threads.run(self._pages.encode, key, block)
             for _ in range(STORE_ATTEMPTS):
                 if await self._bucket.create(name, page):
@@ -354,7 +358,8 @@ class ObjectBackend(Backend):
         since = self._presence.mark()
         try:
             # With a byte too many, where there is one, it is no page.
-            page = await self._bucket.read_range(name, 0, self._pages.size(key) + 1)
+            expected = self._pages.format(key)
+            page = await self._bucket.read_range(name, 0, expected.file_size_bytes + 1)
         except RequestFailedError as exc:
             return exc.outcome
         if page is None:
@@ -373,7 +378,8 @@ class ObjectBackend(Backend):
             return exc.outcome
         except BlockFileError as exc:
             now = version or await self._version_of(name)
-            if version is None and now is not None and self._pages.may_be(key, now.size_bytes):
+            num_bytes = now.size_bytes - expected.header_size_bytes if now else 0
+            if version is None and expected.can_hold(num_bytes):
                 return await self._load(key, name, block, now)
             await self._remove_corrupt(key, name, exc, now)
             return Outcome(Status.CORRUPT, reason=str(exc))

@@ -61,7 +61,7 @@ def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPai
             destination.lengths,
         )
     else:
-        from_, to, lengths = _cut_both(source, destination)
+        from_, to, lengths = cut_both(source, destination)
     if len(lengths) < 2:
         return FragmentPairs(from_, to, lengths)
     return FragmentPairs(*join(touch(from_, lengths) & touch(to, lengths), from_, to, lengths))
@@ -94,9 +94,10 @@ def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
     return addresses
 
 
-def _cut_both(
+def cut_both(
     source: Descriptors, destination: Descriptors
 ) -> tuple[Addresses, Addresses, Addresses]:
+    """Cut two batches of the same bytes at the boundaries of both: addresses and lengths."""
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
     ends.sort(kind="stable")  # merges sorted runs, which is faster than `union1d`

@@ -7,7 +7,11 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import MAX_HEADER_BYTES, BlockFileError, HeaderFrame, header_size
 from kvxfer.pages.verification import check_data, check_header, require_readable
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, StoredTensor
+
+PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
+"""Outcome of a store of bytes that no file of their group can hold."""
 
 
 class GroupFormat:

@@ -62,15 +62,6 @@ class Pages(NamespaceFormat):
         key = key_in_name(name.rpartition("/")[2])
         return key if key and name == self.name(key) else BlockKey(b"")
 
-    def size(self, key: BlockKey) -> int:
-        """Bytes of the object of a whole chunk: no other of its group is larger."""
-        return self.format(key).file_size_bytes
-
-    def may_be(self, key: BlockKey, size_bytes: int) -> bool:
-        """Whether the object of a key can have this size."""
-        expected = self.format(key)
-        return expected.can_hold(size_bytes - expected.header_size_bytes)
-
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
         """Copy a block into memory of its own, behind its header."""
         page = self._memory.take(self.format(key).header_size_bytes + block.num_bytes)
@@ -113,10 +104,6 @@ class Pages(NamespaceFormat):
     def max_inline_bytes(self) -> int:
         """Bytes of the largest page that is decoded sooner than a thread could begin to."""
         return MAX_INLINE_BYTES // SEALED_COSTS if self.is_encrypted else MAX_INLINE_BYTES
-
-    def has_parts(self, key: BlockKey) -> bool:
-        """Whether an object may hold a part of its chunk."""
-        return self.format(key).has_parts
 
     def require_readable(self, head: memoryview) -> None:
         """Check that we can read a page with this header; damage is for a load to find.

@@ -1,6 +1,7 @@
 """Portable pages in a backend: their namespace, and a wrapper that stores them shard by shard."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import xxhash
 
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import cut_both
 from kvxfer.kvcache.portable import PageMapping, PortableTensor
 from kvxfer.kvcache.spec import KVCacheSpec, UniformTypeKVCacheSpecs
 from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, WrappingBackend, pick_outcome
@@ -198,7 +200,10 @@ class PortableBackend(WrappingBackend):
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         names, counts = self._names(keys)
-        sizes = [size for key in keys for size in self._sizes[group_of(key)]]
+        pages = [self._sizes[group_of(key)] for key in keys]
+        sizes = [size for page in pages for size in page]
+        if (found := blocks.block_sizes.tolist()) != [sum(page) for page in pages]:
+            raise InvalidArgumentError("blocks", found, f"shards of {sizes}")
         return list(map(_worst, _by_page(await move(names, _split(blocks, sizes)), counts)))
 
     def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:
@@ -229,25 +234,15 @@ def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
     """Cut blocks into shards of these sizes, as blocks of their own."""
-    bounds, ends = np.cumsum(sizes), np.cumsum(blocks.lengths.astype(np.int64))
-    if bounds[-1] != ends[-1]:
-        raise InvalidArgumentError("blocks", blocks.block_sizes.tolist(), f"shards of {sizes}")
-    addresses, lengths, cuts = blocks.addresses, blocks.lengths, ends
-    if not np.isin(bounds, ends).all():  # several shards lie in one piece of memory
-        cuts = np.union1d(ends, bounds)
-        starts = np.concatenate(([0], cuts[:-1]))
-        piece = np.searchsorted(ends, starts, side="right")
-        within = starts - (ends[piece] - blocks.lengths[piece].astype(np.int64))
-        addresses = blocks.addresses[piece] + within.astype(np.uint64)
-        lengths = (cuts - starts).astype(np.uint64)
-    return Descriptors(
+    shards = Descriptors.of_pieces(np.cumsum(sizes) - sizes, sizes)  # at offsets in the blocks
+    addresses, _, lengths = cut_both(blocks, shards)
+    ends = np.cumsum(lengths).searchsorted(np.cumsum(shards.lengths)) + 1
+    return replace(
+        blocks,
         addresses=addresses,
         lengths=lengths,
-        block_offsets=np.concatenate(([0], np.searchsorted(cuts, bounds) + 1)),
+        block_offsets=np.concatenate(([0], ends)),
         payload_starts=np.zeros(len(sizes), np.int64),
-        device=blocks.device,
-        owners=blocks.owners,
-        after=blocks.after,
     )
 
 
