@@ -1,10 +1,9 @@
 """Leases: how long the blocks of a ticket stay in place for readers, and the lender of them."""
 
-from kvxfer.storage.leases.book import LONGEST_S, MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
+from kvxfer.storage.leases.book import MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
 from kvxfer.storage.leases.cache_lender import CacheLender, Held
 
 __all__ = [
-    "LONGEST_S",
     "MAX_TICKET_CHARACTERS",
     "CacheLender",
     "Held",

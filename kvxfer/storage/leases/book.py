@@ -66,15 +66,14 @@ class LeaseBook:
     have several keys, of which its bytes are all true: the last block of a prompt is a part of what
     a longer prompt has there. A release or hold of a ticket that is not known, e.g. before its
     first offer, does nothing: its lease ends it. So the book is no larger than what is offered and
-    has not ended. A complete ticket ends after `longest_s` in spite of those that hold it.
+    has not ended. A complete ticket ends after `LONGEST_S` in spite of those that hold it.
 
     Raises:
         InvalidArgumentError: A time is not a number of at least 0.
     """
 
-    def __init__(self, lease_s: float, *, longest_s: float = LONGEST_S) -> None:
+    def __init__(self, lease_s: float) -> None:
         self._lease_s = require_number("lease_s", lease_s)
-        self._longest_s = require_number("longest_s", longest_s)
         self._tickets: dict[str, _Ticket] = {}
         self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of a key, the oldest first
         self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # of a block: tickets of each key
@@ -118,7 +117,7 @@ class LeaseBook:
         if complete:
             now = runtime.monotonic()
             entry.is_complete = True
-            entry.expires, entry.latest = now + self._lease_s, now + self._longest_s
+            entry.expires, entry.latest = now + self._lease_s, now + LONGEST_S
         return added
 
     def find(self, keys: Iterable[BlockKey]) -> list[int | None]:

@@ -28,7 +28,7 @@ from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, require_batch
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, group_of, require_keys
-from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
+from kvxfer.storage.leases.book import LeaseBook
 from kvxfer.storage.lending import (
     NO_ROOM,
     BlockParts,
@@ -89,7 +89,6 @@ class CacheLender(Lender):
         copy_engine: CopyEngine,
         staging_bytes: int | None = None,
         hash_early: bool = False,
-        longest_s: float = LONGEST_S,
     ) -> None:
         require_instance("description", description, bytes)
         self._describer = BlockDescriber(caches)
@@ -106,7 +105,7 @@ class CacheLender(Lender):
         if hash_early:
             self._require_hashable("hash_early", hash_early)
         self.description = description
-        self.book = LeaseBook(lease_s, longest_s=longest_s)
+        self.book = LeaseBook(lease_s)
         # A generation for each block of each group: groups may have the same ids.
         self._slots_per_group = max(self._num_blocks)
         self._generations = Generations(self._slots_per_group * len(groups))
