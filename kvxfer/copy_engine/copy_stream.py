@@ -3,13 +3,12 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent
 from kvxfer.copy_engine.engine import Copy
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import DeviceError, DeviceLostError
@@ -61,7 +60,9 @@ class CopyStream:
         has_tables: Whether batches need tables.
 
     Attributes:
+        handle: The driver's handle.
         has_tables: Whether there are tables: not where their memory cannot be pinned.
+        idle_events, idle_tables: Resources of batches that ended, for the next ones.
     """
 
     def __init__(
@@ -71,14 +72,15 @@ class CopyStream:
         *,
         has_tables: bool = False,
     ) -> None:
-        self._driver = driver
-        self._stream = driver.open_stream()
+        self.driver = driver
+        self.handle = driver.open_stream()
+        self.table_fragments = table_fragments
         self._turn = runtime.lock()
-        events = [driver.open_event() for _ in range(NUM_EVENTS)]
-        self._idle = _Idle(events, tables=[], table_fragments=table_fragments)
-        while has_tables and len(self._idle.tables) < NUM_TABLES:
-            self._idle.tables.append(FragmentTable(driver, table_fragments))
-            has_tables = self._idle.tables[-1].is_pinned
+        self.idle_events = [driver.open_event() for _ in range(NUM_EVENTS)]
+        self.idle_tables: list[FragmentTable] = []
+        while has_tables and len(self.idle_tables) < NUM_TABLES:
+            self.idle_tables.append(FragmentTable(driver, table_fragments))
+            has_tables = self.idle_tables[-1].is_pinned
         self.has_tables = has_tables
 
     @contextmanager
@@ -94,12 +96,12 @@ class CopyStream:
         Raises:
             DeviceLostError: The end of the batch cannot be observed.
         """
-        batch = Batch(self._driver, self._stream, self._idle, times=times)
+        batch = Batch(self, times=times)
         try:
-            with self._turn, self._driver.current():
+            with self._turn, self.driver.current():
                 try:
                     for mark in marks:
-                        self._driver.wait(self._stream, CudaEvent(mark))
+                        self.driver.wait(self.handle, CudaEvent(mark))
                     batch.begin()
                     yield batch
                 finally:
@@ -111,20 +113,11 @@ class CopyStream:
 
     def close(self) -> None:
         """Destroy the stream; no batch may be under way."""
-        for table in self._idle.tables:
+        for table in self.idle_tables:
             table.close()
-        for event in self._idle.events:
-            self._driver.close_event(event)
-        self._driver.close_stream(self._stream)
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """Resources of batches that ended, for the next ones."""
-
-    events: list[CudaEvent]
-    tables: list[FragmentTable]
-    table_fragments: int
+        for event in self.idle_events:
+            self.driver.close_event(event)
+        self.driver.close_stream(self.handle)
 
 
 class Batch(Copy):
@@ -135,24 +128,21 @@ class Batch(Copy):
         is_recorded: Whether the end of the batch can be observed.
     """
 
-    def __init__(
-        self, driver: CudaDriver, stream: CudaStream, idle: _Idle, *, times: bool = False
-    ) -> None:
-        self._driver = driver
-        self.stream = stream
-        self._idle = idle
-        self._start = driver.open_event(times=True) if times else None
+    def __init__(self, owner: CopyStream, *, times: bool = False) -> None:
+        self._owner, self._driver = owner, owner.driver
+        self.stream = owner.handle
+        self._start = self._driver.open_event(times=True) if times else None
         try:
-            self._event = driver.open_event(times=True) if times else idle.events.pop()
+            self._event = self._driver.open_event(times=True) if times else owner.idle_events.pop()
         except IndexError:  # more concurrent batches than ever before
-            self._event = driver.open_event()
+            self._event = self._driver.open_event()
         self._tables: list[FragmentTable] = []
         self.is_recorded = False
         self._ended = False
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
         """Provide tables for so many fragments; none if no memory can be pinned for them."""
-        size, idle = self._idle.table_fragments, self._idle.tables
+        size, idle = self._owner.table_fragments, self._owner.idle_tables
         for _ in range(-(-num_fragments // size)):
             table = idle.pop() if idle else FragmentTable(self._driver, size)
             if not table.is_pinned:
@@ -188,6 +178,6 @@ class Batch(Copy):
         if not self._ended and self._driver.has_passed(self._event):
             self._ended = True
             events = (self._event, self._start)
-            self._idle.events.extend(event for event in events if event is not None)
-            self._idle.tables.extend(self._tables)
+            self._owner.idle_events.extend(event for event in events if event is not None)
+            self._owner.idle_tables.extend(self._tables)
         return self._ended

@@ -6,7 +6,6 @@ import os
 import platform
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,12 @@ PREFERRED, MOVE = 1, 2
 """Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE: pages that other processes map stay."""
 
 _lock = threading.Lock()
-_registrations: dict[tuple[int, int], "_Registration"] = {}
+_registrations: dict[tuple[int, int], list[MemoryRegion]] = {}
+"""Memory that this process has registered, for all of its devices: its region for each that uses it.
+
+Kept until it is unregistered: other memory at its address would be taken for registered, and the
+device would still read and write the old pages.
+"""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -49,14 +53,18 @@ class PinnedMemory:
     def __init__(self, driver: CudaDriver, region: MemoryRegion) -> None:
         self._driver = driver
         self._region = region
-        self._registration: _Registration | None = None
+        place = region.address, region.num_bytes
         if driver.numa_node is not None:
             _move_to_node(region, driver.numa_node)
-        self.is_pinned = True
+        self.is_pinned = self._is_registered = True
         try:
-            self._registration = _register(driver, region)
+            with _lock:
+                if place not in _registrations:
+                    driver.register(*place)
+                _registrations.setdefault(place, []).append(region)
         except DeviceError as exc:
-            self.is_pinned = driver.has_pinned(region.address, region.num_bytes)
+            self._is_registered = False
+            self.is_pinned = driver.has_pinned(*place)
             if self.is_pinned:
                 return
             logger.warning(
@@ -77,37 +85,14 @@ class PinnedMemory:
     def close(self) -> None:
         """Unpin; may be called again."""
         self.is_pinned = False
-        registration, self._registration = self._registration, None
-        if registration is not None:
+        was_registered, self._is_registered = self._is_registered, False
+        if was_registered:
             with _lock, suppress(DeviceLostError):  # a lost device has released it
-                registration.num_owners -= 1
-                if not registration.num_owners:
-                    del _registrations[self._region.address, self._region.num_bytes]
+                place = self._region.address, self._region.num_bytes
+                _registrations[place].remove(self._region)
+                if not _registrations[place]:
+                    del _registrations[place]
                     self._driver.unregister(self._region.address)
-
-
-@dataclass(slots=True)
-class _Registration:
-    """Memory that this process has registered, for all of its devices, and how many use it.
-
-    Kept until it is unregistered: other memory at its address would be taken for registered, and
-    the device would still read and write the old pages.
-    """
-
-    region: MemoryRegion
-    num_owners: int = 0
-
-
-def _register(driver: CudaDriver, region: MemoryRegion) -> _Registration:
-    """Register memory, unless this process has it registered already."""
-    with _lock:
-        registration = _registrations.get((region.address, region.num_bytes))
-        if registration is None:
-            driver.register(region.address, region.num_bytes)
-            registration = _Registration(region)
-            _registrations[region.address, region.num_bytes] = registration
-        registration.num_owners += 1
-    return registration
 
 
 def num_nodes() -> int:
