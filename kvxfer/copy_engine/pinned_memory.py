@@ -25,7 +25,7 @@ PREFERRED, MOVE = 1, 2
 
 _lock = threading.Lock()
 _registrations: dict[tuple[int, int], list[MemoryRegion]] = {}
-"""Memory that this process has registered, for all of its devices: its region for each that uses it.
+"""Memory that this process has registered, for all of its devices: the region of each user.
 
 Kept until it is unregistered: other memory at its address would be taken for registered, and the
 device would still read and write the old pages.

@@ -28,7 +28,6 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import KVLayout, axis_size, page_layout
 from kvxfer.kvcache.memory_region import require_device
-from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
 
@@ -159,28 +158,19 @@ class AllocationRefusedError(KVXferError, ValueError):
         super().__init__("; ".join(map(str, self.refusals)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     """Arguments of a canonical allocation, checked for misuse only.
 
     Attributes:
-        config: The blocks, groups and specs.
-        backends: The attention backend of each group.
-        tokens_per_kernel_block: Tokens of a kernel block, for each group.
+        layers: Group, name and spec of every layer, group by group.
     """
 
-    config: KVCacheConfig
-    backends: tuple[AttentionBackend, ...]
-    tokens_per_kernel_block: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: KVCacheConfig,
         backends: Sequence[AttentionBackend],
         tokens_per_kernel_block: Sequence[int] | None,
-    ) -> "_Request":
-        """Check the arguments; kernel blocks are as large as blocks by default."""
+    ) -> None:
         require_instance("config", config, KVCacheConfig)
         num_groups = len(config.groups)
         if tokens_per_kernel_block is None:
@@ -188,14 +178,16 @@ class _Request:
         require_one_per_group("backends", backends, num_groups)
         require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, num_groups)
         require_instances("backends", backends, AttentionBackend)
-        return cls(
-            config=config,
-            backends=tuple(backends),
-            tokens_per_kernel_block=tuple(
-                require_positive(f"tokens_per_kernel_block[{group}]", tokens)
-                for group, tokens in enumerate(tokens_per_kernel_block)
-            ),
-        )
+        self.config, self.backends = config, backends
+        self.tokens_per_kernel_block = [
+            require_positive(f"tokens_per_kernel_block[{group}]", tokens)
+            for group, tokens in enumerate(tokens_per_kernel_block)
+        ]
+        self.layers = [
+            (index, name, group.spec.for_layer(name))
+            for index, group in enumerate(config.groups)
+            for name in group.layer_names
+        ]
 
     def kernel_blocks_per_block(self, group: int) -> int:
         """Compute the kernel blocks in a block of `group`; meaningful only if they divide it."""
@@ -221,12 +213,6 @@ class _Request:
             *_refusals_of_backends(self),
             *_refusals_of_kernel_blocks(self),
         )
-
-    def layers(self) -> Iterator[tuple[int, str, KVCacheSpec]]:
-        """Yield group, name and spec of every layer, group by group."""
-        for index, group in enumerate(self.config.groups):
-            for name in group.layer_names:
-                yield index, name, group.spec.for_layer(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,26 +273,25 @@ def allocate_canonical(
         raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
     if pinned and not torch.cuda.is_available():
         raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")
-    request = _Request.of(config, backends, tokens_per_kernel_block)
+    request = _Request(config, backends, tokens_per_kernel_block)
     refusals = request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
     if refusals:
         raise AllocationRefusedError(refusals)
-    slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
-    _, _, spec = next(request.layers())
+    _, _, spec = request.layers[0]
     row_bytes = len(request.config.layer_positions) * spec.page_size_bytes
     buffer = torch.zeros(
         config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
     )
     rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
+    views = {name: _view(buffer, request, group, name) for group, name, _ in request.layers}
     return CanonicalAllocation(
         buffer=buffer,
-        kv_caches={
-            name: buffer.view(each.dtype).as_strided(each.shape, each.strides, each.offset)
-            for name, each in slices.items()
-        },
+        kv_caches={name: view for name, (view, _) in views.items()},
         caches=CanonicalKVCaches(
             tensors=(rows,),
-            group_data_refs=tuple((_ref(group.layer_names, slices),) for group in config.groups),
+            group_data_refs=tuple(
+                (_join([views[name][1] for name in group.layer_names]),) for group in config.groups
+            ),
             group_specs=tuple(group.spec for group in config.groups),
             null_block_id=config.null_block_id,
         ),
@@ -329,13 +314,13 @@ def why_not_canonical(
         InvalidArgumentError: There is not one backend and one kernel block per group, or a
             backend contradicts itself.
     """
-    request = _Request.of(config, backends, tokens_per_kernel_block)
+    request = _Request(config, backends, tokens_per_kernel_block)
     return request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
 
 
 def _refusals_of_layers(request: _Request) -> Iterator[AllocationRefusal]:
-    _, first_name, first = next(request.layers())
-    for group, name, spec in request.layers():
+    _, first_name, first = request.layers[0]
+    for group, name, spec in request.layers:
         if not isinstance(spec, AttentionSpec):
             yield AllocationRefusal(
                 AllocationCondition.ATTENTION, type(spec).__name__, "an AttentionSpec", group, name
@@ -356,7 +341,7 @@ def _refusals_of_tensors(request: _Request) -> Iterator[AllocationRefusal]:
         return
     index_of = {name: index for index, names in enumerate(positions) for name in names}
     owners: dict[tuple[int, int], tuple[str, KVCacheSpec]] = {}
-    for group, name, spec in request.layers():
+    for group, name, spec in request.layers:
         if name not in index_of:
             yield AllocationRefusal(
                 AllocationCondition.SHARED_TENSORS, "no tensor", "one", group, name
@@ -368,7 +353,7 @@ def _refusals_of_tensors(request: _Request) -> Iterator[AllocationRefusal]:
             yield AllocationRefusal(
                 AllocationCondition.SHARED_TENSORS, spec, expected, group, name, index_of[name]
             )
-    _, _, first = next(request.layers())
+    _, _, first = request.layers[0]
     needed = first.page_size_bytes * config.num_blocks
     expected = f"{needed}, which is {config.num_blocks} pages of {first.page_size_bytes}"
     for index, size in enumerate(config.shared_tensor_sizes_bytes):
@@ -436,30 +421,10 @@ def _refusals_of_page(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Part of the buffer that belongs to one layer.
-
-    Attributes:
-        dtype: Type of the elements; shape and strides count them.
-        shape: Shape that the attention backend expects.
-        strides: Stride of each dimension of the shape.
-        offset: Index of the first element.
-        end_bytes: Bytes from the start of a row to the end of the layer's page.
-        layout: Layout of a row.
-        boxes: Boxes of the layer's page; offsets count from the start of a row.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    end_bytes: int
-    layout: str
-    boxes: tuple[PageBox, ...]
-
-
-def _slice_of(request: _Request, group: int, layer_name: str) -> _Slice:
+def _view(
+    buffer: torch.Tensor, request: _Request, group: int, layer_name: str
+) -> tuple[torch.Tensor, CanonicalKVCacheRef]:
+    """View the part of the buffer that belongs to a layer, and refer to its pages."""
     spec = request.config.groups[group].spec.for_layer(layer_name)
     backend, ratio = request.backends[group], request.kernel_blocks_per_block(group)
     memory = _memory_axes(backend)
@@ -480,12 +445,11 @@ def _slice_of(request: _Request, group: int, layer_name: str) -> _Slice:
         kernel_blocks_per_block=ratio,
         outer={},
     )
-    return _Slice(
-        dtype=spec.dtype,
-        shape=shape,
-        strides=tuple(strides[axis] for axis in backend.axes),
-        offset=offset,
-        end_bytes=((ratio - 1) * strides["block"] + offset + inside + 1) * item,
+    view = buffer.view(spec.dtype).as_strided(shape, [strides[a] for a in backend.axes], offset)
+    return view, CanonicalKVCacheRef(
+        tensor_idx=0,
+        page_size_bytes=((ratio - 1) * strides["block"] + offset + inside + 1) * item,
+        layer_names=(layer_name,),
         layout=page_layout(KVLayout(memory), ratio),
         boxes=tuple(box.moved(offset * item) for box in boxes),
     )
@@ -503,13 +467,14 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
     return strides
 
 
-def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalKVCacheRef:
+def _join(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
+    """Make the ref of a group out of those of its layers."""
     return CanonicalKVCacheRef(
         tensor_idx=0,
-        page_size_bytes=max(slices[name].end_bytes for name in layer_names),
-        layer_names=tuple(layer_names),
-        layout=slices[layer_names[0]].layout,
-        boxes=tuple(box for name in layer_names for box in slices[name].boxes),
+        page_size_bytes=max(ref.page_size_bytes for ref in refs),
+        layer_names=tuple(name for ref in refs for name in ref.layer_names),
+        layout=refs[0].layout,
+        boxes=tuple(box for ref in refs for box in ref.boxes),
     )
 
 
