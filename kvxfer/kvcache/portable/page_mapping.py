@@ -258,17 +258,20 @@ def verify_mappings(mappings: Sequence[PageMapping]) -> None:
         for turn in range(lcm(*(mapping.num_writers for mapping in sharing))):
             writers = [mapping for mapping in sharing if mapping.writes(turn)]
             for index in range(*counts):
-                _require_tiles([mapping.pages[index] for mapping in writers], page.num_bytes)
+                starts, lengths = merge_bytes([mapping.pages[index] for mapping in writers])
+                if (starts.tolist(), lengths.tolist()) != ([0], [page.num_bytes]):
+                    found = f"{lengths.sum()} bytes of all workers"
+                    raise PageMappingError("head", found, f"{page.num_bytes} of a page")
 
 
-def _require_tiles(parts: Sequence[PageFragments], size: int) -> None:
-    offsets = np.concatenate([np.zeros(0, np.int64), *(part.page_offsets for part in parts)])
+def merge_bytes(parts: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
+    """Merge the bytes of a page that workers have; starts and lengths."""
+    starts = np.concatenate([np.zeros(0, np.int64), *(part.page_offsets for part in parts)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
-    order = np.argsort(offsets)
-    ends = np.cumsum(lengths[order])
-    starts = ends - lengths[order]
-    if lengths.sum() != size or (offsets[order] != starts).any():
-        raise PageMappingError("head", f"{lengths.sum()} bytes of all workers", f"{size} of a page")
+    order = np.argsort(starts, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    starts, lengths = join(touch(starts, lengths), starts, lengths)
+    return starts, lengths
 
 
 def _place(

@@ -4,11 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-import msgspec
 import numpy as np
 
 from kvxfer.errors import CacheMismatchError, PageMappingError
-from kvxfer.kvcache.fragments import join, touch
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
@@ -18,6 +16,7 @@ from kvxfer.kvcache.portable.page_mapping import (
     PageFragments,
     PageMapping,
     compile_mapping,
+    merge_bytes,
 )
 from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
@@ -199,7 +198,7 @@ class _PeerMapper:
     def _place_sources(self, boxes: Sequence[PageBox]) -> Iterator[tuple[int, tuple[PageBox, ...]]]:
         """Yield their ranks that hold our heads, with the boxes that are theirs to give."""
         shard, mine = self._theirs[0].shard, self._mine.shard
-        heads, copies = max(1, shard.num_kv_heads // shard.tp_size), 1
+        heads = max(1, shard.num_kv_heads // shard.tp_size)
         ranges = [
             (box.first_index("head"), box.first_index("head") + box.extent("head"))
             for box in boxes
@@ -286,13 +285,13 @@ class _PeerMapper:
 
     def _require_all_bytes(self, ours: PageMapping, theirs: Sequence[PageMapping]) -> None:
         """Check that each of their pages has all bytes that each of our pages needs."""
-        needed = _merge([ours.pages[0]])
+        needed = merge_bytes([ours.pages[0]])
         for page in ours.pages[1:]:
-            if not np.array_equal(_merge([page]), needed):
+            if not np.array_equal(merge_bytes([page]), needed):
                 raise CacheMismatchError(self._group, "boxes", "other bytes in each page", "any")
         wanted = PageFragments(needed[0], needed[0], needed[0], needed[1])
         for index in range(theirs[0].pages_per_block):
-            held = _merge([mapping.pages[index] for mapping in theirs])
+            held = merge_bytes([mapping.pages[index] for mapping in theirs])
             there = PageFragments(held[0], held[0], held[0], held[1])
             found = int(_intersect(wanted, there)[-1].sum())
             if found != int(needed[1].sum()):
@@ -312,11 +311,8 @@ def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
     """Order the axes of each part as they are in memory, so that pages have few fragments."""
     orders = {}
     for box in reversed(boxes):
-        strides: dict[str, int] = {}
-        for digit in box.digits:
-            stride = digit.stride_bytes if digit.size > 1 else msgspec.UNSET
-            if isinstance(stride, int):
-                strides[digit.axis] = min(stride, strides.get(digit.axis, stride))
+        digits = [digit for digit in box.digits if digit.size > 1]
+        strides = {d.axis: min(e.stride_bytes for e in digits if e.axis == d.axis) for d in digits}
         inner = [axis for axis in box.axes if axis != "head"]
         inner.sort(key=lambda axis: -strides.get(axis, 0))
         orders[box.part] = (*(axis for axis in box.axes if axis == "head"), *inner)
@@ -353,16 +349,6 @@ def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
         theirs.local_offsets[their_index] + starts - theirs.page_offsets[their_index],
         lengths[both],
     )
-
-
-def _merge(pages: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
-    """Merge the bytes of a page that workers have; starts and lengths."""
-    starts = np.concatenate([each.page_offsets for each in pages])
-    lengths = np.concatenate([each.lengths for each in pages])
-    order = np.argsort(starts, kind="stable")
-    starts, lengths = starts[order], lengths[order]
-    starts, lengths = join(touch(starts, lengths), starts, lengths)
-    return starts, lengths
 
 
 def _shorten(names: Sequence[str]) -> str:
