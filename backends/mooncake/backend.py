@@ -89,7 +89,7 @@ class MooncakeBackend(Backend):
             f"{PREFIX}{config.integrity.value}/", namespace, Digester(config.integrity)
         )
         self._staging = StagingMemory(
-            config.staging, self._pages.largest_file_bytes, self._drain_staging
+            config.staging, self._pages.largest_file_bytes, lambda: self._client.drain()
         )
         self._client = StoreClient(config, self._staging.region)
         self._replication = config.replication()
@@ -307,9 +307,6 @@ class MooncakeBackend(Backend):
 
     async def _ask(self, what: str, ask: Ask) -> Sequence[int]:
         return await self._client.ask(what, ask, self._config.timeout_s)
-
-    async def _drain_staging(self) -> None:
-        await self._client.drain()
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {

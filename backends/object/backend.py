@@ -218,7 +218,7 @@ class ObjectBackend(Backend):
 
         async def work() -> None:
             for index in indices:
-                async with self._bucket.slot():
+                async with self._bucket.slots:
                     results[index] = await call(index)
 
         async with asyncio.TaskGroup() as tasks:

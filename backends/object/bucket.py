@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,12 +38,6 @@ class ListedObject:
     name: str
     size_bytes: int
     stored_at: float
-
-    @classmethod
-    def of(cls, meta: Any) -> "ListedObject":
-        """Translate what the client tells."""
-        stored_at = meta["last_modified"].timestamp()
-        return cls(str(meta["path"]), int(meta["size"]), stored_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +101,7 @@ class Bucket:
 
     Attributes:
         counts: What was asked of it.
+        slots: Those of `max_requests`, to be held for one block at a time.
         stores: Circuit breaker for requests that store.
 
     Raises:
@@ -121,7 +116,7 @@ class Bucket:
         self._is_there = exceptions.AlreadyExistsError, exceptions.PreconditionError
         self._place, pause_s = config.url, config.retry_after_s
         self._timeout_s = config.timeout_s
-        self._slots = asyncio.Semaphore(config.max_requests)
+        self.slots = asyncio.Semaphore(config.max_requests)
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
         self._turns = asyncio.Lock()
@@ -134,12 +129,6 @@ class Bucket:
     def is_available(self) -> bool:
         """Whether requests are made, and not refused because the server seems to be gone."""
         return self._breaker.closed
-
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait for one of the slots of `max_requests`, and hold it: for one block at a time."""
-        async with self._slots:
-            yield
 
     async def head(self, path: str, timeout_s: float | None = None) -> ObjectVersion | None:
         """Ask for the size of an object; None where there is none."""
@@ -287,7 +276,10 @@ class Bucket:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
             if found:
                 last = str(found[-1]["path"])
-                yield [ListedObject.of(each) for each in found]
+                yield [
+                    ListedObject(str(e["path"]), int(e["size"]), e["last_modified"].timestamp())
+                    for e in found
+                ]
             if not found or len(found) < LIST_CHUNK:
                 return
 

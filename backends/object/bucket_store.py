@@ -36,26 +36,92 @@ PIECE_BYTES = 8 << 20
 T = TypeVar("T")
 
 
-class BlockingBucket:
-    """Bucket, and the event loop on which it is asked; thread-safe. To be closed.
+class BucketStore(BlockStore):
+    """Store in a bucket; see `BlockStore`. To be closed.
+
+    Names and sizes come from lists, a thousand at a time. Every request has the deadline and the
+    repetitions of `Bucket`. Nobody writes temporary files to a bucket: what has the name of one was
+    copied from a folder. Uses are not noted: a block is as old as its object. Namespaces that come
+    after the first look are not seen. Thread-safe.
 
     Args:
         config: The bucket. Credentials come from the environment.
 
+    Attributes:
+        bucket: Makes the requests, to be passed to `ask`.
+        prefix: Beginning of all names.
+
     Raises:
         MissingExtraError: obstore is not installed.
         BackendUnavailableError: The cloud's client refuses what is in the environment.
-
-    Attributes:
-        bucket: Makes the requests, to be passed to `ask`.
     """
 
     def __init__(self, config: ObjectConfig) -> None:
+        self.place = config.url.rstrip("/")
+        self.num_at_once = config.max_requests
         self.bucket = Bucket(config)
-        self._place = config.url.rstrip("/")
+        self.prefix = config.prefix
         self._root = f"{config.scheme}://{config.address}/"
         self._close_timeout_s = config.close_timeout_s
         self._thread = LoopThread("kvxfer-bucket")
+        self._fingerprints: list[str] | None = None
+
+    def close(self) -> None:
+        """End what is under way, and the event loop."""
+        self._thread.run(self._end())
+        self._thread.stop()
+
+    def require(self) -> None:
+        """See `BlockStore.require`."""
+        wanted = "the root of a store, the bucket and prefix of an engine's backend"
+        entries = self.entries()
+        if not any(isinstance(each, FoundBlock) or each.goes_along for each in entries):
+            raise InvalidArgumentError("path", self.place, wanted)
+
+    def fingerprints(self) -> list[str]:
+        """See `BlockStore.fingerprints`."""
+        if self._fingerprints is None:
+            found, _ = self.ask(self.bucket.list_folder(self.prefix))
+            self._fingerprints = sorted(filter(self._has_objects, filter(is_fingerprint, found)))
+        return self._fingerprints
+
+    @contextlib.contextmanager
+    def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
+        """See `BlockStore.namespace`."""
+        yield _BucketNamespace(self, fingerprint)
+
+    def blocks(
+        self,
+        fingerprint: str = "",
+        *,
+        errors: list[OSError] | None = None,  # noqa: ARG002 - there are no folders to open
+    ) -> Iterator[FoundBlock]:
+        """See `BlockStore.blocks`."""
+        entries = (entry for _, entry in self._walk(fingerprint))
+        return (entry for entry in entries if isinstance(entry, FoundBlock))
+
+    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
+        """See `BlockStore.entries`."""
+        return (entry for _, entry in self._walk())
+
+    @contextlib.contextmanager
+    def open_path(self, path: str) -> Iterator[OpenBlock]:
+        """See `BlockStore.open_path`."""
+        yield _OpenObject(self, self.prefix + path)
+
+    def open_count(self) -> "_Count":
+        """See `BlockStore.open_count`."""
+        return _Count()
+
+    def collect(self) -> int:
+        """See `BlockStore.collect`."""
+        walk = self._walk()
+        names = (name for name, e in walk if isinstance(e, OtherEntry) and e.abandoned)
+        num_removed = 0
+        while some := list(itertools.islice(names, self.num_at_once)):
+            self.delete(some)
+            num_removed += len(some)
+        return num_removed
 
     def ask(self, request: Coroutine[Any, Any, T], name: str = "") -> T:
         """Make a request about an object, or about the bucket where it has no name.
@@ -68,7 +134,7 @@ class BlockingBucket:
             return self._thread.run(request)
         except RequestFailedError as exc:
             if not name or (exc.transient and self._is_gone(name)):
-                raise BackendUnavailableError(f"{self._place}: {exc}") from None
+                raise BackendUnavailableError(f"{self.place}: {exc}") from None
             number = errno.EACCES if exc.denied else errno.EIO
             raise OSError(number, str(exc), f"{self._root}{name}") from None
 
@@ -99,10 +165,21 @@ class BlockingBucket:
         """Make the error of an object that is not there."""
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._root}{name}")
 
-    def close(self) -> None:
-        """End what is under way, and the event loop."""
-        self._thread.run(self._end())
-        self._thread.stop()
+    def _has_objects(self, fingerprint: str) -> bool:
+        """Whether there is a namespace: SeaweedFS lists those without objects for a while."""
+        folder = f"{self.prefix}{fingerprint}/"
+        name = folder + NAMESPACE_FILE
+        if self.ask(self.bucket.head(name), name) is not None:
+            return True
+        return next(self.list_objects(folder), None) is not None
+
+    def _walk(self, only: str = "") -> Iterator[tuple[str, FoundBlock | OtherEntry]]:
+        """Walk through everything in one namespace or all, and through its names."""
+        for fingerprint in [only] if only else self.fingerprints():
+            folder = f"{self.prefix}{fingerprint}/"
+            for listed in self.list_objects(folder):
+                path = listed.name.removeprefix(folder)
+                yield listed.name, _entry(fingerprint, path, listed)
 
     def _is_gone(self, name: str) -> bool:
         """Whether the server does not even tell the size of an object."""
@@ -119,7 +196,7 @@ class BlockingBucket:
 
     async def _delete_each(self, names: Sequence[str]) -> None:
         async def delete(name: str) -> None:
-            async with self.bucket.slot():
+            async with self.bucket.slots:
                 await self.bucket.delete(name)
 
         results = await asyncio.gather(*map(delete, names), return_exceptions=True)
@@ -134,97 +211,6 @@ class BlockingBucket:
 
 async def _take(answers: AsyncGenerator[list[ListedObject], None]) -> list[ListedObject]:
     return await anext(answers, [])
-
-
-class BucketStore(BlockStore):
-    """Store in a bucket; see `BlockStore`. To be closed.
-
-    Names and sizes come from lists, a thousand at a time. Every request has the deadline and the
-    repetitions of `Bucket`. Nobody writes temporary files to a bucket: what has the name of one was
-    copied from a folder. Uses are not noted: a block is as old as its object. Namespaces that come
-    after the first look are not seen.
-
-    Args:
-        config: The bucket.
-    """
-
-    def __init__(self, config: ObjectConfig) -> None:
-        self.place = config.url.rstrip("/")
-        self.num_at_once = config.max_requests
-        self._requests = BlockingBucket(config)
-        self._prefix = config.prefix
-        self._fingerprints: list[str] | None = None
-
-    def close(self) -> None:
-        """End what is under way."""
-        self._requests.close()
-
-    def require(self) -> None:
-        """See `BlockStore.require`."""
-        wanted = "the root of a store, the bucket and prefix of an engine's backend"
-        entries = self.entries()
-        if not any(isinstance(each, FoundBlock) or each.goes_along for each in entries):
-            raise InvalidArgumentError("path", self.place, wanted)
-
-    def fingerprints(self) -> list[str]:
-        """See `BlockStore.fingerprints`."""
-        if self._fingerprints is None:
-            found, _ = self._requests.ask(self._requests.bucket.list_folder(self._prefix))
-            self._fingerprints = sorted(filter(self._has_objects, filter(is_fingerprint, found)))
-        return self._fingerprints
-
-    @contextlib.contextmanager
-    def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
-        """See `BlockStore.namespace`."""
-        yield _BucketNamespace(self._requests, self._prefix, fingerprint)
-
-    def blocks(
-        self,
-        fingerprint: str = "",
-        *,
-        errors: list[OSError] | None = None,  # noqa: ARG002 - there are no folders to open
-    ) -> Iterator[FoundBlock]:
-        """See `BlockStore.blocks`."""
-        entries = (entry for _, entry in self._walk(fingerprint))
-        return (entry for entry in entries if isinstance(entry, FoundBlock))
-
-    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
-        """See `BlockStore.entries`."""
-        return (entry for _, entry in self._walk())
-
-    @contextlib.contextmanager
-    def open_path(self, path: str) -> Iterator[OpenBlock]:
-        """See `BlockStore.open_path`."""
-        yield _OpenObject(self._requests, self._prefix + path)
-
-    def open_count(self) -> "_Count":
-        """See `BlockStore.open_count`."""
-        return _Count()
-
-    def collect(self) -> int:
-        """See `BlockStore.collect`."""
-        names = (name for name, entry in self._walk() if _is_abandoned(entry))
-        num_removed = 0
-        while some := list(itertools.islice(names, self.num_at_once)):
-            self._requests.delete(some)
-            num_removed += len(some)
-        return num_removed
-
-    def _has_objects(self, fingerprint: str) -> bool:
-        """Whether there is a namespace: SeaweedFS lists those without objects for a while."""
-        folder = f"{self._prefix}{fingerprint}/"
-        name = folder + NAMESPACE_FILE
-        if self._requests.ask(self._requests.bucket.head(name), name) is not None:
-            return True
-        return next(self._requests.list_objects(folder), None) is not None
-
-    def _walk(self, only: str = "") -> Iterator[tuple[str, FoundBlock | OtherEntry]]:
-        """Walk through everything in one namespace or all, and through its names."""
-        for fingerprint in [only] if only else self.fingerprints():
-            folder = f"{self._prefix}{fingerprint}/"
-            for listed in self._requests.list_objects(folder):
-                path = listed.name.removeprefix(folder)
-                yield listed.name, _entry(fingerprint, path, listed)
 
 
 class _Count:
@@ -250,22 +236,21 @@ class _Count:
 
 
 class _BucketNamespace(StoredNamespace):
-    def __init__(self, requests: BlockingBucket, prefix: str, fingerprint: str) -> None:
+    def __init__(self, store: BucketStore, fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self._requests = requests
-        self._prefix = prefix
-        self._folder = f"{prefix}{fingerprint}/"
+        self._store = store
+        self._folder = f"{store.prefix}{fingerprint}/"
 
     def read_text(self, name: str) -> str:
         return self._read_text(name).decode(errors="replace")
 
     def read_head(self, block: FoundBlock) -> bytes:
-        name = self._prefix + block.path
+        name = self._store.prefix + block.path
         try:
-            head = self._requests.read(name, 0, min(PAGE_BYTES, block.num_bytes))
+            head = self._store.read(name, 0, min(PAGE_BYTES, block.num_bytes))
             size = header_size_in(bytes(head))
             if size > len(head):
-                head = self._requests.read(name, 0, min(size, block.num_bytes))
+                head = self._store.read(name, 0, min(size, block.num_bytes))
         except BackendUnavailableError:
             raise
         except (BlockFileError, OSError):
@@ -274,11 +259,11 @@ class _BucketNamespace(StoredNamespace):
 
     @contextlib.contextmanager
     def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
-        name, away = self._prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
-        yield _OpenObject(self._requests, name, away)
+        name, away = self._store.prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
+        yield _OpenObject(self._store, name, away)
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        self._requests.delete([self._prefix + block.path for block in blocks])
+        self._store.delete([self._store.prefix + block.path for block in blocks])
         return iter([block.num_bytes_on_disk for block in blocks])
 
     def remove_empty(self) -> bool:
@@ -290,20 +275,20 @@ class _BucketNamespace(StoredNamespace):
                 texts[name] = self._read_text(name)
             except FileNotFoundError:
                 return False
-        self._requests.delete([self._folder + name for name in texts])
+        self._store.delete([self._folder + name for name in texts])
         if next(self._names(), None) is None:
             return True
         for name, text in texts.items():  # a block was stored meanwhile
             path = self._folder + name
-            self._requests.ask(self._requests.bucket.create(path, memoryview(text)), path)
+            self._store.ask(self._store.bucket.create(path, memoryview(text)), path)
         return False
 
     def _names(self) -> Iterator[str]:
-        listed = self._requests.list_objects(self._folder)
+        listed = self._store.list_objects(self._folder)
         return (each.name.removeprefix(self._folder) for each in listed)
 
     def _read_text(self, name: str) -> bytes:
-        _, text = self._requests.read_begin(self._folder + name, MAX_TEXT_BYTES)
+        _, text = self._store.read_begin(self._folder + name, MAX_TEXT_BYTES)
         return bytes(text)
 
 
@@ -311,20 +296,20 @@ class _OpenObject(OpenBlock):
     """Object that is read in one request, or in pieces where it is large.
 
     Args:
-        requests: Its bucket.
+        store: Its store.
         name: Its name.
         away: Its name in quarantine.
     """
 
-    def __init__(self, requests: BlockingBucket, name: str, away: str = "") -> None:
-        self._requests = requests
+    def __init__(self, store: BucketStore, name: str, away: str = "") -> None:
+        self._store = store
         self._name = name
         self._away = away
         self._version: ObjectVersion | None = None
         self._begin = memoryview(b"")
 
     def read_header(self) -> tuple[bytes, int]:
-        version, begin = self._requests.read_begin(self._name, PIECE_BYTES)
+        version, begin = self._store.read_begin(self._name, PIECE_BYTES)
         self._version, self._begin = version, begin
         return cut_header(version.size_bytes, lambda num_bytes: bytes(begin[:num_bytes]))
 
@@ -334,17 +319,17 @@ class _OpenObject(OpenBlock):
         size, at = self._version.size_bytes, len(self._begin)
         for start in range(at, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
-            yield memoryview(bytearray(self._requests.read(self._name, start, stop)))
-        if at < size and self._requests.version_of(self._name) != self._version:
-            raise self._requests.gone(self._name)
+            yield memoryview(bytearray(self._store.read(self._name, start, stop)))
+        if at < size and self._store.version_of(self._name) != self._version:
+            raise self._store.gone(self._name)
 
     def quarantine(self) -> bool:
         try:
-            version = self._version or self._requests.version_of(self._name)
+            version = self._version or self._store.version_of(self._name)
         except FileNotFoundError:
             return False
-        move = self._requests.bucket.move(self._name, version, self._away)
-        return self._requests.ask(move, self._name)
+        move = self._store.bucket.move(self._name, version, self._away)
+        return self._store.ask(move, self._name)
 
 
 def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | OtherEntry:
@@ -355,7 +340,3 @@ def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | Ot
         return FoundBlock(fingerprint, folder, key, listed.size_bytes, listed.stored_at)
     abandoned = bool(owner_of(name)) and (not folder or is_block_folder(folder))
     return OtherEntry(fingerprint, abandoned=abandoned, goes_along=path in DESCRIPTIONS)
-
-
-def _is_abandoned(entry: FoundBlock | OtherEntry) -> bool:
-    return isinstance(entry, OtherEntry) and entry.abandoned

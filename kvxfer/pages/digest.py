@@ -1,23 +1,12 @@
 """Checksums of stored bytes: plain ones against accidents, keyed ones against forgery."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import xxhash
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.page_cipher import SECRET_BYTES, PageCipher
 from kvxfer.storage.integrity import Integrity
-
-
-class Hasher(Protocol):
-    """Hasher with the interface of hashlib."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Add bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the checksum of all bytes that were added."""
 
 
 class Digester:
@@ -59,28 +48,19 @@ class Digester:
 
     def checksum(self, data: Iterable[memoryview]) -> str:
         """Hash the concatenation of `data` to hexadecimal digits; to none when integrity is off."""
-        if self.integrity is Integrity.OFF:
-            return ""
-        if self._secret is None and isinstance(data, list) and len(data) == 1:
-            return xxhash.xxh3_64_hexdigest(data[0])
-        hasher = self._hasher()
-        for piece in data:
-            hasher.update(piece)
-        return hasher.hexdigest()
+        return "" if self.integrity is Integrity.OFF else self._hash(data)
 
     def seal(self, text: bytes) -> str:
         """Hash a header to hexadecimal digits; with XXH3 also when integrity is off."""
-        if self._secret is None:
-            return xxhash.xxh3_64_hexdigest(text)
-        hasher = self._hasher()
-        hasher.update(memoryview(text))
-        return hasher.hexdigest()
+        return self._hash([memoryview(text)])
 
-    def _hasher(self) -> Hasher:
-        if self._secret is None:
-            return xxhash.xxh3_64()
-        hasher: Hasher = _import_blake3()(key=self._secret)
-        return hasher
+    def _hash(self, data: Iterable[memoryview]) -> str:
+        if self._secret is None and isinstance(data, list) and len(data) == 1:
+            return xxhash.xxh3_64_hexdigest(data[0])
+        hasher = xxhash.xxh3_64() if self._secret is None else _import_blake3()(key=self._secret)
+        for piece in data:
+            hasher.update(piece)
+        return str(hasher.hexdigest())
 
 
 def require_secrets(secret: bytes, *, several: bool) -> None:
