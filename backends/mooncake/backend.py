@@ -51,7 +51,6 @@ class _Run:
     slots: Sequence[Slot]
 
     def block(self, index: int) -> Descriptors:
-        """Describe one block."""
         return self.blocks.select(index, index + 1)
 
 
@@ -266,7 +265,6 @@ class MooncakeBackend(Backend):
         return dict(zip(chosen, codes, strict=True))
 
     def _write(self, run: _Run, chosen: Sequence[int]) -> list[Slot]:
-        """Make pages of blocks in their slots."""
         pages = []
         for i in chosen:
             size = self._pages.format(run.keys[i]).header_size_bytes + run.block(i).num_bytes
@@ -323,7 +321,6 @@ def _corrupt(outcomes: Sequence[Outcome]) -> list[int]:
 
 
 def _failure(what: str, code: int) -> Outcome:
-    """Make the outcome of a block whose code is that of an error."""
     if code in GONE and what == "load":
         return MISSING
     if code == Code.CHECKSUM_MISMATCH:

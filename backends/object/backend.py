@@ -293,7 +293,6 @@ class ObjectBackend(Backend):
             return OTHERS
 
     async def _is_stored(self, key: BlockKey, name: str, block: Descriptors) -> bool:
-        """Ask whether an object has all bytes of a block."""
         since = self._presence.mark()
         there = await self._read_header(key, name)
         is_stored = there is not None and self._covers(key, there, block)
@@ -339,7 +338,6 @@ class ObjectBackend(Backend):
     def _covers(
         self, key: BlockKey, there: tuple[ObjectVersion, memoryview], block: Descriptors
     ) -> bool:
-        """Whether the object that is there has all bytes of a block."""
         version, head = there
         return self._pages.covers(key, head, version.size_bytes, block)
 

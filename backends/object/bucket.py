@@ -70,11 +70,7 @@ class Counts:
 
 
 class _Turn:
-    """Time of a request and of its repetitions, which begins with its turn.
-
-    Args:
-        timeout_s: Seconds that they may take.
-    """
+    """Time of a request and of its repetitions, which begins with its turn."""
 
     def __init__(self, timeout_s: float) -> None:
         self.backoff = Pause(FIRST_BACKOFF_S, inf)
@@ -82,11 +78,9 @@ class _Turn:
         self._timeout_s = timeout_s
 
     def begin(self) -> None:
-        """Begin its time."""
         self.ends_at = runtime.monotonic() + self._timeout_s
 
     def is_over(self, later_s: float = 0.0) -> bool:
-        """Whether its time is over then."""
         return runtime.monotonic() + later_s >= self.ends_at
 
 

@@ -295,10 +295,7 @@ class _BucketNamespace(StoredNamespace):
 class _OpenObject(OpenBlock):
     """Object that is read in one request, or in pieces where it is large.
 
-    Args:
-        store: Its store.
-        name: Its name.
-        away: Its name in quarantine.
+    Its name in quarantine is `away`.
     """
 
     def __init__(self, store: BucketStore, name: str, away: str = "") -> None:
@@ -333,7 +330,6 @@ class _OpenObject(OpenBlock):
 
 
 def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | OtherEntry:
-    """Tell what an object is by its path in the namespace."""
     folder, _, name = path.rpartition("/")
     key = key_in_name(name)
     if key and is_block_folder(folder):

@@ -238,7 +238,6 @@ def _are_large(block: Descriptors) -> bool:
 
 
 def _describe_whole(block: Descriptors, address: int) -> Descriptors:
-    """Describe contiguous memory for a block."""
     return Descriptors.of_pieces(
         np.array([address], np.uint64), block.block_sizes, block.payload_starts
     )

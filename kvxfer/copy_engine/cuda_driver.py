@@ -360,7 +360,6 @@ class CudaDriver:
         return values[0] if len(values) == 1 else values
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Make a call without looking at its result."""
         try:
             return getattr(self._api, name)(*args)
         except ValueError as exc:  # a result that came after these bindings

@@ -468,7 +468,6 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
 
 
 def _join(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
-    """Make the ref of a group out of those of its layers."""
     return CanonicalKVCacheRef(
         tensor_idx=0,
         page_size_bytes=max(ref.page_size_bytes for ref in refs),

@@ -195,12 +195,7 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
 
 
 class _BlockTemplate:
-    """Template of one group's blocks, each described as a whole.
-
-    Attributes:
-        memory: Memory of the group.
-        block_size_bytes: Un-padded bytes of a block.
-    """
+    """Template of one group's blocks, each described as a whole."""
 
     def __init__(self, memory: PayloadMemory) -> None:
         self.memory = memory
@@ -259,11 +254,7 @@ class _PageTemplate:
     def expand(
         self, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Compute addresses, lengths, and the first piece of each page.
-
-        Raises:
-            InvalidArgumentError: The blocks are not whole pages, or not as many as `num_pages`.
-        """
+        """Compute addresses, lengths, and the first piece of each page."""
         per_page, per_block = self.mapping.blocks_per_page, self.mapping.pages_per_block
         if first_block_index % per_page:
             expected = f"a multiple of {per_page}, the blocks of a page"

@@ -101,7 +101,6 @@ class _ObservedBegun(Begun):
         self._num_blocks = num_blocks
 
     def poll(self) -> Sequence[Outcome] | None:
-        """See `Begun.poll`."""
         try:
             outcomes = self._begun.poll()
         except Exception as exc:
@@ -120,11 +119,9 @@ class _ObservedMover(ImmediateMover):
         self.hashes = inner.hashes
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateMover.begin_store`."""
         return self._begin(Operation.STORE, self._inner.begin_store, keys, blocks)
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateMover.begin_load`."""
         return self._begin(Operation.LOAD, self._inner.begin_load, keys, blocks)
 
     def _begin(

@@ -233,7 +233,6 @@ def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
 
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
-    """Cut blocks into shards of these sizes, as blocks of their own."""
     shards = Descriptors.of_pieces(np.cumsum(sizes) - sizes, sizes)  # at offsets in the blocks
     addresses, _, lengths = cut_both(blocks, shards)
     ends = np.cumsum(lengths).searchsorted(np.cumsum(shards.lengths)) + 1
@@ -247,7 +246,6 @@ def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Combine the outcomes of a page's shards into that of the page."""
     missed = [outcome for outcome in outcomes if not outcome.done]
     if not missed:
         return DONE

@@ -112,7 +112,6 @@ class CanonicalKVCaches:
             object.__setattr__(self, "null_block_id", null)
 
     def _require_inside(self, name: str, ref: CanonicalKVCacheRef) -> None:
-        """Check that a ref is within its tensor."""
         if ref.tensor_idx >= len(self.tensors):
             expected = f"one of {len(self.tensors)} tensors"
             raise InvalidArgumentError(f"{name}.tensor_idx", ref.tensor_idx, expected)

@@ -147,7 +147,6 @@ def _layouts_of_tensors(
     layout: str | KVLayout | Sequence[str | KVLayout] | None,
     forms: Sequence[CacheTensorForm],
 ) -> Sequence[str | KVLayout | None]:
-    """List the layout that the caller gave for each tensor of a layer."""
     if layout is None or isinstance(layout, (str, KVLayout)):
         if layout is not None and len({form.layouts for form in forms}) > 1:
             raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
@@ -162,7 +161,6 @@ def _layouts_of_tensors(
 def _forms(
     tensors: Sequence[torch.Tensor], spec: KVCacheSpec, layer_name: str
 ) -> tuple[CacheTensorForm, ...]:
-    """Choose the forms of a layer's tensors by their number."""
     whole, separate = spec.cache_tensors, spec.separate_cache_tensors
     for forms in (whole, separate):
         if len(tensors) == len(forms):

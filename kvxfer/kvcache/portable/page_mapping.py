@@ -352,7 +352,6 @@ def _require_tensors(named: Iterable[str], page: PortablePage) -> None:
 
 
 def _require_disjoint(mapping: PageMapping) -> None:
-    """Check that fragments overlap neither in the blocks nor in the page."""
     for fragments in mapping.pages:
         ends = fragments.page_offsets + fragments.lengths
         if (ends[:-1] > fragments.page_offsets[1:]).any():

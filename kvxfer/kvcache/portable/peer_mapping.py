@@ -101,8 +101,6 @@ def map_peers(
 
 
 class _PeerMapper:
-    """Computation of a peer mapping."""
-
     def __init__(
         self,
         payload_sizes: Sequence[int],
@@ -261,7 +259,6 @@ class _PeerMapper:
             raise CacheMismatchError(self._group, field, ours, theirs)
 
     def _require_same_shards(self) -> None:
-        """Check that workers divide heads and tokens as ours do."""
         ours, theirs = self._mine.shard, self._theirs[0].shard
         for field in ("tp_size", "pcp_size", "dcp_size", "num_kv_heads", "interleave_tokens"):
             self._require(field, getattr(ours, field), getattr(theirs, field))
@@ -271,7 +268,6 @@ class _PeerMapper:
         self._require("tokens_per_block", ours, theirs)
 
     def _require_same_tensors(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> None:
-        """Check that both sides have the same tensors, and tell which only one has."""
         our_names, their_names = set(tensor_names(boxes)), set(tensor_names(theirs))
         if our_names != their_names:
             only = [sorted(a - b) for a, b in ((our_names, their_names), (their_names, our_names))]

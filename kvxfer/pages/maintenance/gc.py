@@ -138,7 +138,6 @@ class GarbageCollection:
         return self._store.open_count()
 
     def _plan(self) -> None:
-        """Find out what is beyond the capacity."""
         if self._capacity_bytes is not None:
             num_bytes = sum(block.num_bytes_on_disk for block in self._noted())
             self._cut(num_bytes)
@@ -195,7 +194,6 @@ class GarbageCollection:
             self._removed.num_bytes_left = count.used
 
     def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> None:
-        """Remove files, and count each as it goes."""
         removed = namespace.remove([block for block, _ in some])
         for (_, fate), num_bytes in zip(some, removed, strict=True):
             if num_bytes is not None:
@@ -212,7 +210,6 @@ class _UseOrder:
         self._num_at_cut = 0
 
     def note(self, block: FoundBlock) -> None:
-        """Note a block."""
         self._used.append(block.used)
         self._sizes.append(block.num_bytes_on_disk)
 

@@ -31,8 +31,6 @@ def require_ticket(name: str, value: object) -> str:
 
 @dataclass(slots=True)
 class _Ticket:
-    """Ticket in a lease book."""
-
     offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
     holders: dict[Hashable, int] = field(default_factory=dict)  # the latest number of each
     is_complete: bool = False  # so that its lease runs

@@ -381,7 +381,6 @@ class CacheLender(Lender):
             raise InvalidArgumentError(what, found, f"(0, {wholes[index]}), the whole block")
 
     def _require_hashable(self, name: str, value: bool) -> None:  # noqa: FBT001 - for the error
-        """Check that a processor can read the blocks."""
         if self._device.type != HOST.type:
             expected = f"fenced reads without checksums: blocks are in memory of {self._device}"
             raise InvalidArgumentError(name, value, expected)
