@@ -392,7 +392,7 @@ class Reports:
     ) -> None:
         """Tell that a batch was moved, or not; there are no sizes where they are not known."""
         if self:
-            seconds, bytes_of = runtime.monotonic() - began, count_bytes(outcomes, sizes)
+            seconds, bytes_of = runtime.monotonic() - began, _count_bytes(outcomes, sizes)
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
 
     async def move(
@@ -435,8 +435,7 @@ class Observable(Protocol):
         """Tell these reports; before the first other call, and once."""
 
 
-def count_bytes(outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Mapping[Status, int]:
-    """Add up the bytes of the blocks of each status; nothing where sizes are not known."""
+def _count_bytes(outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Mapping[Status, int]:
     if not sizes:
         return {}
     if list(outcomes).count(outcomes[0]) == len(outcomes):  # as it mostly is

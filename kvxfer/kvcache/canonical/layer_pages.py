@@ -1,7 +1,7 @@
 """Pages of layers: place and size of each layer's part of a block, and the boxes in it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import torch
@@ -99,8 +99,9 @@ def _tensor_pages(cache: RegisteredCache, index: int) -> list[LayerPages]:
         else:
             places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
         for layers, last_position in places:
-            found = _pages(cache, index, layers, last_position, tensor.data_ptr() + offset_bytes)
-            pages.append(replace(found, boxes=_read_contents(cache, index, at, layers)))
+            boxes = _read_contents(cache, index, at, layers)
+            address = tensor.data_ptr() + offset_bytes
+            pages.append(_pages(cache, index, layers, last_position, address, boxes))
     return pages
 
 
@@ -121,6 +122,7 @@ def _pages(
     places: Sequence[LayerPlace],
     last_position: int,
     address: int,
+    boxes: tuple[PageBox, ...],
 ) -> LayerPages:
     tensor, reading = cache.tensors[index], cache.readings[index]
     item = tensor.element_size()
@@ -136,8 +138,13 @@ def _pages(
     if "layer" in reading.layout.axes[reading.block_axis :]:
         unused = len(cache.positions) - 1 - last_position
         data_bytes -= unused * reading.strides[reading.layout.axes.index("layer")] * item
-    whole = padded_bytes == step_bytes
-    pieces = LayerPages(
+    count, size, stride = ratio, padded_bytes, step_bytes
+    if reading.has_gaps:
+        count, stride = reading.sizes[1], reading.strides[1] * item
+        size = data_bytes - (count - 1) * stride
+    elif padded_bytes == step_bytes:
+        count, size, stride = 1, step_bytes * ratio, step_bytes * ratio
+    return LayerPages(
         group=places[0].group,
         layer_names=tuple(place.layer_name for place in places),
         layout=str(reading),
@@ -145,20 +152,11 @@ def _pages(
         address=address,
         num_blocks=reading.sizes[reading.block_axis] // ratio,
         block_stride_bytes=step_bytes * ratio,
-        num_fragments=1 if whole else ratio,
-        fragment_size_bytes=step_bytes * ratio if whole else padded_bytes,
-        fragment_stride_bytes=step_bytes * ratio if whole else step_bytes,
-        data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
-        boxes=(),
-    )
-    if not reading.has_gaps:
-        return pieces
-    heads, stride = reading.sizes[1], reading.strides[1] * item
-    return replace(
-        pieces,
-        num_fragments=heads,
-        fragment_size_bytes=data_bytes - (heads - 1) * stride,
+        num_fragments=count,
+        fragment_size_bytes=size,
         fragment_stride_bytes=stride,
+        data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
+        boxes=boxes,
     )
 
 
@@ -239,16 +237,9 @@ def _joined_pages(cache: RegisteredCache, num_blocks: int) -> LayerPages:
 def _read_contents(
     cache: RegisteredCache, index: int, outer: Mapping[str, int], places: Sequence[LayerPlace]
 ) -> tuple[PageBox, ...]:
-    """Describe the pages that one tensor of a registered cache has at one place.
+    """Describe the pages that one tensor has at one place, from which the offsets count.
 
-    Args:
-        cache: The registered cache.
-        index: Index of the tensor in the cache.
-        outer: Index of the place along each axis outside of the block axis.
-        places: Layers, of one group, whose data is at the place.
-
-    Returns:
-        Boxes for the layers in their order, keys before values; offsets count from the place.
+    `outer` is the index of the place along each axis outside of the block axis.
     """
     reading, form = cache.readings[index], cache.forms[index]
     every = zip(reading.layout.axes, reading.sizes, reading.strides, strict=True)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from kvxfer import runtime
 from kvxfer.configuration import Configuration
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction.policies import POLICIES, EvictionPolicy, PolicyName, Ranking
 from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
     DEFAULT_PRIORITY_SHARE,
     NORMAL,
     Retention,
-    require_limits,
 )
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal
@@ -63,9 +63,6 @@ class RetainingPolicy(EvictionPolicy):
         num_slots: Keys that can be resident at once.
         priority_share: Largest share of them that is above normal.
         priority_half_life_s: Seconds that one step of priority lasts.
-
-    Raises:
-        InvalidArgumentError: The share is not within 0 and 1, or the half-life not positive.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class RetainingPolicy(EvictionPolicy):
         priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S,
     ) -> None:
         super().__init__(num_slots)
-        require_limits(priority_share, priority_half_life_s)
         self._policy = policy
         self._max_spared = int(priority_share * num_slots)
         self._half_life_s = priority_half_life_s
@@ -260,7 +256,7 @@ class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fie
         priority_half_life_s: Seconds that one step of priority lasts.
 
     Raises:
-        InvalidArgumentError: As by `RetainingPolicy`.
+        InvalidArgumentError: The share is not within 0 and 1, or the half-life not positive.
     """
 
     capacity: ByteSize
@@ -270,7 +266,12 @@ class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_limits(self.priority_share, self.priority_half_life_s)
+        share, half_life_s = self.priority_share, self.priority_half_life_s
+        if not 0 <= share <= 1:
+            raise InvalidArgumentError("priority_share", share, "a number from 0 to 1")
+        if not 0 < half_life_s < math.inf:
+            wanted = "seconds, more than 0"
+            raise InvalidArgumentError("priority_half_life_s", half_life_s, wanted)
 
     def open_policy(self, num_slots: int) -> RetainingPolicy:
         """Make the eviction policy of an index."""

@@ -1,7 +1,6 @@
 """Retention: what callers wish of how long their blocks are kept, and backends that know wishes."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -64,19 +63,6 @@ class Retaining(Protocol):
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """Return what is left of the wish for each block."""
-
-
-def require_limits(priority_share: float, priority_half_life_s: float) -> None:
-    """Check how many blocks of a store a priority may spare, and how long one step of it lasts.
-
-    Raises:
-        InvalidArgumentError: The share is not within 0 and 1, or the half-life not positive.
-    """
-    if not 0 <= priority_share <= 1:
-        raise InvalidArgumentError("priority_share", priority_share, "a number from 0 to 1")
-    if not 0 < priority_half_life_s < math.inf:
-        wanted = "seconds, more than 0"
-        raise InvalidArgumentError("priority_half_life_s", priority_half_life_s, wanted)
 
 
 def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retention) -> None:
