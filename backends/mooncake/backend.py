@@ -136,7 +136,12 @@ class MooncakeBackend(Backend):
             again = await self._in_runs(self._load_run, chosen, blocks.take(corrupt))
             for i, outcome in zip(corrupt, again, strict=True):
                 outcomes[i] = outcome
-            await self._remove_corrupt(keys, outcomes)
+            corrupt = _corrupt(outcomes)
+            for i in corrupt:
+                name, reason = self._pages.name(keys[i]), outcomes[i].reason
+                logger.warning("corrupt block %s: %s", name, reason)
+            if corrupt:
+                await self._remove([keys[i] for i in corrupt], Removal.CORRUPT)
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -283,13 +288,6 @@ class MooncakeBackend(Backend):
             return exc.outcome
         except BlockFileError as exc:
             return Outcome(Status.CORRUPT, reason=str(exc))
-
-    async def _remove_corrupt(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
-        corrupt = _corrupt(outcomes)
-        for i in corrupt:
-            logger.warning("corrupt block %s: %s", self._pages.name(keys[i]), outcomes[i].reason)
-        if corrupt:
-            await self._remove([keys[i] for i in corrupt], Removal.CORRUPT)
 
     async def _remove(self, keys: Sequence[BlockKey], why: Removal) -> list[bool]:
         names = [self._pages.name(key) for key in keys]

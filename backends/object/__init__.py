@@ -5,7 +5,6 @@ from kvxfer.backends.object.bucket import Bucket, Counts
 from kvxfer.backends.object.bucket_store import BucketStore
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.request_failure import RequestFailedError
-from kvxfer.pages.object_pages import PageMemory
 
 __all__ = [
     "AZBackend",
@@ -17,7 +16,6 @@ __all__ = [
     "GSConfig",
     "ObjectBackend",
     "ObjectConfig",
-    "PageMemory",
     "RequestFailedError",
     "S3Backend",
     "S3Config",

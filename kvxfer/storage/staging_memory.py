@@ -171,7 +171,7 @@ class StagingMemory:
             TimeoutError: No buffer came back in time.
         """
         async with asyncio.timeout(timeout_s):
-            buffer = await self._take_of(share, priority)
+            buffer = await self._take(share, priority)
         staged = StagedBlocks(_describe(buffer, sizes, starts), self._drain)
         try:
             yield staged
@@ -203,29 +203,23 @@ class StagingMemory:
         while self._settling:
             await asyncio.wait(self._settling)
 
-    async def _take_of(self, share: Share | None, priority: int) -> Buffer:
-        if share is None:
-            return await self._take(priority)
-        await share.acquire()
-        try:
-            return await self._take(priority)
-        except BaseException:
-            share.release()
-            raise
-
-    async def _take(self, priority: int) -> Buffer:
-        if self._withdrawn:
-            raise ClosedError("staging memory")
-        if self._idle:
-            return self._idle.pop()
+    async def _take(self, share: Share | None, priority: int) -> Buffer:
+        if share is not None:
+            await share.acquire()
         turn: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._order), turn))
         try:
+            if self._withdrawn:
+                raise ClosedError("staging memory")
+            if self._idle:
+                return self._idle.pop()
+            heapq.heappush(self._waiting, (priority, next(self._order), turn))
             return await turn
-        except asyncio.CancelledError:
+        except BaseException:
             # Its turn may have come at the same moment.
-            if not turn.cancelled() and turn.exception() is None:
-                self._give_back(turn.result())
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._give_back(turn.result(), share)
+            elif share is not None:
+                share.release()
             raise
 
     async def _settle(self, buffer: Buffer, share: Share | None, drains: Collection[Drain]) -> None:

@@ -215,7 +215,7 @@ class LendingEngine(ModelEngine):
                 "leases": prefill.num_leases,
                 "early leases": len(prefill._early),
                 "tickets": book.num_tickets,
-                "pins": book.num_pinned,
+                "pins": len(book._pins),
                 "offers": book.num_offered,
             }
         exchange = self.handover._exchange

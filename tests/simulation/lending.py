@@ -418,7 +418,7 @@ class _Run:
         left = [f"{ticket} has not ended" for ticket in self._lent]
         for rank, worker in enumerate(self._engines["p"].workers):
             book = worker._lender.book  # type: ignore[union-attr]
-            counts = (book.num_tickets, book.num_offered, book.num_pinned)
+            counts = (book.num_tickets, book.num_offered, len(book._pins))
             if any(counts):
                 left.append(f"tickets, offers, pins {counts} at worker {rank}")
         for name in "pd":

@@ -159,8 +159,8 @@ def _watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
     take, give_back = staging._take, staging._give_back
     free: dict[int, Any] = {}
 
-    async def take_watched(priority: int) -> Any:
-        buffer = await take(priority)
+    async def take_watched(share: Any, priority: int) -> Any:
+        buffer = await take(share, priority)
         if free.pop(id(buffer), None) is not None and (buffer != CANARY).any():
             simulation.fail("a free staging buffer was touched")
         return buffer

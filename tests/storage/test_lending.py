@@ -103,7 +103,7 @@ async def test_only_whole_blocks_are_lent(
     with pytest.raises(InvalidArgumentError, match=r"keys\[0\]"):
         async with lender.lend(part, fenced=fenced):
             pass
-    assert lender.book.num_pinned == 0
+    assert len(lender.book._pins) == 0
 
 
 async def test_nobody_writes_to_an_engines_own_cache(
@@ -192,7 +192,7 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
     assert lender.peek(KEYS[:1]) is None
     async with lender.lend(parts, fenced=True) as loan:
         assert statuses(loan.outcomes) == [Status.DONE]
-        assert lender.book.num_pinned == 1
-    assert lender.book.num_pinned == 0
+        assert len(lender.book._pins) == 1
+    assert len(lender.book._pins) == 0
     with pytest.raises(InvalidArgumentError, match="hash_early"):
         make_lender(caches, hash_early=True)

@@ -88,11 +88,6 @@ class LeaseBook:
         """Blocks that are offered."""
         return len(self._offers)
 
-    @property
-    def num_pinned(self) -> int:
-        """Blocks that are pinned, offered or not."""
-        return len(self._pins)
-
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
         """Offer blocks under a ticket, which is new or open.
 
