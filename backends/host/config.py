@@ -6,7 +6,7 @@ from kvxfer.checks import require_number
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.storage.eviction import BoundedConfig
+from kvxfer.storage.eviction.retaining_policy import BoundedConfig
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 
 DEFAULT_SCRUB_MIB_PER_S = 64.0
