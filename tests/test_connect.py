@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from kvxfer.connect import (
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -221,30 +221,21 @@ def test_of_several_the_one_that_names_no_backend_is_told(memory: BlockMemory) -
     assert re.search(r"one of: .*dict, .*host", str(caught.value)), "all that are installed"
 
 
-@pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch, installed: None) -> list[Backend]:
-    closed: list[Backend] = []
-
-    async def aclose(self: DictBackend) -> None:
-        closed.append(self)
-
-    monkeypatch.setattr(DictBackend, "aclose", aclose)
-    return closed
-
-
+@pytest.mark.usefixtures("installed")
 def test_what_cannot_be_opened_tiers_or_an_engine_is_closed(
-    memory: BlockMemory, closed: list[Backend]
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Namespace(model="model")
+    model, closed = Namespace(model="model"), AsyncMock()
+    monkeypatch.setattr(DictBackend, "aclose", closed)
     with pytest.raises(CapacityError):
         open_backend(["dict://", "dict://", "host://?capacity=100TiB"], memory.namespace())
-    assert len(closed) == 2
+    assert closed.await_count == 2
     with pytest.raises(InvalidArgumentError, match="groups"):
         open_backend(["dict://", "dict://"], model)
-    assert len(closed) == 4
+    assert closed.await_count == 4
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         connect("dict://", memory.caches, namespace=model, max_bytes_in_flight=0)
-    assert len(closed) == 5
+    assert closed.await_count == 5
 
 
 LASTING = [

@@ -10,7 +10,9 @@ from obstore.store import MemoryStore
 from kvxfer.backends import object as objects
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
@@ -57,6 +59,19 @@ async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
     assert ("ignores If-None-Match" in caplog.text) is overwrites
 
 
+async def test_what_no_page_can_hold_is_refused() -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=2, blocks_per_chunk=2), make_keys(1)
+    whole = memory.describe(0, [0, 1])
+    part = Descriptors.of_pieces(whole.addresses[:1], [6144])
+    async with open_in_memory(memory.namespace()) as backend:
+        assert statuses(await backend.store(keys, part)) == [Status.FAILED]
+        await store_generated(backend, keys, whole)
+        assert statuses(await backend.store(keys, part)) == [DONE]
+        for call in (backend.store, backend.load):
+            with pytest.raises(InvalidArgumentError, match="at most 119 bytes"):
+                await call([make_block_key(bytes(200))], whole)
+
+
 async def test_what_s3_says_to_store_again_is_stored_again() -> None:
     memory, store = BlockMemory([[4096]], num_blocks=1), MemoryStore()
     crossed = AlreadyExistsError("status code: 409 <Code>ConditionalRequestConflict</Code>")
@@ -99,10 +114,8 @@ async def test_a_panic_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPat
         loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
         stored = await backend.store(FOUR[2:], PAGES.describe(0, range(2)))
         assert statuses(loaded) == statuses(stored) == [Status.FAILED] * 2
-        assert {each.reason for each in [*loaded, *stored]} == {
-            "GET: PanicException",
-            "PUT: PanicException",
-        }
+        reasons = [each.reason for each in [*loaded, *stored]]
+        assert reasons == ["GET: PanicException"] * 2 + ["PUT: PanicException"] * 2
         assert await backend.lookup(FOUR[2:]) == [False] * 2
         assert await backend.delete(FOUR[:2]) == [False] * 2
     monkeypatch.setattr(MemoryConfig, "open_store", raising(PanicException()))

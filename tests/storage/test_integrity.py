@@ -28,22 +28,14 @@ def test_the_checksum_is_that_of_the_bytes_in_a_row(pages: list[int]) -> None:
     assert checksums == [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
 
 
-SECRET = bytes(range(32))
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_bytes(SECRET)
-    return path
-
-
 @pytest.mark.parametrize("mode", [0o644, 0o602, 0o777, 0o400, 0o660])
 def test_a_secret_that_everybody_can_read_or_replace_is_taken_with_a_warning(
-    secret_file: Path, caplog: pytest.LogCaptureFixture, mode: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
-    secret_file.chmod(mode)
-    assert read_secret(str(secret_file)) == SECRET
+    path, secret = tmp_path / "secret", bytes(range(32))
+    path.write_bytes(secret)
+    path.chmod(mode)
+    assert read_secret(str(path)) == secret
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == bool(mode & 0o006)
-    assert all(f"{secret_file} has mode {mode:04o}" in each for each in said)
+    assert all(f"{path} has mode {mode:04o}" in each for each in said)

@@ -240,6 +240,9 @@ async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
     async with PortableBackend(inner, worker.mappings) as backend:
         for keys in (KEYS[:2], salted):
             assert all(outcome.done for outcome in await backend.store(keys, pages))
+        moved = dataclasses.replace(pages, block_offsets=pages.block_offsets + [0, 1, 0])
+        with pytest.raises(InvalidArgumentError, match="shards of"):
+            await backend.store(KEYS[:2], moved)
         purgeable = backend.provide(Purgeable)
         assert purgeable is not None
         await purgeable.purge(b"salt")
