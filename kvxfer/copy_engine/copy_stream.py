@@ -27,14 +27,15 @@ class FragmentTable:
 
     Args:
         driver: Driver of the kernel's GPU.
-        num_fragments: Fragments that it has room for.
 
     Attributes:
+        num_fragments: Fragments that it has room for.
         is_pinned: Whether the memory could be pinned.
     """
 
-    def __init__(self, driver: CudaDriver, num_fragments: int) -> None:
-        self._values = np.frombuffer(mmap.mmap(-1, 3 * 8 * num_fragments), np.uint64)
+    def __init__(self, driver: CudaDriver) -> None:
+        self.num_fragments = TABLE_FRAGMENTS
+        self._values = np.frombuffer(mmap.mmap(-1, 3 * 8 * self.num_fragments), np.uint64)
         region = MemoryRegion(self._values.ctypes.data, self._values.nbytes, self._values)
         self._memory = PinnedMemory(driver, region)
         self.is_pinned = self._memory.is_pinned
@@ -56,7 +57,6 @@ class CopyStream:
 
     Args:
         driver: The GPU.
-        table_fragments: Fragments of a table.
         has_tables: Whether batches need tables.
 
     Attributes:
@@ -65,21 +65,14 @@ class CopyStream:
         idle_events, idle_tables: Resources of batches that ended, for the next ones.
     """
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        table_fragments: int = TABLE_FRAGMENTS,
-        *,
-        has_tables: bool = False,
-    ) -> None:
+    def __init__(self, driver: CudaDriver, *, has_tables: bool = False) -> None:
         self.driver = driver
         self.handle = driver.open_stream()
-        self.table_fragments = table_fragments
         self._turn = runtime.lock()
         self.idle_events = [driver.open_event() for _ in range(NUM_EVENTS)]
         self.idle_tables: list[FragmentTable] = []
         while has_tables and len(self.idle_tables) < NUM_TABLES:
-            self.idle_tables.append(FragmentTable(driver, table_fragments))
+            self.idle_tables.append(FragmentTable(driver))
             has_tables = self.idle_tables[-1].is_pinned
         self.has_tables = has_tables
 
@@ -142,9 +135,9 @@ class Batch(Copy):
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
         """Provide tables for so many fragments; none if no memory can be pinned for them."""
-        size, idle = self._owner.table_fragments, self._owner.idle_tables
-        for _ in range(-(-num_fragments // size)):
-            table = idle.pop() if idle else FragmentTable(self._driver, size)
+        idle = self._owner.idle_tables
+        for _ in range(0, num_fragments, TABLE_FRAGMENTS):
+            table = idle.pop() if idle else FragmentTable(self._driver)
             if not table.is_pinned:
                 return []
             self._tables.append(table)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import torch
 
-from kvxfer.copy_engine.copy_stream import TABLE_FRAGMENTS, Batch, CopyStream
+from kvxfer.copy_engine.copy_stream import Batch, CopyStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
@@ -43,7 +43,6 @@ class CudaCopyEngine(CopyEngine):
         device_index: Ordinal of the GPU.
         methods: Table of the sizes up to which fragments count as small.
         kernel: Kernel for small fragments; without one they are copied as the others.
-        table_fragments: Fragments that one launch of the kernel copies at most.
 
     Attributes:
         device: The GPU.
@@ -55,16 +54,10 @@ class CudaCopyEngine(CopyEngine):
     """
 
     def __init__(
-        self,
-        device_index: int,
-        methods: MethodTable,
-        kernel: FragmentKernel | None = None,
-        *,
-        table_fragments: int = TABLE_FRAGMENTS,
+        self, device_index: int, methods: MethodTable, kernel: FragmentKernel | None = None
     ) -> None:
         self.device = torch.device("cuda", device_index)
         self.methods = methods
-        self._table_fragments = table_fragments
         self._streams: dict[Way, CopyStream] = {}
         self._pinned: list[PinnedMemory] = []
         with ExitStack() as opened:
@@ -72,7 +65,7 @@ class CudaCopyEngine(CopyEngine):
             opened.callback(self.driver.close)
             has_tables = kernel is not None and self.driver.reads_registered_memory
             for way in Way:
-                stream = CopyStream(self.driver, table_fragments, has_tables=has_tables)
+                stream = CopyStream(self.driver, has_tables=has_tables)
                 opened.callback(stream.close)
                 self._streams[way], has_tables = stream, stream.has_tables
             self._kernel = kernel if has_tables else None
@@ -152,12 +145,11 @@ class CudaCopyEngine(CopyEngine):
 
     def _enqueue_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
         tables = batch.open_tables(pairs.num_pairs)
-        starts = range(0, pairs.num_pairs, self._table_fragments)
         with self.driver.current():
-            for start, table in zip(starts, tables, strict=False):
-                part = pairs.take(slice(start, start + self._table_fragments))
-                columns = part.sources, part.destinations, part.lengths
-                kernel.launch(table.fill(*columns), batch.stream)
+            for index, table in enumerate(tables):
+                start = index * table.num_fragments
+                part = pairs.take(slice(start, start + table.num_fragments))
+                kernel.launch(table.fill(*part), batch.stream)
         return bool(tables)
 
     def _enqueue_each(self, pairs: FragmentPairs, way: Way, stream: CudaStream) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine import copy_stream
 from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaStream
@@ -153,10 +154,9 @@ def opened(
     pool: MemoryRegion | None,
     methods: MethodTable = NEVER,
     kernel: FragmentKernel | None = None,
-    **options: int,
 ) -> Iterator[CudaCopyEngine]:
     """Open a copy engine over a pool."""
-    engine = CudaCopyEngine(0, methods, kernel, **options)
+    engine = CudaCopyEngine(0, methods, kernel)
     engine.attach([pool] if pool else [])
     yield engine
     engine.close()
@@ -266,12 +266,13 @@ class CopyContract:
             driver.close_stream(stream)
 
     def test_more_fragments_than_a_table_has_room_for(
-        self, memory: Memory, kernel: FragmentKernel
+        self, memory: Memory, kernel: FragmentKernel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(copy_stream, "TABLE_FRAGMENTS", 1000)
         offsets = np.arange(2500, dtype=np.uint64) * np.uint64(16)
         lengths = np.full(len(offsets), 8, np.uint64)
         shuffled = np.random.default_rng(1).permutation(offsets)
-        with opened(memory.region, ALWAYS, kernel, table_fragments=1000) as engine:
+        with opened(memory.region, ALWAYS, kernel) as engine:
             copy(engine, memory, Way.TO_DEVICE, (shuffled, offsets, lengths))
 
     def test_a_copy_overwrites_nothing_that_the_device_has_to_do_before(
