@@ -42,14 +42,11 @@ class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
         if self.shared and self.integrity is MemoryIntegrity.FENCED:
             self._set_integrity(MemoryIntegrity.FULL)
         require_number("scrub_mib_per_s", self.scrub_mib_per_s, "MiB, 0 or more")
-        self._parse_methods()
+        MethodTable.parse(self.methods)
 
     def _set_integrity(self, integrity: MemoryIntegrity) -> None:
         msgspec.structs.force_setattr(self, "integrity", integrity)
 
     def open_copy_engine(self) -> CopyEngine:
         """Open the engine that copies to and from the pool."""
-        return DeviceCopyEngine(methods=self._parse_methods())
-
-    def _parse_methods(self) -> MethodTable | None:
-        return None if self.methods is None else MethodTable.parse(self.methods)
+        return DeviceCopyEngine(methods=MethodTable.parse(self.methods))

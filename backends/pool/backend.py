@@ -246,14 +246,11 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidArgumentError("path", path, "a socket, as in pool:///run/kvxfer/pool.sock")
         if self.timeout_s <= 0:
             raise InvalidArgumentError("timeout_s", self.timeout_s, "seconds, more than 0")
-        self._parse_methods()
+        MethodTable.parse(self.methods)
 
     def open_copy_engine(self) -> CopyEngine:
         """Open the engine that copies to and from the pool."""
-        return DeviceCopyEngine(methods=self._parse_methods())
-
-    def _parse_methods(self) -> MethodTable | None:
-        return None if self.methods is None else MethodTable.parse(self.methods)
+        return DeviceCopyEngine(methods=MethodTable.parse(self.methods))
 
 
 class PoolBackend(Backend):

@@ -63,12 +63,16 @@ class MethodTable:
         return CopyMethod.KERNEL if is_small else CopyMethod.BATCH
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str | None) -> Self | None:
         """Parse a table such as `to_device=28KiB,to_host=0`; ways not named have their default.
+
+        None stays None: no table was given.
 
         Raises:
             InvalidArgumentError: A way is unknown or named twice, or a size is not valid.
         """
+        if text is None:
+            return None
         found: dict[Way, int] = {}
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))

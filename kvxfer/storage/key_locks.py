@@ -49,11 +49,6 @@ class KeyLocks:
         while ends := [self._ends[key] for key in keys if key in self._ends]:
             await ends[0].wait()
 
-    async def wait_for_all(self) -> None:
-        """Wait until no key is locked."""
-        while self._ends:
-            await self.wait(list(self._ends))
-
     @contextmanager
     def hold(self, keys: Sequence[BlockKey]) -> Iterator[None]:
         """Lock keys that are not locked, until the context ends."""

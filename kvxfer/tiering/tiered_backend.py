@@ -400,7 +400,8 @@ class TieredBackend(Backend):
 
     async def _settle(self) -> None:
         """Wait until no block moves between tiers, but for a tier that failed."""
-        await self._locks.wait_for_all()
+        while len(self._locks):
+            await self._locks.wait_for_others()
         for writer in self._writers:
             await writer.settle()
 
