@@ -1,7 +1,7 @@
 """Object storage: blocks in the buckets of S3, Google Cloud Storage and Azure."""
 
 from kvxfer.backends.object.backend import AZBackend, GSBackend, ObjectBackend, S3Backend
-from kvxfer.backends.object.bucket import Bucket, Counts
+from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.bucket_store import BucketStore
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.request_failure import RequestFailedError
@@ -11,7 +11,6 @@ __all__ = [
     "AZConfig",
     "Bucket",
     "BucketStore",
-    "Counts",
     "GSBackend",
     "GSConfig",
     "ObjectBackend",
