@@ -55,11 +55,8 @@ def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPai
     elif _is_in_one_piece(destination):
         from_, to, lengths = source.addresses, _spread(destination, source), source.lengths
     elif _is_in_one_piece(source):
-        from_, to, lengths = (
-            _spread(source, destination),
-            destination.addresses,
-            destination.lengths,
-        )
+        from_, to = _spread(source, destination), destination.addresses
+        lengths = destination.lengths
     else:
         from_, to, lengths = cut_both(source, destination)
     if len(lengths) < 2:

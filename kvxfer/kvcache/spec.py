@@ -181,14 +181,11 @@ class AttentionSpec(KVCacheSpec):
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
         """A tensor of keys and one of values."""
+        sizes = {"token": self.tokens_per_block, "head": self.num_kv_heads}
         return tuple(
             CacheTensorForm(
                 dtype=self.dtype,
-                axis_sizes={
-                    "token": self.tokens_per_block,
-                    "head": self.num_kv_heads,
-                    "dim": width,
-                },
+                axis_sizes=sizes | {"dim": width},
                 layouts=SEPARATE_LAYOUTS,
                 parts=((part, width),),
                 encoding=self.quantization.encoding,

@@ -168,7 +168,8 @@ def canonicalize(
     caches = read_registered(kv_caches, config, layouts)
     pages = [each for cache in caches for each in find_pages(cache, config.num_blocks)]
     _require_shared(pages, config)
-    rows = _in_order_of_use(join_rows(pages), pages)
+    order = {id(page): index for index, page in enumerate(pages)}
+    rows = sorted(join_rows(pages), key=lambda row: min(order[id(page)] for page in row.members))
     device = caches[0].tensors[0].device
     return CanonicalKVCaches(
         tensors=tuple(
@@ -178,11 +179,6 @@ def canonicalize(
         group_specs=tuple(group.spec for group in config.groups),
         null_block_id=config.null_block_id,
     )
-
-
-def _in_order_of_use(rows: Sequence[Row], pages: Sequence[LayerPages]) -> list[Row]:
-    order = {id(page): index for index, page in enumerate(pages)}
-    return sorted(rows, key=lambda row: min(order[id(page)] for page in row.members))
 
 
 def _refs(

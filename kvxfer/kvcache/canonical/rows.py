@@ -90,17 +90,14 @@ def _windows(pages: Sequence[LayerPages]) -> list[list[LayerPages]]:
     """Split pages, sorted by address, into those whose block 0 may lie in one row."""
     windows: list[list[LayerPages]] = []
     for each in pages:
-        if windows and _in_window(windows[-1][0], each):
+        first = windows[-1][0] if windows else each
+        same_storage = first.storage.data_ptr() == each.storage.data_ptr()
+        inside = each.address < first.address + first.block_stride_bytes
+        if windows and inside and (same_storage or each.address == first.address):
             windows[-1].append(each)
         else:
             windows.append([each])
     return windows
-
-
-def _in_window(first: LayerPages, other: LayerPages) -> bool:
-    same_storage = first.storage.data_ptr() == other.storage.data_ptr()
-    inside = other.address < first.address + first.block_stride_bytes
-    return inside and (same_storage or other.address == first.address)
 
 
 def _require_same_or_apart(window: Sequence[LayerPages]) -> None:

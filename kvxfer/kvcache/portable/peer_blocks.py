@@ -232,15 +232,9 @@ class PeerBlocks:
         goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
         firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
         counts = np.diff(firsts, append=len(pages))
-        mapping = self.mapping
-        kinds = np.stack(
-            (
-                pages[firsts] % mapping.our_pages_per_block,
-                pages[firsts] % mapping.their_pages_per_block,
-                counts,
-            ),
-            axis=1,
-        )
+        our_first = pages[firsts] % self.mapping.our_pages_per_block
+        their_first = pages[firsts] % self.mapping.their_pages_per_block
+        kinds = np.stack((our_first, their_first, counts), axis=1)
         kinds, kind_of_run = np.unique(kinds, axis=0, return_inverse=True)
         kind_of_run = kind_of_run.reshape(-1)
         copies, sizes = [(np.zeros(0, np.uint64),) * 3], [np.zeros(1, np.int64)]
@@ -310,13 +304,8 @@ def match_caches(
     if len(theirs[0].groups) != len(ours.groups):
         raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs[0].groups))
     return tuple(
-        PeerBlocks(
-            caches,
-            group,
-            map_peers(sizes[group], group, ours, theirs),
-            theirs[0].groups[group],
-        )
-        for group in range(len(sizes))
+        PeerBlocks(caches, group, map_peers(pieces, group, ours, theirs), theirs[0].groups[group])
+        for group, pieces in enumerate(sizes)
     )
 
 
