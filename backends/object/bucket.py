@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -161,11 +162,9 @@ class Bucket:
 
         One answer, where `read_begin` has to wait for two: its version, and its bytes.
         """
+        ask = partial(self._store.get_range_async, path, start=start, end=stop)
         try:
-            data = await self._request(
-                "GET",
-                lambda: self._store.get_range_async(path, start=start, end=stop),
-            )
+            data = await self._request("GET", ask)
         except FileNotFoundError:
             return None
         except RequestFailedError as exc:

@@ -259,8 +259,8 @@ class _BucketNamespace(StoredNamespace):
 
     @contextlib.contextmanager
     def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
-        name, away = self._store.prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
-        yield _OpenObject(self._store, name, away)
+        name = self._store.prefix + block.path
+        yield _OpenObject(self._store, name, f"{self._folder}{QUARANTINE}/{file_name(block.key)}")
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
         self._store.delete([self._store.prefix + block.path for block in blocks])

@@ -145,12 +145,8 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        virtual_hosted = self.virtual_hosted
-        options: dict[str, Any] = {
-            "virtual_hosted_style_request": not self.endpoint
-            if virtual_hosted is None
-            else virtual_hosted
-        }
+        is_hosted = not self.endpoint if self.virtual_hosted is None else self.virtual_hosted
+        options: dict[str, Any] = {"virtual_hosted_style_request": is_hosted}
         options |= {"endpoint": self.endpoint} if self.endpoint else {}
         options |= {"region": self.region} if self.region else {}
         return self._open("S3Store", **options)

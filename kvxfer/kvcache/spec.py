@@ -215,12 +215,10 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        if self.sliding_window is not None and self.attention_chunk_tokens is not None:
-            raise InvalidArgumentError(
-                "attention_chunk_tokens",
-                self.attention_chunk_tokens,
-                "no chunk in a layer that has a sliding window",
-            )
+        chunk = self.attention_chunk_tokens
+        if self.sliding_window is not None and chunk is not None:
+            expected = "no chunk in a layer that has a sliding window"
+            raise InvalidArgumentError("attention_chunk_tokens", chunk, expected)
 
     def merge_alike(self, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
         """Merge full-attention specs; a window or chunk of some applies to all.
@@ -376,11 +374,9 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
                     f"layer_specs[{name!r}]", spec, f"a {type(specs[0]).__name__} like the first"
                 )
             if spec.tokens_per_block != self.tokens_per_block:
-                raise InvalidArgumentError(
-                    f"layer_specs[{name!r}].tokens_per_block",
-                    spec.tokens_per_block,
-                    f"{self.tokens_per_block} like the whole group",
-                )
+                field = f"layer_specs[{name!r}].tokens_per_block"
+                expected = f"{self.tokens_per_block} like the whole group"
+                raise InvalidArgumentError(field, spec.tokens_per_block, expected)
         if self.page_size_padded is not None:
             raise InvalidArgumentError(
                 "page_size_padded", self.page_size_padded, "None: each layer has its own"

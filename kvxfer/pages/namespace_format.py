@@ -39,11 +39,9 @@ class GroupFormat:
         self.file_size_bytes = self.header_size_bytes + self.chunk_size_bytes
         self.has_parts = not self._tensors and self.block_size_bytes < self.chunk_size_bytes
         if self.header_size_bytes > MAX_HEADER_BYTES:
-            raise InvalidArgumentError(
-                f"groups[{group}].tensors",
-                f"{len(self._tensors)} tensors",
-                f"as many as a header of {MAX_HEADER_BYTES} bytes can list",
-            )
+            found = f"{len(self._tensors)} tensors"
+            expected = f"as many as a header of {MAX_HEADER_BYTES} bytes can list"
+            raise InvalidArgumentError(f"groups[{group}].tensors", found, expected)
 
     def tensors(self, num_bytes: int) -> tuple[StoredTensor, ...]:
         """List the tensors of a file with `num_bytes` of data, which it can hold."""

@@ -166,11 +166,8 @@ def _forms(
         if len(tensors) == len(forms):
             return forms
     counts = f"{len(whole)} or {len(separate)}" if separate else str(len(whole))
-    raise InvalidArgumentError(
-        f"kv_caches[{layer_name!r}]",
-        f"{len(tensors)} tensors",
-        f"{counts} for a {type(spec).__name__}",
-    )
+    found, expected = f"{len(tensors)} tensors", f"{counts} for a {type(spec).__name__}"
+    raise InvalidArgumentError(f"kv_caches[{layer_name!r}]", found, expected)
 
 
 def _read_cross_layer(

@@ -98,14 +98,9 @@ def _map(
     tokens_per_block: int,
 ) -> PageMapping:
     num_writers, writer_index = shard.writers(boxes)
-    return compile_mapping(
-        boxes,
-        page,
-        tokens_per_block=tokens_per_block,
-        payload_sizes=[ref.page_size_bytes for ref in refs],
-        num_writers=num_writers,
-        writer_index=writer_index,
-    )
+    sizes = [ref.page_size_bytes for ref in refs]
+    mapping = compile_mapping(boxes, page, tokens_per_block=tokens_per_block, payload_sizes=sizes)
+    return replace(mapping, num_writers=num_writers, writer_index=writer_index)
 
 
 def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:

@@ -172,8 +172,6 @@ def compile_mapping(
     *,
     tokens_per_block: int,
     payload_sizes: Sequence[int],
-    num_writers: int = 1,
-    writer_index: int = 0,
     max_fragments: int | None = None,
 ) -> PageMapping:
     """Compute the mapping of a worker's blocks to portable pages.
@@ -185,8 +183,6 @@ def compile_mapping(
         tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
         payload_sizes: Bytes of the pieces of a payload; neighbouring bytes of the payload are
             contiguous in memory only within one piece.
-        num_writers: See `PageMapping`.
-        writer_index: See `PageMapping`.
         max_fragments: Fragments of all boxes that the mapping may have, where the boxes are not
             the caller's own; any number by default.
 
@@ -221,9 +217,7 @@ def compile_mapping(
             axis = "token" if len(firsts) > 1 else "head"
             raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
         pages.append(PageFragments.join(parts, cuts, np.cumsum(page.shard_sizes)))
-    mapping = PageMapping(
-        page, sum(payload_sizes), blocks_per_page, tuple(pages), num_writers, writer_index
-    )
+    mapping = PageMapping(page, sum(payload_sizes), blocks_per_page, tuple(pages))
     _require_disjoint(mapping)
     expected = blocks_per_page * sum(box.num_bytes for box in boxes)
     if (num_bytes := sum(int(fragments.lengths.sum()) for fragments in pages)) != expected:

@@ -101,9 +101,6 @@ def _read_namespace(store: BlockStore, path: str) -> Namespace | None:
     """Read the description of the namespace, two folders above a block file."""
     fingerprint, *rest = path.split("/")
     if rest:
-        with (
-            contextlib.suppress(BlockFileError, OSError),
-            store.namespace(fingerprint) as namespace,
-        ):
-            return read_namespace(namespace)
+        with contextlib.suppress(BlockFileError, OSError), store.namespace(fingerprint) as stored:
+            return read_namespace(stored)
     return None
