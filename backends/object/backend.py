@@ -74,7 +74,6 @@ class ObjectBackend(Backend):
         self._config = config
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
         self._pages = Pages(config.prefix, namespace, digester)
-        self._place = config.url
         self._bucket = Bucket(config)
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
@@ -83,7 +82,7 @@ class ObjectBackend(Backend):
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
-        self._texts = NamespaceTexts(self._bucket, self._pages, self._place)
+        self._texts = NamespaceTexts(self._bucket, self._pages)
         self._calls = Calls()
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
@@ -169,7 +168,7 @@ class ObjectBackend(Backend):
                     there = (self._pages.key_in(each.name) for each in listed)
                     num_removed += await self._purge([k for k in there if k.startswith(prefix)])
         except RequestFailedError as exc:
-            raise BackendUnavailableError(f"{self._place}: {exc}") from exc
+            raise BackendUnavailableError(f"{self._bucket.place}: {exc}") from exc
         return num_removed
 
     async def _purge(self, keys: Sequence[BlockKey]) -> int:
@@ -177,7 +176,8 @@ class ObjectBackend(Backend):
             return 0
         removed, kept = await delete_from(self, keys)
         if kept:
-            raise BackendUnavailableError(f"{self._place}: {len(kept)} blocks cannot be removed")
+            found = f"{len(kept)} blocks cannot be removed"
+            raise BackendUnavailableError(f"{self._bucket.place}: {found}")
         return len(removed)
 
     async def aclose(self) -> None:
@@ -241,7 +241,7 @@ class ObjectBackend(Backend):
             asking = self._each(look, len(keys))
             await self._calls.wait_for(self._config.lookup_timeout_s, asking, outlives_caller=True)
         except TimeoutError:
-            logger.debug("lookup of %d blocks in %s took too long", len(keys), self._place)
+            logger.debug("lookup of %d blocks in %s took too long", len(keys), self._bucket.place)
         return found
 
     async def _look(self, key: BlockKey, name: str) -> bool:
@@ -441,18 +441,18 @@ class ObjectBackend(Backend):
                 async for listed in answers:
                     if self._texts.has_others:
                         break
-                    keys = (self._pages.key_in(each.name) for each in listed)
-                    self._presence.note_list(filter(None, keys), since=since)
+                    for key in filter(None, (self._pages.key_in(each.name) for each in listed)):
+                        self._presence.note(key, there=True, since=since)
                     num_names += len(listed)
         except (RequestFailedError, TimeoutError) as exc:
-            logger.info("list of %s%s: %r", self._place, self._pages.fingerprint, exc)
+            logger.info("list of %s%s: %r", self._bucket.place, self._pages.fingerprint, exc)
             return
         self._list_again_at = float("inf")
         if self._texts.has_others:
-            logger.info("%s%s has pages of others", self._place, self._pages.fingerprint)
+            logger.info("%s%s has pages of others", self._bucket.place, self._pages.fingerprint)
             return
         self._presence.note_all_listed(began_at)
-        logger.info("%s%s has %d objects", self._place, self._pages.fingerprint, num_names)
+        logger.info("%s%s has %d objects", self._bucket.place, self._pages.fingerprint, num_names)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         counts = self._bucket.counts

@@ -95,6 +95,7 @@ class Bucket:
         config: Where it is, and the time and requests that it may take; see `ObjectConfig`.
 
     Attributes:
+        place: Its URL, with the prefix of the names.
         counts: What was asked of it.
         slots: Those of `max_requests`, to be held for one block at a time.
         stores: Circuit breaker for requests that store.
@@ -109,14 +110,14 @@ class Bucket:
         from obstore import exceptions
 
         self._is_there = exceptions.AlreadyExistsError, exceptions.PreconditionError
-        self._place, pause_s = config.url, config.retry_after_s
+        self.place, pause_s = config.url, config.retry_after_s
         self._timeout_s = config.timeout_s
         self.slots = asyncio.Semaphore(config.max_requests)
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
         self._turns = asyncio.Lock()
-        self._breaker = CircuitBreaker(f"requests to {self._place}", pause_s=pause_s)
-        self.stores = CircuitBreaker(f"storing to {self._place}", pause_s=pause_s)
+        self._breaker = CircuitBreaker(f"requests to {self.place}", pause_s=pause_s)
+        self.stores = CircuitBreaker(f"storing to {self.place}", pause_s=pause_s)
         self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
 
@@ -331,7 +332,7 @@ class Bucket:
             await self._pace()
             turn.begin()
         if not self._breaker.allows():
-            reason = f"{what}: paused after repeated errors of {self._place}"
+            reason = f"{what}: paused after repeated errors of {self.place}"
             raise RequestFailedError(reason, transient=True)
         probe = self._breaker.probe
         try:

@@ -25,7 +25,6 @@ class NamespaceTexts:
     Args:
         bucket: The bucket.
         pages: Pages of the namespace.
-        place: The bucket in the log.
 
     Attributes:
         overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
@@ -33,10 +32,9 @@ class NamespaceTexts:
             taken to be so until the record was read.
     """
 
-    def __init__(self, bucket: Bucket, pages: Pages, place: str) -> None:
+    def __init__(self, bucket: Bucket, pages: Pages) -> None:
         self._bucket = bucket
         self._pages = pages
-        self._place = place
         self._writing, self._reading = Once(), Once()
         self._met_others = False
         self.overwrites = False
@@ -74,7 +72,7 @@ class NamespaceTexts:
         # What the first request has made, the second must not make again.
         if await self._bucket.create(name, text) and await self._bucket.create(name, text):
             self.overwrites = True
-            logger.warning("%s: the server ignores If-None-Match", self._place)
+            logger.warning("%s: the server ignores If-None-Match", self._bucket.place)
         await self._note_kind()
 
     async def _note_kind(self) -> None:

@@ -1,7 +1,6 @@
 """Cache of which objects are there, for lookups."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvxfer import runtime
@@ -48,7 +47,7 @@ class Presence:
         return entry.there if now - entry.at < ttl_s else None
 
     def mark(self) -> int:
-        """Mark the begin of a look at the bucket, for `note` and `note_list`: each has its own."""
+        """Mark the begin of a look at the bucket, for `note`: each has its own."""
         self._num_marks += 1
         return self._num_marks
 
@@ -57,11 +56,6 @@ class Presence:
         entry = self._entries.get(key)
         if entry is None or entry.since <= since:
             self._put(key, _Entry(there, runtime.monotonic(), since))
-
-    def note_list(self, keys: Iterable[BlockKey], *, since: int) -> None:
-        """Note a part of a list that began at `since`."""
-        for key in keys:
-            self.note(key, there=True, since=since)
 
     def note_all_listed(self, began_at: float) -> None:
         """Note that a list has ended, which began at `began_at`: nothing else was there then."""
