@@ -327,11 +327,7 @@ class Reports:
 
     def tell(self, event: Event) -> None:
         """Tell an event to every observer; one that raises is logged and left out from then on."""
-        for observer in list(self._observers):
-            try:
-                observer.note(event)
-            except Exception as exc:  # noqa: BLE001 - logged
-                self._leave_out(observer, exc)
+        self._each(lambda observer: observer.note(event))
 
     def watch(self, ask: AskGauges) -> None:
         """Give every observer a method that tells the state of this tier; keeps no object alive."""
@@ -341,11 +337,7 @@ class Reports:
             alive = method()
             return {} if alive is None else alive()
 
-        for observer in list(self._observers):
-            try:
-                observer.watch(self.tier, ask_if_alive)
-            except Exception as exc:  # noqa: BLE001 - logged
-                self._leave_out(observer, exc)
+        self._each(lambda observer: observer.watch(self.tier, ask_if_alive))
 
     def added(self, keys: Sequence[BlockKey]) -> None:
         """Tell that blocks can be found from now on."""
@@ -419,12 +411,16 @@ class Reports:
             self.moved(operation, keys, outcomes, sizes, began, cause=cause)
         return outcomes
 
-    def _leave_out(self, observer: Observer, exc: Exception) -> None:
-        # As text: a record that a handler keeps must not keep the frames, and with them the memory.
-        error = "".join(traceback.format_exception(exc))
-        text = "%s failed, and is told nothing from now on\n%s"
-        logger.warning(text, type(observer).__name__, error)
-        self._observers[:] = [each for each in self._observers if each is not observer]
+    def _each(self, call: Callable[[Observer], None]) -> None:
+        for observer in list(self._observers):
+            try:
+                call(observer)
+            except Exception as exc:  # noqa: BLE001 - logged
+                # As text: a record that is kept must not keep the frames, and with them the memory.
+                error = "".join(traceback.format_exception(exc))
+                text = "%s failed, and is told nothing from now on\n%s"
+                logger.warning(text, type(observer).__name__, error)
+                self._observers[:] = [each for each in self._observers if each is not observer]
 
 
 @runtime_checkable
