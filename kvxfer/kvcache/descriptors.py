@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import require_instances, require_integer, require_integers, require_positive
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.fragments import Addresses, are_equal, cut_runs
+from kvxfer.kvcache.fragments import Addresses, are_equal, concatenated_ranges, cut_runs
 from kvxfer.kvcache.memory_region import HOST
 
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
@@ -151,8 +151,7 @@ class Descriptors:
             raise InvalidArgumentError("blocks", blocks, f"indices from 0, below {self.num_blocks}")
         counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        rows = np.repeat(self.block_offsets[:-1][blocks], counts) + within
+        rows = np.repeat(self.block_offsets[:-1][blocks], counts) + concatenated_ranges(counts)
         return Descriptors(
             addresses=self.addresses[rows],
             lengths=self.lengths[rows],

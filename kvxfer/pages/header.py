@@ -136,11 +136,7 @@ class BlockHeader:
 
     def encode(self, digester: Digester) -> bytes:
         """Write the header, `data_offset` bytes long."""
-        return self._frame(digester).fill(self.key, self.checksum)
-
-    def bound(self, digester: Digester) -> bytes:
-        """See `HeaderFrame.bound`."""
-        return self._frame(digester).bound(self.key)
+        return self.frame(digester).fill(self.key, self.checksum)
 
     @classmethod
     def decode(cls, data: bytes) -> "BlockHeader":
@@ -196,7 +192,8 @@ class BlockHeader:
             raise OtherIntegrityError(header.integrity, digester.integrity)
         return header
 
-    def _frame(self, digester: Digester) -> "HeaderFrame":
+    def frame(self, digester: Digester) -> "HeaderFrame":
+        """Make the frame of headers that differ in key and checksums alone."""
         return HeaderFrame(
             self.namespace,
             self.start,

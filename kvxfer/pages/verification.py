@@ -82,7 +82,7 @@ def check_data(
     """
     require_readable(header, digester)
     if digester.cipher is not None:
-        bound = header.bound(digester)
+        bound = header.frame(digester).bound(header.key)
         sealed = header.namespace, header.key, bound, header.checksum
         if not digester.cipher.decrypt(*sealed, data, into):
             raise BlockFileError("the data does not match its tag")
