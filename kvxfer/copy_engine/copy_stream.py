@@ -22,7 +22,7 @@ NUM_TABLES = 4
 """Tables of a stream that are pinned in advance: see `NUM_EVENTS`."""
 
 
-class FragmentTable:
+class FragmentTable(PinnedMemory):
     """Table of fragments' addresses and lengths, in pinned memory that a kernel can read.
 
     Args:
@@ -30,15 +30,13 @@ class FragmentTable:
 
     Attributes:
         num_fragments: Fragments that it has room for.
-        is_pinned: Whether the memory could be pinned.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
         self.num_fragments = TABLE_FRAGMENTS
         self._values = np.frombuffer(mmap.mmap(-1, 3 * 8 * self.num_fragments), np.uint64)
         region = MemoryRegion(self._values.ctypes.data, self._values.nbytes, self._values)
-        self._memory = PinnedMemory(driver, region)
-        self.is_pinned = self._memory.is_pinned
+        super().__init__(driver, region)
 
     def fill(self, *columns: Addresses) -> NDArray[np.uint64]:
         """Fill in sources, destinations and lengths, as many as there is room for, as `(3, n)`."""
@@ -46,10 +44,6 @@ class FragmentTable:
         for row, column in zip(table, columns, strict=True):
             row[:] = column
         return table
-
-    def close(self) -> None:
-        """Unpin the memory."""
-        self._memory.close()
 
 
 class CopyStream:
