@@ -88,7 +88,9 @@ class MooncakeBackend(Backend):
             f"{PREFIX}{config.integrity.value}/", namespace, Digester(config.integrity)
         )
         self._staging = StagingMemory(
-            config.staging, self._pages.largest_file_bytes, lambda: self._client.drain()
+            config.staging,
+            self._pages.largest_file_bytes,
+            lambda: self._client.drain(),  # noqa: PLW0108 - the client comes after it
         )
         self._client = StoreClient(config, self._staging.region)
         self._replication = config.replication()

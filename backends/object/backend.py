@@ -187,6 +187,9 @@ class ObjectBackend(Backend):
     async def _release(self) -> None:
         self._calls.cancel()
         await end_tasks(filter(None, [self._listing]))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.close_timeout_s):
+                await self._deletes.wait_for_others()  # those whose callers were cancelled
         await self._texts.aclose(self._config.close_timeout_s)
         await self._bucket.aclose(self._config.close_timeout_s)
         if not await self._threads.aclose(self._config.close_timeout_s):

@@ -233,7 +233,8 @@ def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
 
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
-    shards = Descriptors.of_pieces(np.cumsum(sizes) - sizes, sizes)  # at offsets in the blocks
+    lengths = np.array(sizes, np.uint64)
+    shards = Descriptors.of_pieces(np.cumsum(lengths) - lengths, lengths)  # at their offsets
     addresses, _, lengths = cut_both(blocks, shards)
     ends = np.cumsum(lengths).searchsorted(np.cumsum(shards.lengths)) + 1
     return replace(

@@ -207,12 +207,13 @@ class StagingMemory:
         if share is not None:
             await share.acquire()
         turn: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
-        try:
-            if self._withdrawn:
-                raise ClosedError("staging memory")
-            if self._idle:
-                return self._idle.pop()
+        if self._withdrawn:
+            turn.set_exception(ClosedError("staging memory"))
+        elif self._idle:
+            turn.set_result(self._idle.pop())
+        else:
             heapq.heappush(self._waiting, (priority, next(self._order), turn))
+        try:
             return await turn
         except BaseException:
             # Its turn may have come at the same moment.

@@ -399,7 +399,6 @@ class TieredBackend(Backend):
                 logger.warning("blocks still move between tiers after %g s", self._close_s)
 
     async def _settle(self) -> None:
-        """Wait until no block moves between tiers, but for a tier that failed."""
         while len(self._locks):
             await self._locks.wait_for_others()
         for writer in self._writers:

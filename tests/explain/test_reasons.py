@@ -9,8 +9,7 @@ import pytest
 
 from kvxfer.connect import connect, open_backend
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.eviction.retention import retain_in
+from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys

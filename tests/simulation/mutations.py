@@ -151,8 +151,8 @@ TABLE = """
 +            if True:
                  self._give_back(buffer, share)
 @@ tiers 20 two holders share a buffer
--            return self._idle.pop()
-+            return self._idle[-1]
+-            turn.set_result(self._idle.pop())
++            turn.set_result(self._idle[-1])
 @@ tiers 80 a drained buffer counts as being drained for ever
 -        if share is not None:
 -            share.note_unsafe(-1)

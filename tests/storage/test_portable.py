@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import AsyncMock, patch
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -240,7 +241,7 @@ async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
     async with PortableBackend(inner, worker.mappings) as backend:
         for keys in (KEYS[:2], salted):
             assert all(outcome.done for outcome in await backend.store(keys, pages))
-        moved = dataclasses.replace(pages, block_offsets=pages.block_offsets + [0, 1, 0])
+        moved = dataclasses.replace(pages, block_offsets=pages.block_offsets + np.array([0, 1, 0]))
         with pytest.raises(InvalidArgumentError, match="shards of"):
             await backend.store(KEYS[:2], moved)
         purgeable = backend.provide(Purgeable)
