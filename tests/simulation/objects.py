@@ -262,6 +262,8 @@ class _EngineRun(EngineRun):
         if is_killed:
             self._process.client.kill()
         await self.close()
+        if not is_killed and len(self._process.objects._deletes):
+            self._simulation.fail("close", "a delete goes on after it")
 
     def forget_memory(self) -> None:
         """Note the end of the process: nothing reads its memory, which nobody has any more."""

@@ -14,6 +14,7 @@ from kvxfer.testing.conformance.suite import cancel, store_generated, yield_to_l
 from kvxfer.testing.payloads import read_payloads
 
 KEYS = [make_block_key(b"%d" % index) for index in range(3)]
+MEMORY = BlockMemory([[96, 33]], num_blocks=8)
 LIMIT_S = 10.0
 
 
@@ -62,35 +63,28 @@ class TestValues(BackendTests):
         self.values[name] = bytes([self.values[name][0] ^ 1]) + self.values[name][1:]
 
 
-@pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[96, 33]], num_blocks=8)
-
-
-async def test_a_value_of_another_block_or_length_is_corrupt_once(memory: BlockMemory) -> None:
+async def test_a_value_of_another_block_or_length_is_corrupt_once() -> None:
     values: dict[str, bytes] = {}
-    async with Values(values, memory.namespace()) as backend:
-        await store_generated(backend, KEYS, memory.describe(0, range(3)))
+    async with Values(values, MEMORY.namespace()) as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(3)))
         first, second, third = map(backend.name_of, KEYS)
         values[first], values[third] = values[second], values[third][:-1]
         for expected in (Status.CORRUPT, Status.MISSING):
-            outcomes = await backend.load(KEYS, memory.describe(0, range(4, 7)))
+            outcomes = await backend.load(KEYS, MEMORY.describe(0, range(4, 7)))
             assert [each.status for each in outcomes] == [expected, Status.DONE, expected]
 
 
-async def test_without_integrity_a_value_is_the_bytes_alone(memory: BlockMemory) -> None:
+async def test_without_integrity_a_value_is_the_bytes_alone() -> None:
     values: dict[str, bytes] = {}
-    async with Values(values, memory.namespace(), Integrity.OFF) as backend:
-        blocks = memory.describe(0, [0])
+    async with Values(values, MEMORY.namespace(), Integrity.OFF) as backend:
+        blocks = MEMORY.describe(0, [0])
         await store_generated(backend, KEYS[:1], blocks)
         assert list(values.values()) == read_payloads(blocks)
     with pytest.raises(InvalidArgumentError, match="integrity"):
-        Values(values, memory.namespace(), Integrity.SEALED)
+        Values(values, MEMORY.namespace(), Integrity.SEALED)
 
 
-async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_value(
-    memory: BlockMemory,
-) -> None:
+async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_value() -> None:
     may_go_on = threading.Event()
 
     class Hanging(Values):
@@ -98,7 +92,7 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
             may_go_on.wait(LIMIT_S)
             super().remove(names)
 
-    backend, blocks = Hanging({}, memory.namespace()), memory.describe(0, range(1))
+    backend, blocks = Hanging({}, MEMORY.namespace()), MEMORY.describe(0, range(1))
     await store_generated(backend, KEYS[:1], blocks)
     deleting = asyncio.ensure_future(backend.delete(KEYS[:1]))
     await yield_to_loop(5)
@@ -116,7 +110,7 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
     assert backend.num_closed == 1
 
 
-async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend(memory: BlockMemory) -> None:
+async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
     class Full(Values):
         def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
             if len(names) == 1:
@@ -124,9 +118,9 @@ async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend(memory: Blo
             super().put(names[:1], values[:1])
             return [True, *[False] * (len(names) - 1)]
 
-    async with Full({}, memory.namespace()) as backend:
-        outcomes = await backend.store(KEYS, memory.describe(0, range(3)))
+    async with Full({}, MEMORY.namespace()) as backend:
+        outcomes = await backend.store(KEYS, MEMORY.describe(0, range(3)))
         assert [each.status for each in outcomes] == [Status.DONE, *[Status.FAILED] * 2]
         assert await backend.lookup(KEYS) == [True, False, False]
         with pytest.raises(BackendUnavailableError, match="Full: OSError"):
-            await backend.store(KEYS[1:2], memory.describe(0, [0]))
+            await backend.store(KEYS[1:2], MEMORY.describe(0, [0]))
