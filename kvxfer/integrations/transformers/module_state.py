@@ -67,12 +67,13 @@ def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) ->
     calls = [where_written(vars(torch.nn.Module)[name])[0] for name in CALLS]
     is_altered = any(hooks) or {*calls} != {torch_modules.__name__}
     state = ModuleState(obstacle="a hook of all modules" if is_altered else "")
-    encoder = _Encoder(model, hash_tensor)
+    names = {id(each): name for name, each in model.named_modules()}  # the first of each
+    encoder = _Encoder(names, hash_tensor)
     code = functools.cache(encoder.code)
     for name, module in model.named_modules(remove_duplicate=False):
         kind: type = type(module)
         facts = state.facts[name] = {"type": [kind.__module__, kind.__qualname__]}
-        if (first := encoder.name_of(module)) != name:
+        if (first := names[id(module)]) != name:
             facts["same as"] = first
             continue
         try:
@@ -107,7 +108,8 @@ def require_unchanged(model: Any) -> None:
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config)).eval()
     kinds = {name: type(module) for name, module in model.named_modules()}
-    ours, theirs = (read_state(each, _shape_of).facts for each in (model, fresh))
+    shape_of = lambda _, tensor: str(tuple(tensor.shape)).encode()  # noqa: E731 - without memory
+    ours, theirs = (read_state(each, shape_of).facts for each in (model, fresh))
     for name in sorted(ours.keys() | theirs.keys()):
         mine, plain = ours.get(name, {}), theirs.get(name, {})
         for attribute in sorted(mine.keys() | plain.keys()):
@@ -121,14 +123,12 @@ def require_unchanged(model: Any) -> None:
 class _Encoder:
     """Encoder of attributes as JSON types, the same in every process; modules are named only."""
 
-    def __init__(self, model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> None:
-        self._names: dict[int, str] = {id(each): name for name, each in model.named_modules()}
+    def __init__(
+        self, names: Mapping[int, str], hash_tensor: Callable[[str, torch.Tensor], bytes]
+    ) -> None:
+        self._names = names
         self._hash_tensor = hash_tensor
         self._configs: dict[int, str] = {}
-
-    def name_of(self, module: Any) -> str:
-        """Return the first name of a module, which may have several."""
-        return self._names[id(module)]
 
     def code(self, start: Any) -> dict[str, Any]:
         """Encode the code that runs for a class of modules, or for a function."""
@@ -247,8 +247,3 @@ def _precision_of_products(model: Any) -> str:
         places = [torch.get_float32_matmul_precision()]
     found = next((each for each in places if each not in {"", "none"}), "ieee")
     return "" if found in {"ieee", "highest"} else str(found)
-
-
-def _shape_of(_: str, tensor: torch.Tensor) -> bytes:
-    """Stand in for the hash of a tensor that has no memory."""
-    return str(tuple(tensor.shape)).encode()

@@ -123,7 +123,10 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
         found = f"padding (token {padding}) at {tokens.index(padding)}"
         wanted = "a prompt without padding; or pass an attention_mask of ones"
         raise InvalidArgumentError("input_ids", found, wanted)
-    limit = _num_embeddings(model)
+    try:
+        limit = int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):  # it may have any
+        limit = INT64_MAX
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < limit:
             found = f"token {token} at {tokens.index(token)}"
@@ -133,14 +136,6 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
         if token in present:
             found = f"{name} {token} at {tokens.index(token)}"
             raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
-
-
-def _num_embeddings(model: Any) -> int:
-    """Count the tokens that a model has embeddings for; one without them may have any."""
-    try:
-        return int(model.get_input_embeddings().num_embeddings)
-    except (AttributeError, NotImplementedError):
-        return INT64_MAX
 
 
 def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:

@@ -78,7 +78,18 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     ]
     for _, extra in _connectors(transfer):
         if "backend" in extra:
-            planned.append(_of_tiers(config, extra))
+            planned.append(
+                PlannedNamespace(
+                    kind=TIERS,
+                    namespace=identify_model(
+                        config, model=config.model_config.model, dtype=_dtype(config)
+                    ),
+                    fields=(*OF_THE_MODEL, *BRIDGED),
+                    keys=_keys(config, extra),
+                    unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also "
+                    "the release of vLLM, the parallel sizes and the processor)",
+                )
+            )
         planned += [
             _of_secondary_tier(config, extra, str(tier.get("revision", "")))
             for tier in extra.get("secondary_tiers", [])
@@ -89,18 +100,6 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
             "kv_transfer_config", transfer, "KVXferConnector, or a connector with a backend"
         )
     return planned
-
-
-def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
-    """Plan the namespace of portable pages; see `portable_namespace`."""
-    return PlannedNamespace(
-        kind=TIERS,
-        namespace=identify_model(config, model=config.model_config.model, dtype=_dtype(config)),
-        fields=(*OF_THE_MODEL, *BRIDGED),
-        keys=_keys(config, extra),
-        unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also the release "
-        "of vLLM, the parallel sizes and the processor)",
-    )
 
 
 def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:

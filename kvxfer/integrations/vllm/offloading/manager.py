@@ -483,7 +483,12 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._has_failed &= self._tier.queued_bytes > 0
         if failed:
             self._has_failed = True
-            self._drop_failed(failed)
+            for moved in failed:
+                status = moved.outcome.status
+                self._metrics.add(metrics.loaded(metrics.LOWER, Cause.PROMOTION, status))
+            text = "%d chunks were not loaded, the first: %s"
+            logger.warning(text, len(failed), failed[0].outcome)
+            self._give_up([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []
         while self._loaded and self._bytes_to_verify > 0:
@@ -550,13 +555,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
         self._metrics.add(metrics.LOWER_STORES_DROPPED, len(keys))
         self._lower_reports.not_written_back(keys)
-
-    def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
-        for moved in loads:
-            status = moved.outcome.status
-            self._metrics.add(metrics.loaded(metrics.LOWER, Cause.PROMOTION, status))
-        logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
-        self._give_up([moved.key for moved in loads])
 
     def _land(self, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""

@@ -251,7 +251,16 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM's `SupportsHMA`."""
-        is_lent, params = self._finish(request, block_ids)
+        is_lent, params = False, None
+        if self._decode is not None:
+            self._decode.finish(request)
+        if wants_prefill(request.kv_transfer_params):
+            if self._prefill is not None:
+                is_lent, params = self._prefill.finish(request, block_ids)
+            elif not self._has_warned:
+                self._has_warned = True
+                text = "a request is to be handed over, by an engine that lends nothing"
+                logger.warning(text)
         is_stored, _ = self._tiers.request_finished_all_groups(request, block_ids)
         if is_lent and is_stored:
             self._kept_by_both.add(request.request_id)
@@ -445,21 +454,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def _head_of(self, request: Any, num_external_tokens: int) -> int:
         return min(self._shares.get(request.request_id, Shares()).head, num_external_tokens)
-
-    def _finish(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request of D, or lend the blocks of one of P; return what P tells vLLM."""
-        if self._decode is not None:
-            self._decode.finish(request)
-        if not wants_prefill(request.kv_transfer_params):
-            return False, None
-        if self._prefill is not None:
-            return self._prefill.finish(request, block_ids)
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("a request is to be handed over, by an engine that lends nothing")
-        return False, None
 
     def _take_ended(self, finished_req_ids: set[str]) -> Ended:
         ours = Ended() if self._worker is None else self._worker.take_ended()

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -113,8 +113,9 @@ class DecodeScheduler:
         num_tokens = first + num_external_tokens
         block_ids = [[writable(block) for block in ids] for ids in blocks.blocks]
         for group, size in enumerate(self._groups.tokens_per_block):
-            if self._groups.has_states[group]:
-                block_ids[group] = [_state_block(block_ids[group], (num_tokens - 1) // size)]
+            if self._groups.has_states[group]:  # -1: a load fails where it may write to no block
+                state = block_ids[group][(num_tokens - 1) // size :]
+                block_ids[group] = [(state[0] if state else 0) or -1]
         wanted = asked.found.wanted(asked.keys, first, num_tokens, block_ids)
         self._tell_wanted(request.request_id, asked.keys, wanted)
         self._fetches.append(
@@ -266,8 +267,3 @@ class DecodeScheduler:
         except KVXferError as exc:
             logger.debug("a call to P was not begun: %s", exc)
             return None
-
-
-def _state_block(block_ids: Sequence[int], index: int) -> int:
-    """Return the id of a state's block; -1, so that its load fails, where none may be written."""
-    return (block_ids[index] if index < len(block_ids) else 0) or -1

@@ -3,7 +3,7 @@
 import logging
 from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer import runtime
@@ -102,8 +102,16 @@ class PrefillDecodeWorker:
         """
         if step.revoked:
             self._handover.revoke(step.revoked)
-        for offer in step.offers:
-            self._offer(offer)
+        for each in step.offers:
+            keys, block_ids = each.keys, each.block_ids
+            if self._handover.is_on_device and not each.is_complete:
+                keys, block_ids = [], []  # its kernels may run still; the last offer has all blocks
+            if each.is_complete:
+                self._lent[each.lease] = each.request_id
+            if self._reports:
+                self._told[each.lease] += keys
+                self._reports.added(keys)
+            self._handover.offer(each.lease, keys, block_ids, is_complete=each.is_complete)
 
     def begin(self, step: StepData) -> None:
         """Begin the loads that the scheduler planned for a step, after `prepare`."""
@@ -140,19 +148,6 @@ class PrefillDecodeWorker:
         for request_id in [each for each, (quiet, _) in self._unsafe.items() if quiet.done()]:
             ended.end_load(request_id, self._unsafe.pop(request_id)[1])
         return ended
-
-    def _offer(self, offer: Offer) -> None:
-        if self._handover.is_on_device and not offer.is_complete:
-            # The step's kernels may run still. All blocks come with the last offer.
-            offer = replace(offer, keys=[], block_ids=[])
-        if offer.is_complete:
-            self._lent[offer.lease] = offer.request_id
-        if self._reports:
-            self._told[offer.lease] += offer.keys
-            self._reports.added(offer.keys)
-        self._handover.offer(
-            offer.lease, offer.keys, offer.block_ids, is_complete=offer.is_complete
-        )
 
     def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
         """Count a load that has ended; return the blocks that are not good, for each group."""
