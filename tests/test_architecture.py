@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_499,
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
-    "kvxfer/integrations": 10_150,
+    "kvxfer/integrations": 10_162,
     "kvxfer/kvcache": 5_675,
     "kvxfer/lending": 1_481,
     "kvxfer/pages": 2_263,

@@ -1,7 +1,7 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -224,12 +224,7 @@ class Residents(Observer):
         """
         listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
-            if self._relist:
-                kept = [each for each in self._listed if each not in self._relist]
-                there = (each for each in self._relist if each in self._objects)
-                new = [each for each in there if self._objects[each].told_bytes]
-                self._listed = sorted(kept + new)  # a few comparisons, as most are in order
-                self._relist.clear()
+            self._put_in_order()
             for at in range(bisect_right(self._listed, after), len(self._listed)):
                 resident = self._objects[self._listed[at]]
                 assert resident.key is not None
@@ -243,6 +238,23 @@ class Residents(Observer):
         if object_id not in self._objects:
             self._objects[object_id] = _Resident(object_key_of(object_id))
         return self._objects[object_id]
+
+    def _put_in_order(self) -> None:
+        """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
+        if len(self._relist) * 16 > len(self._listed):
+            told = (each for each, resident in self._objects.items() if resident.told_bytes)
+            self._listed = sorted(told)
+        else:
+            for object_id in self._relist:
+                at = bisect_left(self._listed, object_id)
+                is_listed = self._listed[at : at + 1] == [object_id]
+                resident = self._objects.get(object_id)
+                if resident is not None and resident.told_bytes:
+                    if not is_listed:
+                        self._listed.insert(at, object_id)
+                elif is_listed:
+                    del self._listed[at]
+        self._relist.clear()
 
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
