@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import msgspec
 import pytest
@@ -265,6 +265,11 @@ def texts_of(message: object) -> list[str]:
     if isinstance(message, list):
         return [text for each in message for text in texts_of(each)]
     return [message] if isinstance(message, str) else []
+
+
+def test_an_address_of_one_link_is_one_to_connect_to() -> None:
+    writer = Mock(get_extra_info=lambda _: ("fe80::1", 7000, 0, 3))
+    assert frames.FrameChannel(Mock(), writer).peer == Endpoint("fe80::1%3", 7000)
 
 
 async def test_a_peer_that_reads_nothing_is_given_up() -> None:

@@ -416,4 +416,5 @@ def describe_error(error: Exception) -> str:
 
 
 def _endpoint(address: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
-    return Endpoint(address[0].partition("%")[0], address[1])
+    host, scope = address[0].partition("%")[0], address[3] if len(address) == 4 else 0
+    return Endpoint(f"{host}%{scope}" if scope else host, address[1])
