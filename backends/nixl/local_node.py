@@ -157,6 +157,7 @@ class LocalNode:
         Raises:
             BackendUnavailableError: `transport=nixl`, and NIXL cannot be used, or not for the GPUs
                 whose memory was added.
+            ClosedError: The node was closed.
         """
         self._is_open = True
         if self.config.transport == "socket":

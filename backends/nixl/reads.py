@@ -58,11 +58,7 @@ class BlockHasher:
         """Compute the XXH3-64 of each block."""
         if blocks.num_bytes <= INLINE_BYTES:
             return self.checksums_here(blocks)
-        try:
-            done = self._hashing.submit(self.checksums_here, blocks)
-        except RuntimeError as exc:
-            raise ClosedError("hasher") from exc
-        return await wait_despite_cancel(done)
+        return await wait_despite_cancel(self._hashing.submit(self.checksums_here, blocks))
 
     def checksums_here(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block, on the calling thread."""

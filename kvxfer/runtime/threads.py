@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
 
+from kvxfer.errors import ClosedError
 from kvxfer.runtime.calls import end_tasks, fetch_error, outlive_caller, wait_despite_cancel
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
 
@@ -134,12 +135,12 @@ class DaemonThreads(ThreadPoolExecutor):
         self._when_ended: list[Callable[[], object]] = []
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See `Executor.submit`."""
+        """See `Executor.submit`; raises `ClosedError`, a `RuntimeError`, after `shutdown`."""
         future: Future[T] = Future()
         call = partial(_run, future, fn, args, kwargs)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self._name}: cannot run a function after it was shut down")
+                raise ClosedError(self._name)
             self._num_busy += 1
             if len(self._started) < min(self._num_busy, self._num_threads):
                 self._start_thread()

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import BackendUnavailableError
-from kvxfer.runtime import LoopThread, outlive_caller, wait_despite_cancel
+from kvxfer.errors import BackendUnavailableError, ClosedError
+from kvxfer.runtime import LoopThread, Threads, outlive_caller, wait_despite_cancel
 from kvxfer.testing.conformance.suite import yield_to_loop
 
 LIMIT_S = 10.0
@@ -138,6 +138,14 @@ print("exits", flush=True)
 """
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ended.stdout == "exits\n"
+
+
+async def test_threads_that_were_closed_say_so() -> None:
+    threads = Threads("test", 1)
+    await threads.aclose()
+    for call in (threads.run, threads.ask):
+        with pytest.raises(ClosedError, match="test is closed"):
+            await call(print)
 
 
 def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told() -> None:

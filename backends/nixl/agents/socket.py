@@ -42,7 +42,7 @@ class Line:
         """Begin a blocking call on the thread; it fails if this was closed."""
         try:
             return self._threads.start(call)
-        except RuntimeError as exc:
+        except ClosedError as exc:
             failed: Future[T] = Future()
             failed.set_exception(exc)
             return failed
