@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_757,
     "backends/host": 1_963,
     "backends/mooncake": 716,
-    "backends/nixl": 8_214,
+    "backends/nixl": 8_219,
     "backends/object": 1_728,
     "backends/pool": 1_154,
     "benchmarks": 4_689,

@@ -213,8 +213,13 @@ class Exchange:
         await asyncio.gather(*connecting, return_exceptions=True)
 
     async def keep_quarantine_small(self) -> None:
-        """Replace the agent when its late reads keep too much memory in quarantine."""
-        if self._quarantine.num_bytes > self._config.quarantine:
+        """Replace the agent when its late reads keep too much memory in quarantine.
+
+        Or all buffers of one kind: without them nobody could read anything any more.
+        """
+        memories = filter(None, (self.staging, self._generations))
+        is_spent = any(each.unsafe_bytes >= each.region.num_bytes for each in memories)
+        if is_spent or self._quarantine.num_bytes > self._config.quarantine:
             await self._end_reads()
 
     async def settle(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, reads
 from kvxfer.backends.nixl.connection import Places
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
@@ -95,6 +95,20 @@ async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory
         assert [read[index] for index in (0, 1, 3)] == [pair.payloads[i] for i in (0, 1, 3)]
         untouched = b"\x5a" * BLOCK_BYTES
         assert await load(pair, KEYS[2:3]) == ([Status.MISSING], [untouched])  # and not looked up
+
+
+async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reads, "NUM_GENERATION_BUFFERS", 2)
+    monkeypatch.setattr(reads, "GRACE_S", 0.0)
+    async with open_pair(integrity="fenced", timeout_s=0.5) as pair:
+        [agent] = {*FakeNixlAgent._agents.values()} - {pair.holder_agent}
+        agent.hold()
+        for _ in range(2):
+            await pair.client.load(KEYS, pair.memory.describe(0, range(8, 12)))
+        agent._holding = False  # what is read from now on ends
+        assert (await load(pair, KEYS))[0] == [DONE] * 4
 
 
 @pytest.mark.parametrize(("grade", "found"), [("full", CORRUPT), ("fenced", DONE)])
