@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 423,
     "kvxfer/integrations": 10_162,
     "kvxfer/kvcache": 5_675,
-    "kvxfer/lending": 1_481,
+    "kvxfer/lending": 1_478,
     "kvxfer/pages": 2_263,
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_192,

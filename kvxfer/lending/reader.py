@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.backends.nixl import Client, Endpoint, Exchange
+from kvxfer.backends.nixl import Endpoint, Exchange
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import (
@@ -158,14 +158,6 @@ class PeerEngine:
         """Bytes of a block of one of its workers."""
         return self.description.groups[group].payload_size_bytes
 
-    def targets(self, group: int, index: int, wanted: Wanted, tokens_per_block: int) -> list[int]:
-        """List those of our blocks that have tokens of a block; the null block is not left out."""
-        size = self.tokens_per_block[group]
-        first = max(index * size, wanted.first_token)
-        stop = min((index + 1) * size, wanted.num_tokens)
-        ids = wanted.block_ids[group]
-        return ids[first // tokens_per_block : -(-stop // tokens_per_block)] if first < stop else []
-
     def require_same_blocks(self, wanted: Wanted) -> None:
         """Check that blocks are those of the engine that was asked; it may have been started anew.
 
@@ -291,6 +283,8 @@ class _Part:
     rank: int
     group: int
     indices: NDArray[np.int64]  # in the prompt, in blocks of the other engine
+    # For each: the first of our blocks that have its tokens, and the one after the last.
+    targets: NDArray[np.int64]
     keys: list[BlockKey]
     outcomes: list[Outcome]
     names: Sequence[BlockKey]  # the keys by the tokens of the prompt alone
@@ -341,7 +335,6 @@ class Reader:
         self._reports = Reports()
         self._workers: dict[Endpoint, list[Endpoint]] = {}  # asked last comes last
         self._keepers: Counter[tuple[Endpoint, str]] = Counter()  # calls that keep a ticket's pages
-        self._fitting = functools.lru_cache(MAX_MATCHES)(self._fit)
         self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
 
     @property
@@ -382,10 +375,8 @@ class Reader:
         """
         self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):
-            engine = self._fitting(await self._exchange.peer(endpoint).describe())
+            engine, workers = await self._meet(endpoint)
             theirs = engine.description
-            workers = engine.workers(endpoint)
-            self._remember(endpoint, workers)
             windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
             keys = _keys_of(theirs, prompt, windows)
             wanted = [key for each in keys for key in each]
@@ -412,9 +403,12 @@ class Reader:
         The lease then ends by itself: a connection that has ended holds nothing.
         """
         self._keepers.pop((endpoint, ticket), None)
+
+        async def release(worker: Endpoint) -> None:
+            await self._exchange.peer(worker).release([ticket])
+
         workers = self._workers.get(endpoint, [endpoint])
-        releases = (self._exchange.peer(worker).release([ticket]) for worker in workers)
-        for failed in await asyncio.gather(*releases, return_exceptions=True):
+        for failed in await asyncio.gather(*map(release, workers), return_exceptions=True):
             if isinstance(failed, BaseException):
                 logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
 
@@ -496,10 +490,8 @@ class Reader:
         began = runtime.monotonic()
         try:
             async with asyncio.timeout_at(stop):
-                engine = self._matching(await self._exchange.peer(endpoint).describe())
+                engine, workers = await self._meet(endpoint)
                 engine.require_same_blocks(wanted)
-                workers = engine.workers(endpoint)
-                self._remember(endpoint, workers)
                 parts = self._parts(engine, wanted)
                 await self._clear_tails(engine, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
@@ -513,31 +505,28 @@ class Reader:
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         return self._summarise(engine, wanted, parts, began)
 
-    def _remember(self, endpoint: Endpoint, workers: list[Endpoint]) -> None:
-        """Remember the workers of an engine, for the end of tickets."""
+    async def _meet(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
+        """Ask an engine what it lends, and remember its workers, for the end of tickets."""
+        engine = self._matching(await self._exchange.peer(endpoint).describe())
+        workers = engine.workers(endpoint)
         self._workers.pop(endpoint, None)
         if len(self._workers) >= MAX_ENGINES:
-            del self._workers[next(iter(self._workers))]
+            kept = {at for at, _ in self._keepers}
+            for oldest in [at for at in self._workers if at not in kept][:1]:
+                del self._workers[oldest]
         self._workers[endpoint] = workers
-
-    def _fit(self, description: bytes) -> PeerEngine:
-        """Check that each group of another engine can be turned into ours; errors as `ask`."""
-        ours, engine = self._description, PeerEngine(description)
-        theirs = engine.description
-        if len(theirs.groups) != len(ours.groups):
-            raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
-        for group, each in enumerate(ours.groups):
-            map_peers([each.payload_size_bytes], group, ours, [theirs])
-        return engine
+        return engine, workers
 
     async def _hold(
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
     ) -> Held:
         """Hold a ticket at every worker; what one of them lacks is not there."""
-        holds = [
-            asyncio.ensure_future(self._exchange.peer(worker).hold(ticket, each))
-            for worker, each in zip(workers, keys, strict=True)
-        ]
+
+        async def hold(worker: Endpoint, each: Sequence[BlockKey]) -> Held:
+            return await self._exchange.peer(worker).hold(ticket, each)
+
+        pairs = zip(workers, keys, strict=True)
+        holds = [asyncio.ensure_future(hold(*pair)) for pair in pairs]
         try:
             every = await asyncio.gather(*holds)
         finally:  # one that goes on after another has failed would hold a ticket that was left
@@ -549,11 +538,18 @@ class Reader:
         )
 
     def _match(self, description: bytes) -> PeerEngine:
-        engine = PeerEngine(description)
-        caches = self._describer.caches
-        engine.groups = match_caches(caches, self._description, [engine.description])
-        self._require_room(engine)
-        self._require_reach(engine)
+        """Find out how the groups of another engine become ours; errors as `ask`."""
+        ours, engine = self._description, PeerEngine(description)
+        theirs = engine.description
+        if self._our_blocks is not None:
+            engine.groups = match_caches(self._our_blocks.caches, ours, [theirs])
+            self._require_room(engine)
+            self._require_reach(engine)
+            return engine
+        if len(theirs.groups) != len(ours.groups):
+            raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
+        for group, each in enumerate(ours.groups):
+            map_peers([each.payload_size_bytes], group, ours, [theirs])
         return engine
 
     def _require_room(self, engine: PeerEngine) -> None:
@@ -583,13 +579,14 @@ class Reader:
         parts = []
         for group, keys in enumerate(wanted.keys):
             indices = wanted.first_blocks[group] + np.arange(len(keys))
-            has_targets = self._have_targets(engine, wanted, group, indices)
+            targets, has_targets = self._targets(engine, wanted, group, indices)
             chosen = keys if has_targets.all() else [*compress(keys, has_targets)]
             parts += [
                 _Part(
                     rank,
                     group,
                     indices[has_targets],
+                    targets[has_targets],
                     engine.worker_keys(rank, chosen),
                     [_NOT_TRIED] * len(chosen),
                     chosen,
@@ -599,10 +596,10 @@ class Reader:
             ]
         return parts
 
-    def _have_targets(
+    def _targets(
         self, engine: PeerEngine, wanted: Wanted, group: int, indices: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """Find out which blocks, by their indices in the prompt, have `_targets`; all at once."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Find the `_Part.targets` of blocks, and which of them are wanted; all at once."""
         theirs = engine.tokens_per_block[group]
         ours = self._description.groups[group].tokens_per_block
         firsts = np.maximum(indices * theirs, wanted.first_token)
@@ -612,7 +609,7 @@ class Reader:
         num_used = np.concatenate(([0], np.cumsum(is_used)))
         begins, ends = np.minimum((firsts // ours, -(-stops // ours)), len(ids))
         has_targets: NDArray[np.bool_] = (firsts < stops) & (num_used[ends] > num_used[begins])
-        return has_targets
+        return np.stack((begins, ends), axis=1), has_targets
 
     async def _clear_tails(self, engine: PeerEngine, wanted: Wanted) -> None:
         """Zero each last block of ours that their blocks do not fill.
@@ -682,7 +679,6 @@ class Reader:
         in_place: dict[int, list[tuple[_Part, _Rows, Descriptors]]] = {}
         async with asyncio.TaskGroup() as tasks:
             for part, rows in blocks:
-                client = self._exchange.peer(workers[part.rank])
                 staged = rows
                 theirs = engine.groups[part.group]
                 is_large = theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
@@ -693,10 +689,19 @@ class Reader:
                         in_place.setdefault(part.rank, []).append((part, direct, places))
                 sizes = [engine.block_size_bytes(part.group)] * len(staged)
                 for start, stop in self._exchange.staging.cut(sizes) if sizes else ():
-                    run = staged[start:stop]
-                    tasks.create_task(self._load_staged(client, engine, wanted, part, run))
+                    run, worker = staged[start:stop], workers[part.rank]
+                    tasks.create_task(self._load_staged(worker, engine, wanted, part, run))
             for rank, batch in in_place.items():
-                tasks.create_task(_load_in_place(self._exchange.peer(workers[rank]), batch))
+                tasks.create_task(self._load_in_place(workers[rank], batch))
+
+    async def _load_in_place(
+        self, worker: Endpoint, batch: Sequence[tuple[_Part, _Rows, Descriptors]]
+    ) -> None:
+        keys = [*chain.from_iterable(part.keys_of(rows) for part, rows, _ in batch)]
+        places = Descriptors.concatenate([places for *_, places in batch])
+        outcomes = iter(await self._exchange.peer(worker).load(keys, places))
+        for part, rows, _ in batch:
+            part.note(rows, islice(outcomes, len(rows)))
 
     def _in_place(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
@@ -713,12 +718,13 @@ class Reader:
         return rows[chosen], places
 
     async def _load_staged(
-        self, client: Client, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
+        self, worker: Endpoint, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
     ) -> None:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
         sizes = [engine.block_size_bytes(part.group)] * len(rows)
-        async with client.hold_staging(sizes, [0] * len(sizes)) as staged:
-            loaded = await staged.move(client.load, part.keys_of(rows), staged.blocks)
+        peer, starts = self._exchange.peer, [0] * len(sizes)
+        async with peer(worker).hold_staging(sizes, starts) as staged:
+            loaded = await staged.move(peer(worker).load, part.keys_of(rows), staged.blocks)
             if good := positions_done(loaded):
                 sides = self._copied(engine, wanted, part, rows[good], staged.blocks.take(good))
                 try:
@@ -747,7 +753,6 @@ class Reader:
         bad: list[dict[int, None]] = [{} for _ in wanted.block_ids]
         fetched = Fetched([])
         for part in parts:
-            ours = self._description.groups[part.group].tokens_per_block
             failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
             num_done = len(part.keys) - len(failed)
             block_bytes = engine.block_size_bytes(part.group)
@@ -759,18 +764,10 @@ class Reader:
                 outcome = part.outcomes[row]
                 fetched.missing[outcome.status.name.lower()] += 1
                 fetched.reason = outcome.reason or outcome.status.name.lower()
-                targets = engine.targets(part.group, int(part.indices[row]), wanted, ours)
+                targets = wanted.block_ids[part.group][slice(*part.targets[row].tolist())]
                 bad[part.group].update((b, None) for b in targets if b != self._null_block)
         fetched.bad_blocks = [list(each) for each in bad]
         return fetched
-
-
-async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Descriptors]]) -> None:
-    keys = [*chain.from_iterable(part.keys_of(rows) for part, rows, _ in batch)]
-    places = Descriptors.concatenate([places for *_, places in batch])
-    outcomes = iter(await client.load(keys, places))
-    for part, rows, _ in batch:
-        part.note(rows, islice(outcomes, len(rows)))
 
 
 def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:

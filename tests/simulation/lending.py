@@ -38,10 +38,6 @@ REST_S = 30.0
 HELD_S = 4.0
 """Virtual time after which not even a restart of NIXL has ended a read that is held."""
 MOST_S = 300.0
-WATCH_S = 0.2
-CUT_EVERY_S = 0.1
-QUEUED_S = 2.5
-"""Virtual time from an answer to the fetch, longer than any lease."""
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
 FAULTS = ("kill", "cut", "refuse", "partition", "late_reads", "failing_reads", "stuck_reads")
 
@@ -107,7 +103,8 @@ class LendingScenario(Scenario):
                 "length": random.randint(1, MOST_TOKENS),
                 "first": random.choice((0, 0, 4, 8)),
                 "after_s": random.choice((0.0, 0.002, 0.05, 0.5)) * random.random(),
-                "queued_s": QUEUED_S * (random.random() < (0.5 if kind == "revoke" else 0.25)),
+                # From the answer to the fetch: longer than any lease.
+                "queued_s": 2.5 * (random.random() < (0.5 if kind == "revoke" else 0.25)),
                 "is_released": random.random() < 0.5,
             }
             steps.append(Step(random.random() * length_s, "request", given))
@@ -119,9 +116,11 @@ class LendingScenario(Scenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         run = _Run(simulation, steps)
         opened = partial(Handover, make_agent=run.make_agent)
+        most = simulation.random("clients").choice((1, handover.MAX_CLIENTS))
         with (
             patch.object(handover_engines, "Handover", opened),
             patch.object(handover, "CacheLender", WatchedLender),
+            patch.object(handover, "MAX_CLIENTS", most),
         ):
             simulation.run(run.run())
 
@@ -281,18 +280,18 @@ class _Run:
         blocks = self._take("d", -(-len(tokens) // size))
         if not blocks:
             return
+        must_be_there = self._is_calm and kind == "hand_over" and ticket in self._lent
+        must_be_there &= self._common["lease_s"] > 1  # shorter ones end before D has connected
         try:
             worker, made, at = d.workers[0], PromptKeys(tokens), self._endpoint
             asking = worker.reader.ask(at, ticket, made, d.windows, waits=kind == "early")
             found = await asyncio.wrap_future(worker.submit(asking))
         except (KVXferError, TimeoutError) as exc:
-            self._simulation.note(f"   {ticket}: {exc!r}")
+            self._note(f"{ticket}: {exc!r}", is_wrong=must_be_there)
             await self._end(ticket, is_released=is_released)
             self._give_back(blocks)
             return
         stop = found.num_tokens
-        must_be_there = self._is_calm and kind == "hand_over" and ticket in self._lent
-        must_be_there &= self._common["lease_s"] > 1  # shorter ones end before D has connected
         if must_be_there and stop < len(tokens):
             self._simulation.fail("not found", f"{stop} of {len(tokens)} tokens of {ticket}")
         first = min(first, stop) // size * size
@@ -322,6 +321,11 @@ class _Run:
             self._simulation.fail("late", f"a fetch took {self._simulation.now - began:.3f} s")
         await self._end(ticket, is_released=is_released)
         self._give_back(blocks)
+
+    def _note(self, refusal: str, *, is_wrong: bool) -> None:
+        self._simulation.note(f"   {refusal}")
+        if is_wrong:
+            self._simulation.fail("not asked", refusal)
 
     def _judge(
         self,
@@ -392,7 +396,7 @@ class _Run:
     async def _watch(self) -> None:
         """Look at D's free blocks, and compute into P's whose leases are over, again and again."""
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(0.2)
             self._look()
             self._collect()
 
@@ -442,7 +446,7 @@ class _Run:
             stop = self._simulation.now + for_s
             while self._simulation.now < stop:
                 network.cut("engine d", "engine p", 1.0)
-                await asyncio.sleep(CUT_EVERY_S)
+                await asyncio.sleep(0.1)
         elif fault == "partition":
             network.partition("engine d", "engine p", for_s)
         else:
