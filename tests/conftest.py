@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvxfer import runtime
+from kvxfer.testing import BlockMemory
 from tests import examples, needs
 from tests.clock import Clock
 
@@ -100,6 +101,11 @@ class _LoopComplaints(logging.Handler):
         if slow or record.levelno >= logging.ERROR:
             error = f" ({record.exc_info[1]!r})" if record.exc_info else ""
             self.messages.append(record.getMessage() + error)
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=16)
 
 
 @pytest.fixture

@@ -491,7 +491,6 @@ class Client:
     async def _read_pinned(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Have blocks pinned, and read them."""
         pinned = await connection.request(
             partial(
                 wire.Pin,
@@ -549,43 +548,33 @@ class Client:
     async def _store_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        await connection.let_read()
-        if self._is_fenced:
-            return await self._pull(connection, keys, blocks, None)
-        hashing = asyncio.ensure_future(self._hasher.checksums(blocks))  # while the holder reads
-        try:
-            return await self._pull(connection, keys, blocks, hashing)
-        finally:  # it reads the caller's memory
-            await wait_despite_cancel(hashing)
-
-    async def _pull(
-        self,
-        connection: Connection,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        hashing: "asyncio.Future[list[int]] | None",
-    ) -> list[Outcome]:
         """Have the holder read blocks, and then confirm that they were the caller's until then."""
-        pulled = await connection.request(
-            partial(
+        await connection.let_read()
+        hashing: asyncio.Future[list[int]] | None = None
+        if not self._is_fenced:
+            hashing = asyncio.ensure_future(self._hasher.checksums(blocks))  # while they are read
+        try:
+            pull = partial(
                 wire.Pull,
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
                 extents=self._memory.locate(blocks),
                 hashed=hashing is not None,
-            ),
-            wire.Pulled,
-        )
-        if not pulled.waits:
-            return read_endings(connection, keys, pulled.endings)
-        try:
-            checksums = [] if hashing is None else await hashing
-            publish = partial(wire.Publish, pull=pulled.request_id, checksums=checksums)
-            published = await connection.request(publish, wire.Pulled)
-        except BaseException:
-            connection.release(pulled.request_id)
-            raise
-        return read_endings(connection, keys, published.endings)
+            )
+            pulled = await connection.request(pull, wire.Pulled)
+            if not pulled.waits:
+                return read_endings(connection, keys, pulled.endings)
+            try:
+                checksums = [] if hashing is None else await hashing
+                publish = partial(wire.Publish, pull=pulled.request_id, checksums=checksums)
+                published = await connection.request(publish, wire.Pulled)
+            except BaseException:
+                connection.release(pulled.request_id)
+                raise
+            return read_endings(connection, keys, published.endings)
+        finally:
+            if hashing is not None:  # it reads the caller's memory
+                await wait_despite_cancel(hashing)
 
     def hold_staging(
         self, sizes: Sequence[int], starts: Sequence[int]

@@ -126,7 +126,6 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     staging: ByteSize = ByteSize(64 << 20)
 
     def __post_init__(self) -> None:
-        """Check what can be checked without reading a file."""
         super().__post_init__()
         self._require_bounds()
         peers, listen = self.peers, self.listen_endpoint
@@ -280,7 +279,6 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidArgumentError(argument, str(endpoint), wanted)
 
     def _require_discovery(self) -> None:
-        """Check what finds the peers, and how others find this process."""
         if self.etcd is None:
             for name in ("advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"):
                 if value := getattr(self, name):

@@ -410,8 +410,7 @@ class Connection:
         Raises:
             PeerError: The connection ended before.
         """
-        if self._error is not None:
-            raise self._error
+        self._require_open()
         number = next(self._numbers)
         try:
             self._channel.send_soon(make(request_id=number, let_go=self._spent))

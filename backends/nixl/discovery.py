@@ -272,13 +272,12 @@ class Credentials:
 
     Attributes:
         user: Name and password, None without.
-        ca: Certificate of the authority of etcd's servers, PEM; None without TLS.
-        pair: Private key and certificate of this process, PEM; None without.
+        pems: Certificate of the authority of etcd's servers, and private key and certificate of
+            this process; None for those without a file.
     """
 
     user: tuple[str, str] | None
-    ca: bytes | None
-    pair: tuple[bytes, bytes] | None
+    pems: list[bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +325,6 @@ class EtcdConfig:
         return cls(endpoints, f"{parts.path.rstrip('/')}/", user_file, **files)
 
     def __str__(self) -> str:
-        """Write it as a URL."""
         return f"etcd://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
 
     def read_credentials(self) -> Credentials:
@@ -335,21 +333,19 @@ class EtcdConfig:
         Raises:
             InvalidArgumentError: A file cannot be read, or is not one of its kind.
         """
-        ca = _read("etcd_ca", self.ca) if self.ca else None
-        pair = None
-        if self.cert:
-            pair = _read("etcd_key", self.key), _read("etcd_cert", self.cert)
-        return Credentials(self._read_user(), ca, pair)
+        files = {"etcd_ca": self.ca, "etcd_key": self.key, "etcd_cert": self.cert}
+        pems = [_read(name, path) if path else None for name, path in files.items()]
+        return Credentials(self._read_user(), pems)
 
     def check(self) -> None:
         """Check the credentials, and warn of a password that others can read on its way.
 
         Raises: as `read_credentials`.
         """
-        credentials = self.read_credentials()
+        user = self.read_credentials().user
         read_secret(self.user_file)  # warns of one that everybody can read
-        if credentials.ca is None:
-            if credentials.user and not all(each.is_loopback for each in self.endpoints):
+        if not self.ca:
+            if user and not all(each.is_loopback for each in self.endpoints):
                 logger.warning("%s: the password goes there without TLS; see etcd_ca", self)
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -564,11 +560,10 @@ async def open_session(
             credentials = await asyncio.wrap_future(reading)
     except (InvalidArgumentError, TimeoutError) as exc:
         raise EtcdError(f"cannot read the credentials: {exc}") from exc
-    if credentials.ca is None:
+    if not config.ca:
         channel = grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
     else:
-        key, certificate = credentials.pair or (None, None)
-        tls = grpc.ssl_channel_credentials(credentials.ca, key, certificate)
+        tls = grpc.ssl_channel_credentials(*credentials.pems)
         channel = grpc.aio.secure_channel(str(endpoint), tls, options=_CHANNEL_OPTIONS)
     try:
         session = EtcdSession(rpc, channel, timeout_s)
@@ -738,68 +733,136 @@ class EtcdDiscovery(Discovery):
         config.check()
         self._config = config
         self._lease_s = lease_s
-        self._follower = _Follower(config, namespace, require, lease_s)
-        self._announcer: _Announcer | None = None
+        # A holder tries again after a lease at the latest, and its calls take two thirds of one.
+        self._roster = Roster(namespace, require, grace_s=2 * lease_s)
+        self._following = _EtcdTask(config, lease_s, self._watch, self._say_known)
+        self._announcing: _EtcdTask | None = None
+        self._lease: int | None = None
         self._waits_until: float | None = None
         self._is_closed = False
 
     async def peers(self) -> Sequence[Endpoint]:
         """See `PeerDirectory.peers`."""
-        return self._follower.roster.endpoints
+        return self._roster.endpoints
 
     async def follow(self) -> None:
         """See `Discovery.follow`."""
-        if self._is_closed or self._follower.tried.is_set():
+        if self._is_closed or self._following.tried.is_set():
             return
         now = runtime.monotonic()
         if self._waits_until is None:
             self._waits_until = now + FIRST_LIST_S
-            self._follower.start()
+            self._following.start()
         if now < self._waits_until:  # later calls wait no longer, whatever hangs
-            await run_there(self._follower.tried.wait, self._waits_until - now)
+            await run_there(self._following.tried.wait, self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
         """See `Discovery.announce`."""
-        if self._announcer is None and not self._is_closed:
-            self._announcer = _Announcer(self._config, at, describe, self._lease_s)
-            self._announcer.start()
+        if self._announcing is None and not self._is_closed:
+            self._at, self._describe = at, describe
+            meanwhile = f"{at} is not announced until it answers"
+            self._announcing = _EtcdTask(
+                self._config, self._lease_s, self._keep_announced, lambda: meanwhile
+            )
+            self._announcing.start()
 
     async def withdraw(self) -> None:
         """See `Discovery.withdraw`."""
-        if self._announcer is not None:
-            await run_there(self._announcer.withdraw, END_TIMEOUT_S)
+        if self._announcing is not None:
+            await run_there(partial(self._end_announcement, self._announcing), END_TIMEOUT_S)
 
     async def aclose(self) -> None:
         """See `Discovery.aclose`."""
         self._is_closed = True
         await self.withdraw()
-        if self._follower.is_begun:
-            await run_there(self._follower.end, END_TIMEOUT_S)
+        if self._following.is_begun:
+            await run_there(self._following.end, END_TIMEOUT_S)
 
     def gauges(self) -> Mapping[Gauge, float]:
         """See `Discovery.gauges`."""
-        tasks = filter(None, (self._follower, self._announcer))
+        tasks = filter(None, (self._following, self._announcing))
         gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
-        if self._follower.is_begun:
-            gauges[Gauge.PEERS_KNOWN] = len(self._follower.roster.endpoints)
+        if self._following.is_begun:
+            gauges[Gauge.PEERS_KNOWN] = len(self._roster.endpoints)
         return gauges
 
+    async def _watch(self, task: "_EtcdTask", session: EtcdSession) -> None:
+        """Keep the roster: list the holders, and then watch them."""
+        prefix = self._config.prefix.encode()
+        revision, entries = await session.entries(prefix)
+        self._roster.replace(entries, runtime.monotonic())
+        async with contextlib.aclosing(session.changes(prefix, revision + 1)) as changes:
+            async for changed in changes:
+                now = runtime.monotonic()
+                self._roster.change(changed, now)
+                self._roster.settle(now)
+                task.succeed()
 
-class _EtcdTask(ABC):
+    def _say_known(self) -> str:
+        num_peers = len(self._roster.endpoints)
+        return f"{num_peers} holders are known" if num_peers else "no holder is known yet"
+
+    async def _keep_announced(self, task: "_EtcdTask", session: EtcdSession) -> None:
+        key = f"{self._config.prefix}{self._at}".encode()
+        announced = b""
+        while True:
+            if self._lease is None or not await session.renew(self._lease):
+                self._lease = await session.grant(self._lease_s)
+                announced = b""
+            value = self._describe().encode()
+            if value != announced or not await session.has(key):
+                await session.put(key, value, self._lease)
+                logger.info("announced %s at %s", self._at, self._config)
+                announced = value
+            task.succeed()
+            await asyncio.sleep(self._lease_s / 3)
+
+    async def _end_announcement(self, announcing: "_EtcdTask") -> None:
+        """End the task, and the lease if etcd answers; without that it ends by itself."""
+        await announcing.end()
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                for endpoint in self._config.endpoints:
+                    with contextlib.suppress(EtcdError):
+                        async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
+                            await session.revoke(lease)
+                        logger.info("%s is not announced any more", self._at)
+                        return
+        logger.warning(
+            "etcd does not answer; %s is announced up to %d s longer", self._at, self._lease_s
+        )
+
+
+class _EtcdTask:
     """Task with a session of etcd, which is opened again, at the next member, when it fails.
 
     Its coroutines run on the loop of discovery, see `own_loop`.
+
+    Args:
+        work: What the task is for; calls `succeed` whenever etcd has answered. It is done again in
+            a new session: at once after a `CompactedError`, after a pause after other errors.
+        meanwhile: Says what is done while etcd fails, for the log.
 
     Attributes:
         is_begun: Whether it was started.
         tried: Set once etcd has answered, or failed to.
     """
 
-    def __init__(self, config: EtcdConfig, lease_s: int) -> None:
+    def __init__(
+        self,
+        config: EtcdConfig,
+        lease_s: int,
+        work: "Callable[[_EtcdTask, EtcdSession], Awaitable[None]]",
+        meanwhile: Callable[[], str],
+    ) -> None:
         self.is_begun = self._is_working = self._is_ended = False
         self._config = config
-        self._lease_s = lease_s
         self._timeout_s = lease_s / 3
+        self._work = work
+        self._meanwhile = meanwhile
         self._task: asyncio.Task[None] | None = None
         self.tried = asyncio.Event()
         self._failures: set[str] = set()
@@ -823,20 +886,8 @@ class _EtcdTask(ABC):
         await end_tasks(filter(None, [self._task]), 2 * CLOSE_TIMEOUT_S)
         self._is_ended = True
 
-    @abstractmethod
-    async def _work(self, session: EtcdSession) -> None:
-        """Do what the task is for; call `_succeed` whenever etcd has answered.
-
-        Raises:
-            CompactedError: It is done again at once.
-            EtcdError: It is done again, in a new session, after a pause.
-        """
-
-    @abstractmethod
-    def _meanwhile(self) -> str:
-        """What is done while etcd fails, for the log."""
-
-    def _succeed(self) -> None:
+    def succeed(self) -> None:
+        """Note that etcd has answered."""
         if self._failures:
             logger.info("%s answers again", self._config)
             self._failures.clear()
@@ -848,7 +899,7 @@ class _EtcdTask(ABC):
         for endpoint in itertools.cycle(self._config.endpoints):
             try:
                 async with open_session(self._config, endpoint, self._timeout_s) as session:
-                    await self._work(session)
+                    await self._work(self, session)
             except CompactedError as exc:
                 logger.debug("%s: %s", endpoint, exc)
                 continue
@@ -865,77 +916,3 @@ class _EtcdTask(ABC):
             )
         self._is_working = False
         self.tried.set()
-
-
-class _Follower(_EtcdTask):
-    """Task that keeps the roster: it lists the holders, and then watches them."""
-
-    def __init__(
-        self, config: EtcdConfig, namespace: str, require: Callable[[Endpoint], None], lease_s: int
-    ) -> None:
-        super().__init__(config, lease_s)
-        # A holder tries again after a lease at the latest, and its calls take two thirds of one.
-        self.roster = Roster(namespace, require, grace_s=2 * lease_s)
-
-    async def _work(self, session: EtcdSession) -> None:
-        prefix = self._config.prefix.encode()
-        revision, entries = await session.entries(prefix)
-        self.roster.replace(entries, runtime.monotonic())
-        async with contextlib.aclosing(session.changes(prefix, revision + 1)) as changes:
-            async for changed in changes:
-                now = runtime.monotonic()
-                self.roster.change(changed, now)
-                self.roster.settle(now)
-                self._succeed()
-
-    def _meanwhile(self) -> str:
-        num_peers = len(self.roster.endpoints)
-        return f"{num_peers} holders are known" if num_peers else "no holder is known yet"
-
-
-class _Announcer(_EtcdTask):
-    """Task that keeps the announcement of this process, and its lease."""
-
-    def __init__(
-        self, config: EtcdConfig, at: Endpoint, describe: Callable[[], Announcement], lease_s: int
-    ) -> None:
-        super().__init__(config, lease_s)
-        self._at = at
-        self._describe = describe
-        self._lease: int | None = None
-
-    async def withdraw(self) -> None:
-        """End the task, and the lease if etcd answers; without that it ends by itself."""
-        await self.end()
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                for endpoint in self._config.endpoints:
-                    with contextlib.suppress(EtcdError):
-                        async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
-                            await session.revoke(lease)
-                        logger.info("%s is not announced any more", self._at)
-                        return
-        logger.warning(
-            "etcd does not answer; %s is announced up to %d s longer", self._at, self._lease_s
-        )
-
-    async def _work(self, session: EtcdSession) -> None:
-        key = f"{self._config.prefix}{self._at}".encode()
-        announced = b""
-        while True:
-            if self._lease is None or not await session.renew(self._lease):
-                self._lease = await session.grant(self._lease_s)
-                announced = b""
-            value = self._describe().encode()
-            if value != announced or not await session.has(key):
-                await session.put(key, value, self._lease)
-                logger.info("announced %s at %s", self._at, self._config)
-                announced = value
-            self._succeed()
-            await asyncio.sleep(self._timeout_s)
-
-    def _meanwhile(self) -> str:
-        return f"{self._at} is not announced until it answers"

@@ -10,7 +10,7 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.reads import Quarantine, generations_memory
-from kvxfer.backends.nixl.server import BlockStore, Server
+from kvxfer.backends.nixl.server import HeldBlocks, Server
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.checks import require_positive
 from kvxfer.endpoint import Endpoint
@@ -121,7 +121,6 @@ class Exchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close; see `aclose`."""
         await self.aclose()
 
     def observe(self, reports: Reports) -> None:
@@ -295,11 +294,11 @@ class Exchange:
             for endpoint in idle[:surplus]:
                 self.leave(endpoint)
 
-    async def _open_store(self, namespace: Namespace) -> BlockStore:
+    async def _open_store(self, namespace: Namespace) -> HeldBlocks:
         assert self._own is not None
         assert self._node.namespace is not None
         self._node.namespace.require_same(namespace)
-        return BlockStore(self._own, self._own)
+        return self._own, self._own
 
 
 async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]]":

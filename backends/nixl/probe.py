@@ -76,7 +76,8 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
         await _prove(node, endpoint)
         return PeerProbe(endpoint, None, is_here)
     node.namespace = hello.namespace
-    node.add_memory([_some_memory()])
+    page = np.zeros(PAGE_BYTES, np.uint8)  # one that gives no memory would be served in any case
+    node.add_memory([MemoryRegion(page.ctypes.data, page.nbytes, owner=page)])
     async with contextlib.aclosing(await Connection.open(node, endpoint)) as connection:
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,12 +95,6 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
             round_trip_s=round_trip_s,
             description=description,
         )
-
-
-def _some_memory() -> MemoryRegion:
-    """Make memory, which a holder has to reach: one that only asks would be served in any case."""
-    page = np.zeros(PAGE_BYTES, np.uint8)
-    return MemoryRegion(page.ctypes.data, page.nbytes, owner=page)
 
 
 async def _prove(node: LocalNode, endpoint: Endpoint) -> None:

@@ -7,9 +7,8 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -71,13 +70,8 @@ _NOTHING = wire.Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=byt
 _ATTACH: msgspec.msgpack.Decoder[wire.Attach] = msgspec.msgpack.Decoder(wire.Attach)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStore:
-    """Backend of a holder's blocks, and their lender; each is closed by its maker."""
-
-    backend: Backend | CacheLender
-    lender: Lender
-
+HeldBlocks: TypeAlias = tuple[Backend | CacheLender, Lender]
+"""Backend of a holder's blocks, and their lender; each is closed by its maker."""
 
 Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
@@ -93,10 +87,10 @@ class ClientSession:
     """
 
     def __init__(
-        self, node: LocalNode, channel: FrameChannel, greeting: Greeting, store: BlockStore
+        self, node: LocalNode, channel: FrameChannel, greeting: Greeting, held: HeldBlocks
     ) -> None:
-        self._backend, self._lender = store.backend, store.lender
-        self._desk = store.backend if isinstance(store.backend, CacheLender) else None
+        self._backend, self._lender = held
+        self._desk = self._backend if isinstance(self._backend, CacheLender) else None
         self.session = greeting.session
         self._node = node
         self._channel = channel
@@ -229,7 +223,6 @@ class ClientSession:
             job.add_done_callback(lambda _: self._jobs.pop(number))
 
     async def _do(self, request: wire.Request) -> None:
-        """Execute a request, and answer."""
         try:
             answer = await await_call(self._answer(request))
         except asyncio.CancelledError:
@@ -449,8 +442,8 @@ class Server:
     """Server of a holder's blocks.
 
     Args:
-        open_store: Gets the store of a peer's namespace, or refuses others; opens it and adds its
-            memory to the node, if need be.
+        open_store: Gets the blocks of a peer's namespace, or refuses others; opens their backend
+            and adds its memory to the node, if need be.
 
     Attributes:
         endpoint: Endpoint to listen at; port 0 becomes the real port once it listens.
@@ -460,7 +453,7 @@ class Server:
     def __init__(
         self,
         node: LocalNode,
-        open_store: Callable[[Namespace], Awaitable[BlockStore]],
+        open_store: Callable[[Namespace], Awaitable[HeldBlocks]],
         endpoint: Endpoint,
     ) -> None:
         self._node = node
@@ -570,15 +563,15 @@ class Server:
 
     async def _serve(self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         timeout_s = self._config.handshake_timeout_s
-        store: BlockStore | None = None
+        held: HeldBlocks | None = None
 
         async def reach(theirs: wire.Hello) -> wire.Reach:
             """Prepare for a peer that has authenticated, and return the access to our memory."""
-            nonlocal store
+            nonlocal held
             self._listener.prove()
             if theirs.namespace is None:
                 raise NamespaceMismatchError("model", "any", "none")
-            store = await self._open_store(theirs.namespace)
+            held = await self._open_store(theirs.namespace)
             self._node.namespace = theirs.namespace
             return await self._node.reach(data_port=self.data_port)
 
@@ -600,8 +593,8 @@ class Server:
         except KVXferError as exc:
             self._refusals.note(logging.WARNING, "refused a peer: %s", peer, exc)
             return
-        assert store is not None
-        session = ClientSession(self._node, channel, greeting, store)
+        assert held is not None
+        session = ClientSession(self._node, channel, greeting, held)
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session

@@ -13,7 +13,7 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.server import BlockStore, Server
+from kvxfer.backends.nixl.server import HeldBlocks, Server
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -152,10 +152,10 @@ class StandalonePeer:
         fingerprint = "" if settled is None else settled.fingerprint
         return Announcement(capacity=self._capacity, namespace=fingerprint, started=started)
 
-    async def _open_store(self, namespace: Namespace) -> BlockStore:
+    async def _open_store(self, namespace: Namespace) -> HeldBlocks:
         backend = await self._tiers.settle(namespace)
         assert self._lender is not None
-        return BlockStore(backend, self._lender)
+        return backend, self._lender
 
     def _open(self, namespace: Namespace) -> Backend:
         """Reserve the memory, and let peers read it."""

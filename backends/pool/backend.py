@@ -239,7 +239,6 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     methods: str | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the socket."""
         super().__post_init__()
         path = self.path
         if not path.startswith("/"):

@@ -268,7 +268,6 @@ class PoolSession:
                 os.close(self._process)
 
     async def _wait_for_end(self) -> None:
-        """Wait until the engine's process has ended."""
         if self._process < 0:
             await asyncio.sleep(GRACE_S)
             return
@@ -368,7 +367,6 @@ class PoolServer:
         await self._tiers.aclose()
 
     async def _serve(self, connection: socket.socket, _: object) -> None:
-        """Serve one engine until it ends."""
         with connection:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):

@@ -156,7 +156,7 @@ class Handover:
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend`, `withdraw` or one of the reader, and return at once.
+        """Begin a call of `lend` or one of the reader, and return at once.
 
         Raises:
             ClosedError: The hand-over was closed.
@@ -224,10 +224,6 @@ class Handover:
                     self._lender.revoke(ticket)
 
         self._loop.run_blocking(revoke(), REVOKE_S)
-
-    async def withdraw(self, ticket: str) -> None:
-        """End a ticket, known or not, at once: nobody finds its blocks any more."""
-        self._give_up(ticket)
 
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned.

@@ -112,7 +112,6 @@ class PromptExchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close; see `aclose`."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -174,7 +173,7 @@ class PromptExchange:
             if is_new:
                 self._lent.discard(lease)
                 with contextlib.suppress(ClosedError):
-                    await self._run(self._handover.withdraw(lease))
+                    self._handover.give_up([lease])
             raise
         except Exception:  # nothing is lent
             if not was_lent:

@@ -140,7 +140,12 @@ class PolledEngine(Generic[MoverT]):
             self._memory = CacheMemory(caches)
             opened.callback(self._memory.close)
             self._mover = JobMover(
-                self._reach, self._memory, max_bytes_in_flight, slices, self._reports
+                self._reach,
+                self._memory,
+                max_bytes_in_flight,
+                slices,
+                self._reports,
+                self._note_ended,
             )
             opened.pop_all()
         self._job_ids = count()
@@ -149,7 +154,6 @@ class PolledEngine(Generic[MoverT]):
         self._adding = runtime.lock()
         self._takes_no_more = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
-        self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
         self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # and not taken
         self._calls = Calls()
 
@@ -228,7 +232,6 @@ class PolledEngine(Generic[MoverT]):
         """
         self._guard.require_same_process()
         self._mover.look()
-        self._take_ended()
         finished = []
         for job_id in list(self._finished):
             if job := self._finished.pop(job_id, None):  # unless another thread took it
@@ -337,12 +340,8 @@ class PolledEngine(Generic[MoverT]):
 
     def _submit(self, job: Job) -> JobId:
         """Begin a job and return at once; on this thread, where that takes no event loop."""
-        if self._may_begin(job):
-            self._begun.add(job.job_id)
-            if self._mover.begin(job):
-                self._take_ended()
-                return job.job_id
-            self._begun.discard(job.job_id)
+        if self._may_begin(job) and self._mover.begin(job):
+            return job.job_id
         with self._adding:
             if self._takes_no_more:
                 raise ClosedError("transfer engine")
@@ -356,12 +355,11 @@ class PolledEngine(Generic[MoverT]):
 
     def _wait_for(self, job_ids: Sequence[JobId], end: float) -> None:
         """Block until these jobs ended, or until a time; unknown ones count as ended."""
-        while begun := self._begun.intersection(job_ids):
+        while begun := self._mover.choose_begun(job_ids):
             if runtime.monotonic() >= end:
                 return
             self._mover.look(begun, end)
-            self._take_ended()
-            if not self._begun.isdisjoint(begun):
+            if self._mover.choose_begun(begun):
                 runtime.sleep(MARK_PAUSE_S)
         left = None if end == inf else max(0.0, end - runtime.monotonic())
         found = [self._submitted.get(job_id) for job_id in job_ids]
@@ -401,8 +399,6 @@ class PolledEngine(Generic[MoverT]):
             submission.cancel()
             if submission.task is None and not submission.ended.done():
                 self._end(submission)
-        for job_id in list(self._begun):
-            self._mover.cancel(job_id)
 
     def _may_begin(self, job: Job) -> bool:
         """Whether no job on the loop has to go first, and the caller may block."""
@@ -417,10 +413,8 @@ class PolledEngine(Generic[MoverT]):
             return not before and self._mover.has_room(job)
         return False
 
-    def _take_ended(self) -> None:
-        for job in self._mover.take_ended():
-            self._finished[job.job_id] = job.finished()
-            self._begun.discard(job.job_id)
+    def _note_ended(self, job: Job) -> None:
+        self._finished[job.job_id] = job.finished()
 
     def _start(self, submission: _Submission) -> None:
         if submission.ended.done():
@@ -433,11 +427,10 @@ class PolledEngine(Generic[MoverT]):
     def _end(self, submission: _Submission) -> None:
         if submission.job.end(Status.CANCELLED, "cancelled before it began"):
             submission.job.tell(self._reports)
-        self._finished[submission.job.job_id] = submission.job.finished()
+        self._note_ended(submission.job)
         submission.ended.set_result(None)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
-        """Choose the deadline of a call: its own, or the engine's."""
         given = require_timeout("timeout_s", timeout_s)
         return self._timeout_s if given is None else given
 

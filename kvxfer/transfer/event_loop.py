@@ -221,7 +221,6 @@ class EngineLoop:
         return self._loop
 
     def _is_current(self) -> bool:
-        """Whether the caller runs on this loop."""
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:

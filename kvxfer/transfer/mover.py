@@ -147,7 +147,8 @@ class JobMover:
     itself; a look asks its event. In host memory a job is moved slice by slice: one when it is
     submitted, one at each look, and more after a long pause. Threads of its own would fight with
     those of a computing engine for cores and for the interpreter lock, and make its steps longer by
-    milliseconds. Any thread may call `begin`, `look`, `take_ended`, `may_touch` and `cancel`.
+    milliseconds. Any thread may call `begin`, `look`, `may_touch` and `cancel`, and be the one on
+    which `note_ended` is told of a job that was begun and has ended.
 
     Any other job is moved on one event loop, which owns all the rest. It waits for those that were
     begun and move the same blocks, and counts them among the bytes in flight.
@@ -160,6 +161,7 @@ class JobMover:
         max_bytes_in_flight: int,
         slices: Slices,
         reports: Reports,
+        note_ended: Callable[[Job], None],
     ) -> None:
         self._backend = backend
         self._memory = memory
@@ -173,7 +175,7 @@ class JobMover:
         self._immediate = backend.provide(ImmediateMover)
         self._slices = slices
         self._begun: dict[JobId, _BegunJob] = {}
-        self._ended: deque[Job] = deque()
+        self._note_ended = note_ended
         self._looked_s = runtime.monotonic()
         self._lock = runtime.lock()  # held while bytes are moved on a thread
         self._is_closed = False
@@ -209,7 +211,6 @@ class JobMover:
         return True
 
     def _slice_bytes(self, job: Job, backend: ImmediateMover) -> int:
-        """Choose how many bytes of a job are moved at a time."""
         is_load, slices = job.direction is Direction.LOAD, self._slices
         if job.blocks.device == HOST:
             return slices.load_bytes if is_load else slices.store_bytes
@@ -229,8 +230,6 @@ class JobMover:
         Jobs in `hurry` are moved to their end instead, but not beyond `until`, a time on the clock
         of `runtime.monotonic`.
         """
-        if not self._begun:
-            return
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
                 self._ask_all()
@@ -245,15 +244,10 @@ class JobMover:
                 self._go_on(self._immediate, hurry or list(self._begun), until)
                 self._looked_s = runtime.monotonic()
 
-    def take_ended(self) -> list[Job]:
-        """Return the jobs that ended since the last call, as far as a look has shown."""
-        ended = []
-        while self._ended:
-            try:
-                ended.append(self._ended.popleft())
-            except IndexError:  # another thread took it
-                break
-        return ended
+    def choose_begun(self, job_ids: Collection[JobId]) -> list[JobId]:
+        """Choose the jobs that were begun and have not ended, as far as a look has shown."""
+        pairs = [(job_id, self._begun.get(job_id)) for job_id in job_ids]
+        return [job_id for job_id, each in pairs if each is not None and not each.reported]
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; memory that a device is moving is not safe. No effect on unknown jobs."""
@@ -303,11 +297,13 @@ class JobMover:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
     async def end_beginning(self) -> None:
-        """Refuse to begin any more, once the bytes that are being moved have landed."""
+        """Cancel what was begun, once the bytes that are being moved have landed; begin no more."""
         while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves some
             await asyncio.sleep(MARK_PAUSE_S)
         self._is_closed = True
         self._lock.release()
+        for job_id in list(self._begun):
+            self.cancel(job_id)
 
     async def drain(self) -> None:
         """Wait until no earlier transfer touches the caches, abandoned ones included.
@@ -484,10 +480,10 @@ class JobMover:
         if not each.job.ended:
             return
         if not each.reported:
-            each.reported = True
             each.job.retain_in(self._backend)
             each.job.tell(self._reports)
-            self._ended.append(each.job)
+            self._note_ended(each.job)
+            each.reported = True  # then whoever waits for it finds its result
         if each.transfer is None:
             self._begun.pop(each.job.job_id, None)
 

@@ -193,11 +193,6 @@ async def test_its_memory_is_there_at_once_in_huge_pages_and_not_that_of_a_forke
             assert int(found["AnonHugePages"]) > 0
 
 
-@pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[4096]], num_blocks=8)
-
-
 def open_host(memory: BlockMemory, **fields: Any) -> HostBackend:
     return HostBackend(HostConfig(capacity=CAPACITY, **fields), memory.namespace())
 

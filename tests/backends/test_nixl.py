@@ -1,7 +1,7 @@
 """The NIXL backend keeps every promise of `Backend`, with holders in another process."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
@@ -29,14 +29,13 @@ def process() -> Iterator[HolderProcess]:
 
 
 @pytest.mark.processes
-class NixlBackendTests(BackendTests):
+class TestNixlBackend(BackendTests):
     persistent = True
     max_blocks = 5
-    fields: ClassVar[dict[str, Any]] = {}
 
-    @pytest.fixture(autouse=True)
-    def _holders(self, process: HolderProcess) -> Iterator[None]:
-        self.process = process
+    @pytest.fixture(autouse=True, params=WAYS)
+    def _holders(self, request: pytest.FixtureRequest, process: HolderProcess) -> Iterator[None]:
+        self.process, self.fields = process, WAYS[request.param]
         self.holders: dict[tuple[str, int], OpenHolder] = {}
         yield
         for holder in self.holders.values():
@@ -60,22 +59,6 @@ class NixlBackendTests(BackendTests):
             capacity = int(capacity_for(namespace, num_blocks))
             self.holders[place] = self.process.open(namespace, capacity=capacity)
         return open_client(namespace, self.holders[place], **self.fields)
-
-
-class TestSocket(NixlBackendTests):
-    fields = WAYS["socket"]
-
-
-class TestNixl(NixlBackendTests):
-    fields = WAYS["nixl"]
-
-
-class TestSocketFenced(NixlBackendTests):
-    fields = WAYS["socket-fenced"]
-
-
-class TestNixlFenced(NixlBackendTests):
-    fields = WAYS["nixl-fenced"]
 
 
 @pytest.mark.slow

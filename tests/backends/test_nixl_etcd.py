@@ -81,7 +81,7 @@ async def announcing(
 
 
 def knows(discovery: EtcdDiscovery, *peers: Endpoint) -> bool:
-    return set(discovery._follower.roster.endpoints) == set(peers)
+    return set(discovery._roster.endpoints) == set(peers)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -144,7 +144,7 @@ async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end
     server: EtcdServer, served: ServeProcess
 ) -> None:
     def known(backend: NixlBackend) -> set[str]:
-        return {str(each) for each in backend._discovery._follower.roster.endpoints}  # type: ignore[union-attr]
+        return {str(each) for each in backend._discovery._roster.endpoints}  # type: ignore[union-attr]
 
     config = NixlConfig(discover=server.url, transport="socket")
     ours = msgspec.structs.replace(config, listen=f"{HOST}:0", capacity=ByteSize(1 << 20))

@@ -20,11 +20,6 @@ KEYS = make_keys(12)
 ROOM_FOR_4 = 8192 + 4 * (4096 + 32)
 
 
-@pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[4096]], num_blocks=16)
-
-
 def answers(report: dict[str, Any]) -> list[tuple[int, int, str]]:
     return [(run["first"], run["last"], run["answer"]) for run in report["runs"]]
 

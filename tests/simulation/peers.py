@@ -125,7 +125,7 @@ class PeersScenario(FleetScenario):
     def known_holders(self, backend: Any) -> list[int] | None:
         if not isinstance(backend._discovery, discovery.EtcdDiscovery):
             return None
-        roster = backend._discovery._follower.roster
+        roster = backend._discovery._roster
         return sorted(each.port - FIRST_PORT for each in roster.endpoints)
 
     def note_killed(self, process: ProcessRun) -> None:

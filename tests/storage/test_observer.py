@@ -24,11 +24,6 @@ DONE, MISSING = Status.DONE, Status.MISSING
 
 
 @pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[4096]], num_blocks=16)
-
-
-@pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
 

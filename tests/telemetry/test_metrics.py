@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from kvxfer.storage.backend import Backend, Outcome, Status
@@ -16,11 +15,6 @@ from kvxfer.transfer.engine import TransferEngine
 from tests.tiering.opened_tiers import open_dict, open_host, settle
 
 KEYS = make_keys(8)
-
-
-@pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[4096]], num_blocks=16)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:

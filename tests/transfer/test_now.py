@@ -55,11 +55,6 @@ def slices() -> Slices:
 
 
 @pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[4096]], num_blocks=16)
-
-
-@pytest.fixture
 def backend(memory: BlockMemory) -> ToldBackend:
     shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
     return ToldBackend(HostPool(shape, memory.namespace(), CPUCopyEngine()))

@@ -192,7 +192,6 @@ class Reads:
             self._fail(reading, piece, exc)
 
     def _describe(self, device: torch.device, addresses: Words, lengths: Words) -> Any:
-        """Describe one side of a transfer."""
         rows = np.zeros((len(addresses), 3), np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = lengths
@@ -302,7 +301,6 @@ class NixlPeers:
         # Names of agents are of one length, and so all metadata begins alike.
         self._metadata_start = agent.get_agent_metadata().partition(name.encode())[0]
         self._remotes: dict[str, _NixlRemote] = {}  # also while added or removed
-        self._postponed: set[Future[str]] = set()  # of peers that are removed first
         self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
         self._closed = False
 
@@ -312,12 +310,15 @@ class NixlPeers:
         Reads the peer's beacon: a peer that cannot be reached, or hangs, shows here, where no
         memory is at stake.
         """
+        if done.cancelled():
+            return
+        if self._closed:
+            raise TransferFailedError(peer.name, "the agent was closed")
         remote = self._remotes.get(peer.name)
         if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if remote and remote.removed:  # once it is gone, it is added anew
-            self._postponed.add(done)
-            remote.removed.add_done_callback(lambda _: self._add_postponed(peer, done))
+            remote.removed.add_done_callback(lambda _: attempt(done, partial(self.add, peer, done)))
             return
         if not remote:
             remote = self._begin_adding(peer)
@@ -325,14 +326,6 @@ class NixlPeers:
         remote.added.add_done_callback(
             lambda added: attempt(done, lambda: done.set_result(added.result()))
         )
-
-    def _add_postponed(self, peer: AgentMetadata, done: "Future[str]") -> None:
-        if done in self._postponed:  # else it was cancelled
-            self._postponed.remove(done)
-            if self._closed:
-                done.set_exception(TransferFailedError(peer.name, "the agent was closed"))
-            else:
-                attempt(done, partial(self.add, peer, done))
 
     def _begin_adding(self, peer: AgentMetadata) -> _NixlRemote:
         num_unanswered = sum(not each.added.done() for each in self._remotes.values())
@@ -396,8 +389,9 @@ class NixlPeers:
 
     def forget(self, peer: str, adding: "Future[str]") -> None:
         """Remove a peer whose `add` was given up."""
-        if adding in self._postponed:
-            self._postponed.remove(adding)
+        remote = self._remotes.get(peer)
+        if remote and remote.removed and not adding.done():  # it waits to be added anew
+            adding.cancel()
         elif not (adding.done() and adding.exception()):
             self.remove(peer, Future())
 
@@ -461,7 +455,6 @@ class NixlPeers:
             self._disconnect(oldest)
 
     def _disconnect(self, name: str) -> None:
-        """End a connection that is not kept."""
         with contextlib.suppress(*self._errors):  # the peer may be gone already
             self._agent.remove_remote_agent(name)
 
@@ -636,7 +629,6 @@ class NixlThread:
             self.order(readings[0].done, begin)
 
     def _run(self, opened: "Future[None]") -> None:
-        """Be the thread."""
         attempt(opened, self._open)
         if opened.done():
             return

@@ -245,7 +245,6 @@ class DataConnection:
         return data
 
     def _move(self, views: list[memoryview], stop: float, *, send: bool) -> None:
-        """Send or receive all bytes of some memory."""
         for start in range(0, len(views), MAX_VIEWS):
             some = views[start : start + MAX_VIEWS]
             ends = np.cumsum([len(view) for view in some])
@@ -303,7 +302,6 @@ class DataConnection:
 
 
 def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
-    """Find a method of a socket below its TLS."""
     owner = (
         super(ssl.SSLSocket, connection) if isinstance(connection, ssl.SSLSocket) else connection
     )

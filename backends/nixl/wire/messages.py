@@ -413,7 +413,6 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
     fenced: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ticket, when it is sent and when it arrives."""
         require_ticket("ticket", self.ticket)
 
 
@@ -440,7 +439,6 @@ class Release(NumberedRequest, frozen=True):
     tickets: Annotated[list[Ticket], msgspec.Meta(max_length=MAX_TICKETS)]
 
     def __post_init__(self) -> None:
-        """Check the tickets, when they are sent and when they arrive."""
         for ticket in self.tickets:
             require_ticket("ticket", ticket)
 
