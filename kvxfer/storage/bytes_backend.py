@@ -5,7 +5,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -112,7 +112,7 @@ class BytesBackend(Backend):
         if left:
             chosen = [keys[n] for n in left]
             names = self._names(chosen)
-            values = await self._threads.run(self._read, names, blocks.take(left))
+            values = await self._run(self._read, names, blocks.take(left))
             stored = await self._change(chosen, partial(self.put, names, values))
             for index, is_stored in zip(left, stored, strict=True):
                 outcomes[index] = DONE if is_stored else REFUSED
@@ -124,7 +124,7 @@ class BytesBackend(Backend):
         names = self._names(keys)
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
         values = await self._threads.ask(self._call, partial(self.get, names))
-        outcomes = await self._threads.run(self._write, names, sizes, values, blocks)
+        outcomes = await self._run(self._write, names, sizes, values, blocks)
         pairs = enumerate(outcomes)
         corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
         if corrupt:
@@ -165,18 +165,20 @@ class BytesBackend(Backend):
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""
-        return await self._locks.hold_during(keys, partial(self._threads.run, self._call, func))
+        return await self._locks.hold_during(keys, partial(self._run, self._call, func))
+
+    async def _run(self, func: Callable[..., T], *args: Any) -> T:
+        """Run a function on a thread, unless the backend was closed meanwhile."""
+        self._guard.check()
+        return await self._threads.run(func, *args)
 
     def _checksum(self, name: str, payload: bytes | memoryview) -> bytes:
         seed = xxhash.xxh3_64_intdigest(name.encode())
         return xxhash.xxh3_64_digest(payload, seed=seed)[: self._checksum_bytes]
 
     def _read(self, names: Sequence[str], blocks: Descriptors) -> list[bytes]:
-        payloads = (b"".join(views) for views in view_blocks(blocks))
-        return [
-            payload + self._checksum(name, payload)
-            for name, payload in zip(names, payloads, strict=True)
-        ]
+        pairs = zip(names, map(b"".join, view_blocks(blocks)), strict=True)
+        return [payload + self._checksum(name, payload) for name, payload in pairs]
 
     def _verified(self, name: str, size: int, value: bytes) -> memoryview | None:
         """Return the bytes of a chunk; None if they are not those that were stored."""
@@ -191,11 +193,9 @@ class BytesBackend(Backend):
         values: Sequence[bytes | None],
         blocks: Descriptors,
     ) -> list[Outcome]:
-        outcomes = []
-        starts = blocks.payload_starts.tolist()
-        for name, size, value, start, views in zip(
-            names, sizes, values, starts, view_blocks(blocks), strict=True
-        ):
+        outcomes, starts = [], blocks.payload_starts.tolist()
+        rows = zip(names, sizes, values, starts, view_blocks(blocks), strict=True)
+        for name, size, value, start, views in rows:
             verified = None if value is None else self._verified(name, size, value)
             if verified is None:
                 outcomes.append(MISSING if value is None else CORRUPT)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import (
@@ -44,6 +43,7 @@ from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.test_canonical import states
 from tests.kvcache.zoo_engines import (
+    COPIES,
     ZOO,
     Values,
     Worker,
@@ -445,19 +445,19 @@ class MappedEngine:
     def of_group(self, group: int) -> list[PageMapping]:
         return [each[group] for each in self.mappings]
 
-    def write(self, group: int, num_pages: int, copies: CPUCopyEngine) -> NDArray[np.uint8]:
+    def write(self, group: int, num_pages: int) -> NDArray[np.uint8]:
         """Store pages from the workers, each page from the worker whose turn it is."""
         pages = np.zeros((num_pages, self.mappings[0][group].page.num_bytes), np.uint8)
         for mappings, blocks in zip(self.mappings, self._describe(group), strict=True):
             turns = [page for page in range(num_pages) if mappings[group].writes(page)]
             if turns:
                 held = part_of_pages(mappings[group], pages)
-                copies.copy(blocks.take(turns), held.take(turns))
+                COPIES.copy(blocks.take(turns), held.take(turns))
         return pages
 
-    def read(self, group: int, pages: NDArray[np.uint8], copies: CPUCopyEngine) -> None:
+    def read(self, group: int, pages: NDArray[np.uint8]) -> None:
         for mappings, blocks in zip(self.mappings, self._describe(group), strict=True):
-            copies.copy(part_of_pages(mappings[group], pages), blocks)
+            COPIES.copy(part_of_pages(mappings[group], pages), blocks)
 
     def _describe(self, group: int) -> list[Descriptors]:
         return [
@@ -468,19 +468,17 @@ class MappedEngine:
         ]
 
 
-def check_pages(
-    engine: MappedEngine, expected: Sequence[NDArray[np.uint8]], copies: CPUCopyEngine
-) -> None:
+def check_pages(engine: MappedEngine, expected: Sequence[NDArray[np.uint8]]) -> None:
     workers = engine.engine.workers
     for worker in workers:
         worker.fill()
     for group, pages in enumerate(expected):
         verify_mappings(engine.of_group(group))
-        np.testing.assert_array_equal(engine.write(group, len(pages), copies), pages)
+        np.testing.assert_array_equal(engine.write(group, len(pages)), pages)
     for worker in workers:
         worker.clear()
     for group, pages in enumerate(expected):
-        engine.read(group, pages, copies)
+        engine.read(group, pages)
     for worker in workers:
         worker.check()
 
@@ -502,7 +500,7 @@ def expanded(fragments: PageFragments) -> list[list[int]]:
 @examples(6)
 @given(data=st.data())
 def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
-    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+    entry: EngineLayout, data: st.DataObject
 ) -> None:
     world = data.draw(worlds(entry))
     options = data.draw(engine_options(world, entry))
@@ -523,14 +521,14 @@ def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
                 rows = np.stack([*fields, fragments.lengths], axis=1).tolist()
                 assert expanded(fragments) == rows
     expected = [world.pages(group, tokens_per_page, num_shards) for group in groups]
-    check_pages(engine, expected, copies)
+    check_pages(engine, expected)
 
 
 @pytest.mark.parametrize("is_joined", [False, True], ids=["pages", "tensors of all layers"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("head_axes", list(product((0, 1), (0, 2))))
 def test_the_portable_pages_of_states_are_those_of_plain_indexing(
-    head_axes: tuple[int, int], tp_size: int, copies: CPUCopyEngine, *, is_joined: bool
+    head_axes: tuple[int, int], tp_size: int, *, is_joined: bool
 ) -> None:
     rng, block_ids = np.random.default_rng(0), [5, 1, 4]
     whole = [
@@ -553,4 +551,4 @@ def test_the_portable_pages_of_states_are_those_of_plain_indexing(
         for block in range(len(block_ids))
     ]
     expected = np.frombuffer(b"".join(pages), np.uint8).reshape(len(block_ids), -1)
-    check_pages(engine, [expected], copies)
+    check_pages(engine, [expected])

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError, KVXferError, PageMappingError
 from kvxfer.kvcache.canonical import (
@@ -36,6 +35,7 @@ from kvxfer.kvcache.portable import (
 from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
 from tests.examples import examples
 from tests.kvcache.zoo_engines import (
+    COPIES,
     ZOO,
     Worker,
     WorldEngine,
@@ -55,7 +55,7 @@ def described(worker: Worker) -> CacheDescription:
 
 
 def stage(
-    caches: CanonicalKVCaches, group: int, block_ids: Sequence[int], copies: CPUCopyEngine
+    caches: CanonicalKVCaches, group: int, block_ids: Sequence[int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
     """Copy the payloads of blocks to memory of their own, as a reader does; one row for each."""
     describer = BlockDescriber(caches)
@@ -65,13 +65,11 @@ def stage(
     if block_ids:
         lengths = np.full(len(block_ids), size)
         rows = Descriptors.of_pieces(addresses, lengths, owners=(staged,))
-        copies.copy(describer.describe(group, block_ids), rows)
+        COPIES.copy(describer.describe(group, block_ids), rows)
     return staged, addresses
 
 
-def load(
-    blocks: PeerBlocks, theirs: WorldEngine, block_ids: Sequence[int], copies: CPUCopyEngine
-) -> None:
+def load(blocks: PeerBlocks, theirs: WorldEngine, block_ids: Sequence[int]) -> None:
     """Load a group from all sources, in place where every byte of a block has one, or staged."""
     for rank in blocks.mapping.sources:
         caches = theirs.workers[rank].caches
@@ -80,21 +78,17 @@ def load(
         rows, places = blocks.describe_in_place(rank, order, block_ids)
         if len(rows):
             in_place = [their_ids[index] for index in order[rows]]
-            copies.copy(BlockDescriber(caches).describe(blocks.group, in_place), places)
+            COPIES.copy(BlockDescriber(caches).describe(blocks.group, in_place), places)
         order = np.delete(order, rows)
-        staged, addresses = stage(
-            caches, blocks.group, [their_ids[index] for index in order], copies
-        )
-        copies.copy(*blocks.describe(rank, order, addresses, block_ids))
+        staged, addresses = stage(caches, blocks.group, [their_ids[index] for index in order])
+        COPIES.copy(*blocks.describe(rank, order, addresses, block_ids))
         del staged
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)
 @examples(6)
 @given(data=st.data())
-def test_a_model_moves_to_an_engine_of_any_shape(
-    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
-) -> None:
+def test_a_model_moves_to_an_engine_of_any_shape(entry: EngineLayout, data: st.DataObject) -> None:
     world = data.draw(worlds(entry))
     is_even = len({width for _, width in world.parts}) == 1
     others = [
@@ -115,7 +109,7 @@ def test_a_model_moves_to_an_engine_of_any_shape(
         worker.clear()
         told = [described(each) for each in theirs.workers[: data.draw(st.sampled_from([1, None]))]]
         for blocks in match_caches(worker.caches, described(worker), told):
-            load(blocks, theirs, ours.block_ids[blocks.group], copies)
+            load(blocks, theirs, ours.block_ids[blocks.group])
         worker.check()
 
 
@@ -176,9 +170,7 @@ def matched(ours: CanonicalKVCaches, theirs: CanonicalKVCaches) -> PeerBlocks:
 
 @examples(30)
 @given(data=st.data())
-def test_only_pages_that_are_wanted_and_there_are_written(
-    data: st.DataObject, copies: CPUCopyEngine
-) -> None:
+def test_only_pages_that_are_wanted_and_there_are_written(data: st.DataObject) -> None:
     mine, their_tokens = data.draw(st.permutations([16, 32, 48]))[:2]
     layout = data.draw(st.sampled_from(LAYOUTS))
     ours, memory = numbered(mine, layout=layout)
@@ -211,10 +203,10 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     whole_blocks = [there[row] for row in rows]
     if whole_blocks:
         their_blocks = [their_ids[index] for index in whole_blocks]
-        copies.copy(BlockDescriber(theirs).describe(0, their_blocks), places)
+        COPIES.copy(BlockDescriber(theirs).describe(0, their_blocks), places)
     there = [index for index in there if index not in whole_blocks]
-    _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there], copies)
-    copies.copy(*blocks.describe(0, there, addresses, block_ids, **wanted))
+    _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there])
+    COPIES.copy(*blocks.describe(0, there, addresses, block_ids, **wanted))
     del staged
     np.testing.assert_array_equal(by_token(memory, layout), expected)
 

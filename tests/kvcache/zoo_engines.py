@@ -11,12 +11,15 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.portable import WorkerShard
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec
+
+COPIES = CPUCopyEngine(num_threads=1)
 
 ZOO = [entry for entry in LAYOUT_ZOO if entry.content != "states"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvxfer import Backend, BlockKey, BytesBackend, Namespace, Status, make_block_key
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.storage.integrity import Integrity
 from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import cancel, store_generated, yield_to_loop
@@ -84,7 +84,10 @@ async def test_without_integrity_a_value_is_the_bytes_alone() -> None:
         Values(values, MEMORY.namespace(), Integrity.SEALED)
 
 
-async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_value() -> None:
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_value(
+    *, closes: bool
+) -> None:
     may_go_on = threading.Event()
 
     class Hanging(Values):
@@ -102,10 +105,14 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
     storing = asyncio.ensure_future(backend.store(KEYS[:1], blocks))
     for _ in range(8):  # turns of the same threads, in which the store could overtake
         await backend.lookup(KEYS[1:])
+    closing = asyncio.ensure_future(backend.aclose() if closes else asyncio.sleep(0))
+    await yield_to_loop(5)
     may_go_on.set()
-    assert [each.done for each in await storing] == [True]
+    (stored,) = await asyncio.gather(storing, return_exceptions=True)
+    assert isinstance(stored, ClosedError if closes else list)
+    await closing
     await backend.aclose()  # when all calls have ended
-    assert [*backend.values] == [backend.name_of(KEYS[0])]
+    assert [*backend.values] == [backend.name_of(KEYS[0])][closes:]
     await backend.aclose()
     assert backend.num_closed == 1
 
