@@ -139,12 +139,13 @@ class BytesBackend(Backend):
         return await self._change(keys, partial(self._delete, self._names(keys)))
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. Calls that hang are abandoned."""
+        """See `Backend.aclose`. Calls that hang are abandoned; the storage is closed after them."""
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
-        if await self._threads.aclose():
-            return  # calls hang in the storage, which is not closed under them
+        if await self._threads.aclose():  # calls hang in the storage, which is closed after them
+            self._threads.when_ended(partial(self._call, self.close))
+            return
         closing = begin_aside("kvxfer-bytes-close", partial(self._call, self.close))
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

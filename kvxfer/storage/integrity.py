@@ -129,7 +129,6 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
         return checksums
     largest = int(blocks.block_sizes.max())
     scratch = np.empty(min(blocks.num_bytes, max(GATHER_BYTES, largest)), np.uint8)
-    view = scratch.data
     for start, stop in blocks.cut(GATHER_BYTES):
         part = blocks.select(start, stop)
         sizes = part.block_sizes
@@ -138,7 +137,7 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
         addresses = np.uint64(scratch.ctypes.data) + starts.astype(np.uint64)
         copy_engine.copy(part, Descriptors.of_pieces(addresses, sizes, owners=(scratch,)))
         bounds = zip(starts.tolist(), ends.tolist(), strict=True)
-        checksums += [xxhash.xxh3_64_intdigest(view[first:end]) for first, end in bounds]
+        checksums += [xxhash.xxh3_64_intdigest(scratch.data[first:end]) for first, end in bounds]
     return checksums
 
 
