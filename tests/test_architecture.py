@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 423,
     "kvxfer/integrations": 10_162,
     "kvxfer/kvcache": 5_675,
-    "kvxfer/lending": 1_473,
+    "kvxfer/lending": 1_470,
     "kvxfer/pages": 2_263,
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_192,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_635,
     "kvxfer/testing": 7_035,
     "kvxfer/tiering": 1_551,
-    "kvxfer/transfer": 2_057,
+    "kvxfer/transfer": 2_069,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -245,10 +245,7 @@ class Handover:
 
     def close(self) -> None:
         """End every ticket and call, and wait until nothing touches our caches; blocks."""
-        self._guard.close()
-        if not self._guard.released:
-            self._loop.run_blocking(self._guard.aclose(self._shut_down))
-        self._loop.stop()
+        self._loop.close(self._guard, self._shut_down)
 
     def _offer(
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool

@@ -300,10 +300,7 @@ class PolledEngine(Generic[MoverT]):
         """
         self._guard.require_same_process()
         self._loop.require_other_thread("close")
-        self._guard.close()
-        if not self._guard.released:
-            self._loop.run_blocking(self._guard.aclose(self._shut_down))
-        self._loop.stop()
+        self._loop.close(self._guard, self._shut_down)
 
     def __enter__(self) -> Self:
         """Return the engine, which `close` closes at the end of the block."""

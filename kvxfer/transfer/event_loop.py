@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvxfer import runtime
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
 from kvxfer.runtime import LoopThread, end_tasks
+from kvxfer.storage.call_guard import CallGuard
 
 LIVENESS_S = 0.5
 """Interval at which a caller that waits for another event loop checks that it still runs."""
@@ -136,6 +137,20 @@ class EngineLoop:
         if not self.wait([future], timeout_s):
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
         return future.result()
+
+    def close(self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Release by a guard on this loop, and stop it; blocks, also beside another such call.
+
+        Raises: as `run_blocking`, and those of `release`.
+        """
+        guard.close()
+        try:
+            if not guard.released:
+                self.run_blocking(guard.aclose(release))
+        except ClosedError:  # the other call has stopped the loop
+            if not guard.released:
+                raise
+        self.stop()
 
     @property
     def is_stopped(self) -> bool:

@@ -493,7 +493,7 @@ class _Run:
     async def _close(self, name: str) -> None:
         process, engine = self._processes[name], self._engines[name]
         began = self._simulation.now
-        await process.call(engine.close)
+        await asyncio.gather(*(process.call(engine.close) for _ in range(2)))
         took_s = self._simulation.now - began
         if took_s > CLOSE_S * engine.tp_size:
             self._simulation.fail("late", f"the end of {name} took {took_s:.3f} s")
