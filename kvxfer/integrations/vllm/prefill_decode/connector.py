@@ -37,7 +37,7 @@ from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
-from kvxfer.integrations.vllm.prefill_decode.tiers import Shares, Twice, find_tiers, open_tiers
+from kvxfer.integrations.vllm.prefill_decode.tiers import Shares, Twice, find_tiers
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
@@ -106,7 +106,10 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._facts: WorkerFacts | None = None
         self._ended = Ended()
         self._has_warned = False
-        self._tiers: Any = open_tiers(vllm_config, role, kv_cache_config)
+        kind, config = find_tiers(vllm_config)
+        self._tiers: Any = kind(config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            fence([self._tiers])
         self._shares: dict[str, Shares] = {}
         self._heads: set[str] = set()  # requests whose head is loaded from this step on
         self._kept_by_both: set[str] = set()
@@ -420,15 +423,15 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> PrefillDecodeMetrics:
         """See vLLM's `KVConnectorBase_V1`."""
-        found = find_tiers(vllm_config)
-        tiers = None if found is None else found[0].build_prom_metrics(found[1], *args)
+        kind, config = find_tiers(vllm_config)
+        tiers = kind.build_prom_metrics(config, *args)
         return PrefillDecodeMetrics(vllm_config, *args, tiers=tiers)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """See vLLM's `KVConnectorBase_V1`: any layout will do, but tiers may want a certain one."""
-        found = find_tiers(vllm_config)
-        layout: str | None = found and found[0].get_required_kvcache_layout(found[1])
+        kind, config = find_tiers(vllm_config)
+        layout: str | None = kind.get_required_kvcache_layout(config)
         return layout
 
     def _sides(self, *, is_scheduler: bool) -> tuple[bool, bool]:

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.integrations.vllm.common.freed_blocks import fence
 from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS, find_settings
-from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1, KVConnectorRole
+from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +60,17 @@ class NoTiers(KVConnectorBase_V1):
     update_state_after_alloc = build_connector_meta = _do_nothing
 
 
-def find_tiers(vllm_config: Any) -> tuple[Any, Any] | None:
-    """Find the connector of an engine's tiers, and its configuration; None without `backend`.
+def find_tiers(vllm_config: Any) -> tuple[Any, Any]:
+    """Find the connector of an engine's tiers, and its configuration; `NoTiers` without `backend`.
 
     It is vLLM's OffloadingConnector, configured as that of an engine with no other, and imported
     here: an engine without tiers needs nothing of vLLM's offloading.
     """
     settings = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).values
     if not settings.get("backend"):
-        return None
+        return NoTiers, vllm_config
     from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector
     from kvxfer.integrations.vllm.offloading.offloading_spec import offloading_config
 
     given = {name: settings[name] for name in OFFLOAD_SETTINGS if name in settings}
     return OffloadingConnector, offloading_config(vllm_config, given)
-
-
-def open_tiers(vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
-    """Open the tiers of one side of an engine; errors are those of `KVXferOffloadingSpec`.
-
-    Raises:
-        UnsupportedEngineError: This release of vLLM cannot end stores of blocks that P's pages are
-            about to be written to.
-    """
-    found = find_tiers(vllm_config)
-    if found is None:
-        return NoTiers(vllm_config, role, kv_cache_config)
-    kind, config = found
-    tiers = kind(config, role, kv_cache_config)
-    if role is KVConnectorRole.SCHEDULER:
-        fence([tiers])
-    return tiers
