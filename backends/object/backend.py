@@ -75,9 +75,7 @@ class ObjectBackend(Backend):
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
         self._pages = Pages(config.prefix, namespace, digester)
         self._bucket = Bucket(config)
-        self._presence = Presence(
-            found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
-        )
+        self._presence = Presence(config)
         num_threads = min(MAX_THREADS, runtime.num_cores())
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()

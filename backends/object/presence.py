@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvxfer import runtime
+from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.storage.keys import BlockKey
 
 MAX_KEYS = 1 << 18
@@ -25,13 +26,11 @@ class Presence:
     Belongs to one event loop. `WantedBlocks` of an engine lasts as long as its requests instead.
 
     Args:
-        found_ttl_s: Seconds for which an object that was seen is taken to be there.
-        missing_ttl_s: Seconds for which one that was not there is taken to be missing.
+        config: How long it is taken to be so, see `ObjectConfig`.
     """
 
-    def __init__(self, *, found_ttl_s: float, missing_ttl_s: float) -> None:
-        self._found_ttl_s = found_ttl_s
-        self._missing_ttl_s = missing_ttl_s
+    def __init__(self, config: ObjectConfig) -> None:
+        self._found_ttl_s, self._missing_ttl_s = config.found_ttl_s, config.missing_ttl_s
         self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict()
         self._num_marks = 0
         self._all_listed_at = float("-inf")

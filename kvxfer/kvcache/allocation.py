@@ -322,45 +322,35 @@ def _refusals_of_layers(request: _Request) -> Iterator[AllocationRefusal]:
     _, first_name, first = request.layers[0]
     for group, name, spec in request.layers:
         if not isinstance(spec, AttentionSpec):
-            yield AllocationRefusal(
-                AllocationCondition.ATTENTION, type(spec).__name__, "an AttentionSpec", group, name
-            )
-        if spec.page_size_bytes != first.page_size_bytes:
+            condition, found = AllocationCondition.ATTENTION, type(spec).__name__
+            yield AllocationRefusal(condition, found, "an AttentionSpec", group, name)
+        if (size := spec.page_size_bytes) != first.page_size_bytes:
             expected = f"{first.page_size_bytes} like layer {first_name!r}"
-            yield AllocationRefusal(
-                AllocationCondition.ONE_PAGE_SIZE, spec.page_size_bytes, expected, group, name
-            )
+            yield AllocationRefusal(AllocationCondition.ONE_PAGE_SIZE, size, expected, group, name)
 
 
 def _refusals_of_tensors(request: _Request) -> Iterator[AllocationRefusal]:
     config, positions = request.config, request.config.layer_positions
+    condition = AllocationCondition.SHARED_TENSORS
     if not positions:
-        yield AllocationRefusal(
-            AllocationCondition.SHARED_TENSORS, "no shared tensor", "at least one"
-        )
+        yield AllocationRefusal(condition, "no shared tensor", "at least one")
         return
     index_of = {name: index for index, names in enumerate(positions) for name in names}
     owners: dict[tuple[int, int], tuple[str, KVCacheSpec]] = {}
     for group, name, spec in request.layers:
         if name not in index_of:
-            yield AllocationRefusal(
-                AllocationCondition.SHARED_TENSORS, "no tensor", "one", group, name
-            )
+            yield AllocationRefusal(condition, "no tensor", "one", group, name)
             continue
         owner, other = owners.setdefault((group, index_of[name]), (name, spec))
         if spec != other:
             expected = f"{other}, like layer {owner!r} in the same tensor"
-            yield AllocationRefusal(
-                AllocationCondition.SHARED_TENSORS, spec, expected, group, name, index_of[name]
-            )
-    _, _, first = request.layers[0]
+            yield AllocationRefusal(condition, spec, expected, group, name, index_of[name])
+    condition, (_, _, first) = AllocationCondition.TENSOR_SIZE, request.layers[0]
     needed = first.page_size_bytes * config.num_blocks
     expected = f"{needed}, which is {config.num_blocks} pages of {first.page_size_bytes}"
     for index, size in enumerate(config.shared_tensor_sizes_bytes):
         if size != needed:
-            yield AllocationRefusal(
-                AllocationCondition.TENSOR_SIZE, size, expected, tensor_index=index
-            )
+            yield AllocationRefusal(condition, size, expected, tensor_index=index)
 
 
 def _refusals_of_backends(request: _Request) -> Iterator[AllocationRefusal]:
@@ -373,16 +363,13 @@ def _refusals_of_backends(request: _Request) -> Iterator[AllocationRefusal]:
                 AllocationCondition.LAYER_DIMENSION, found, "a stride order", group
             )
             continue
-        first_group, first = stated[0]
+        found, (first_group, first) = repr(" ".join(axes)), stated[0]
         if axes != first:
             expected = f"{' '.join(first)!r} like group {first_group}"
-            yield AllocationRefusal(
-                AllocationCondition.ONE_ORDER, repr(" ".join(axes)), expected, group
-            )
+            yield AllocationRefusal(AllocationCondition.ONE_ORDER, found, expected, group)
         if axes[0] != "block":
-            yield AllocationRefusal(
-                AllocationCondition.BLOCK_OUTERMOST, repr(" ".join(axes)), "'block' first", group
-            )
+            condition, expected = AllocationCondition.BLOCK_OUTERMOST, "'block' first"
+            yield AllocationRefusal(condition, found, expected, group)
 
 
 def _refusals_of_kernel_blocks(request: _Request) -> Iterator[AllocationRefusal]:
