@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from weakref import ref
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -32,7 +33,6 @@ from tests.simulation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(4)
-
 LIMIT_S = 120
 DIGESTS = """
 import sys
@@ -66,7 +66,15 @@ class Written(Scenario):
         return [Step(float(number), random.choice("abc")) for number in range(20)]
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        self.ran = simulation
         self._body(simulation, steps)
+
+
+def test_a_campaign_keeps_nothing_of_its_runs() -> None:
+    runs: list[ref[Simulation]] = []
+    scenario = Written(lambda run, _: runs.append(ref(run)))
+    assert not main([scenario], ["--seeds", "3"])
+    assert [run() for run in runs] == [None] * 3
 
 
 @pytest.mark.timeout(LIMIT_S)

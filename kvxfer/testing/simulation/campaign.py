@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import get_context
@@ -115,13 +116,16 @@ class _Ended:
 def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> _Ended:
     """Run a seed without the collector of garbage, whose moments no seed decides."""
     gc.disable()
+    gc.freeze()  # what was there before takes no time of the collection afterwards
     try:
-        run = run_seed(scenario, seed, steps)
+        run = run_seed(copy(scenario), seed, steps)  # which may note things of its run in itself
         ended = _Ended(seed, run.now, run.num_calls, run.violations, run.trace, run.digest())
         del run
         return ended
     finally:
-        gc.collect(0)  # all that the run has made, while it is young and nobody has it any more
+        while gc.collect():  # again: what ends a coroutine may hold it once more
+            pass
+        gc.unfreeze()
         gc.enable()
 
 

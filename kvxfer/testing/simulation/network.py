@@ -55,12 +55,10 @@ class _Pipe:
 
     def changes_at(self) -> float | None:
         """Time of the next change that its reader sees, in the past if it sees one now."""
-        times = [] if self.error is None else [self.error[0]]
-        if self.segments:
-            times.append(self.segments[0].arrives_at)
-        elif self.ends_at is not None:
-            times.append(self.ends_at)
-        return min(times, default=None)
+        at = self.segments[0].arrives_at if self.segments else self.ends_at
+        if self.error is not None and (at is None or self.error[0] < at):
+            return self.error[0]
+        return at
 
     def drop(self) -> None:
         """Drop what has not been received."""
@@ -587,11 +585,13 @@ class SimulatedSocket(Waitable):
             return False, self._connecting[0] <= self.network.now
         if self._most_waiting:
             return bool(self.backlog) and self.backlog[0][0] <= self.network.now, False
-        now, incoming, outgoing = self.network.now, self.incoming, self.outgoing
-        changes_at = incoming.changes_at()
-        can_read = self._is_ended or self._error() or (changes_at is not None and changes_at <= now)
-        can_write = outgoing.num_bytes < outgoing.capacity or self._error() or self._refusal()
-        return bool(can_read), bool(can_write or self.peer is None)
+        changes_at, outgoing = self.incoming.changes_at(), self.outgoing
+        can_read = changes_at is not None and changes_at <= self.network.scheduler.now
+        can_write = outgoing.num_bytes < outgoing.capacity or self.peer is None
+        return (
+            can_read or self._is_ended,
+            can_write or bool(self._error() or self._refusal()),
+        )
 
     def changes_at(self) -> float | None:
         if self._connecting is not None:

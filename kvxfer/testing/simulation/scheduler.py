@@ -129,6 +129,7 @@ class Scheduler:
         self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
         self._main = SimulatedThread(self, "main", SimulatedProcess("main", 1))
         self._threads = [self._main]
+        self._started: list[threading.Thread] = []
         self._by_line = 0.0
         self._ready: list[SimulatedThread] = []
         self._current = self._main
@@ -170,6 +171,8 @@ class Scheduler:
             )
             for thread in self.alive():
                 self._hand_over(thread)
+            for started in self._started:  # its last frame is gone: nothing is held any more
+                started.join()
             self._is_over, sys.unraisablehook = True, tell
 
     def start(
@@ -205,7 +208,8 @@ class Scheduler:
 
         self._threads.append(thread)
         self._ready.append(thread)
-        threading.Thread(target=run, name=name, daemon=True).start()
+        self._started.append(threading.Thread(target=run, name=name, daemon=True))
+        self._started[-1].start()
         self.point()
         return thread
 
