@@ -43,11 +43,11 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_046,
-    "backends/file": 4_757,
+    "backends/file": 4_758,
     "backends/host": 1_963,
     "backends/mooncake": 716,
     "backends/nixl": 8_157,
-    "backends/object": 1_725,
+    "backends/object": 1_727,
     "backends/pool": 1_151,
     "benchmarks": 4_689,
     "examples": 2_580,

@@ -144,6 +144,8 @@ class ObjectBackend(Backend):
         """
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
+        await self._deletes.wait(keys)
+        self._guard.check()  # the backend may have been closed meanwhile
         return await self._deletes.hold_during(
             keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
         )

@@ -108,6 +108,7 @@ FOUND = (
     ("files", 13809),  # a collection on a full disk left the folders of a walk open
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("objects", 4339),  # a whole chunk was not written back where a part of it was refused
+    ("objects", 1953),  # a delete that waited for another one began after a close
     ("objects", 1243),  # a removal waited for its turn after its look at the object
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
     ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
