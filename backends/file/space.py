@@ -207,9 +207,10 @@ class Space:
             OSError: It cannot be removed.
         """
         with self._ledger.locked():
+            num_bytes = padded(runtime.disk().fstat(fd).st_size)  # a removed file may tell nothing
             was_there = self._folder.remove_open(key, fd)
             if was_there:
-                self._ledger.remove(padded(runtime.disk().fstat(fd).st_size))
+                self._ledger.remove(num_bytes)
                 self.index.remove(key)
                 self._reports.removed([key], reason)
         return was_there
