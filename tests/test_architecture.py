@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_821,
-    "kvxfer/telemetry": 1_635,
+    "kvxfer/telemetry": 1_639,
     "kvxfer/testing": 7_043,
     "kvxfer/tiering": 1_551,
     "kvxfer/transfer": 2_069,

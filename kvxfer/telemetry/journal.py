@@ -305,7 +305,7 @@ class Journal:
         at_s, num_keys = runtime.wall_time(), 1 + (0 if event is None else len(event.keys))
         with self._lock:
             has_room = self._num_waiting_keys + num_keys <= MAX_WAITING_KEYS or not self._waiting
-            if has_room and not self._is_closing:
+            if (has_room or event is None) and not self._is_closing:
                 self._waiting.append((at_s, observer, event))
                 self._num_waiting_keys += num_keys
                 return
@@ -359,11 +359,15 @@ class Journal:
                     for part in self._parts(observer.number, event)
                 )
         if lost.num_events:
-            records += [lost, *self._sources.values()]  # which may be among what was lost
+            records.append(lost)
         if records and not self._write(records):
+            times = [at_s for at_s, _, event in noted if event is not None]
+            num_lost = len(times) + lost.num_events
+            times += [lost.at_s] if lost.num_events else []
             with self._lock:
-                self._lost_at_s = noted[0][0] if noted else lost.at_s
-                self._num_lost += len(noted) + lost.num_events
+                self._waiting[:0] = [each for each in noted if each[2] is None]
+                self._lost_at_s = min(times, default=self._lost_at_s)
+                self._num_lost += num_lost
 
     def _parts(self, number: int, event: Event) -> Iterator[Event]:
         """Shorten an event: what all blocks have once, and a bounded number of keys.
