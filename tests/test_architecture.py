@@ -51,7 +51,7 @@ BUDGETS = {
     "backends/pool": 1_151,
     "benchmarks": 4_689,
     "examples": 2_580,
-    "kvxfer/cli": 1_675,
+    "kvxfer/cli": 1_688,
     "kvxfer/copy_engine": 2_420,
     "kvxfer/doctor": 1_531,
     "kvxfer/engine_side": 1_499,

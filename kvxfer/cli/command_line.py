@@ -2,12 +2,15 @@
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
+
+import msgspec
 
 from kvxfer.errors import KVXferError
 from kvxfer.text import printable
@@ -34,6 +37,15 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with status 2 and one line that names what cannot be used."""
         self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON; what is not UTF-8 in the name of a file is escaped."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(value))
+    print(text)
 
 
 def wrap(text: str, head: str) -> list[str]:

@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvxfer.cli.command_line import CommandLine, exit_statuses, wrap
+from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json, wrap
 from kvxfer.text import printable
 from kvxfer.units import Duration
 
@@ -54,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
                 hash_name = read_hash_name(name)
         findings = examine(backends, timeout_s=timeout_s, hash_name=hash_name)
     if arguments.json:
-        print(msgspec.json.encode(findings).decode())
+        print_json(findings)
     else:
         print("\n".join(_lines(findings)))
     return int(any(finding.severity is not Severity.OK for finding in findings))

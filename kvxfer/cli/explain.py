@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvxfer.cli.command_line import CommandLine, exit_statuses, wrap
+from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json, wrap
 from kvxfer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         raise InvalidArgumentError("journal", folder, expected)
     reports = explain(arguments.what, Path(folder))
     if arguments.json:
-        print(msgspec.json.encode(reports).decode())
+        print_json(reports)
     else:
         print("\n\n".join("\n".join(_lines(report)) for report in reports))
     return 0

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
@@ -43,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         from kvxfer.replay.fleet import format_fleet, parse_fleet, study_fleet
 
         study = study_fleet(trace, machine, parse_fleet(arguments.fleet), seed=arguments.seed)
-        print(msgspec.json.encode(study).decode() if arguments.json else format_fleet(study))
+        if arguments.json:
+            print_json(study)
+        else:
+            print(format_fleet(study))
         return 0
     budget = parse_budget(arguments.budget) if arguments.budget else None
     report = Report(
@@ -53,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
         lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
         recommendation=recommend(trace, machine, budget) if budget else None,
     )
-    print(msgspec.json.encode(report).decode() if arguments.json else format_report(report))
+    if arguments.json:
+        print_json(report)
+    else:
+        print(format_report(report))
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json
 from kvxfer.cli.service import stopping_between_steps
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import printable
@@ -65,7 +65,7 @@ def ls(argv: Sequence[str]) -> int:
             return 0
         usages = measure_usage(store)
     if arguments.json:
-        print(msgspec.json.encode(usages).decode())
+        print_json(usages)
     else:
         print(_format_table(usages))
     return 0
@@ -166,7 +166,10 @@ def fsck(argv: Sequence[str]) -> int:
         report = _verify(checked, repair=arguments.repair, quiet=arguments.json)
         if arguments.repair:
             report.temporary_removed = checked.clean_up()
-    print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
+    if arguments.json:
+        print_json(report)
+    else:
+        print(_summary(report))
     return 1 if report.bad else 0
 
 

@@ -4,9 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,5 +34,5 @@ def main(argv: Sequence[str]) -> int:
         arguments["kv_connector_module_path"] = MODULE
         note = f"vLLM does not load the plug-in ({why}): the argument names its module instead"
         sys.stderr.write(f"kvxfer vllm-args: {note}\n")
-    print(msgspec.json.encode(arguments | {EXPLICIT: found.values}).decode())
+    print_json(arguments | {EXPLICIT: found.values})
     return 0

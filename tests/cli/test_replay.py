@@ -48,7 +48,7 @@ def test_json_has_all_of_the_tables(run: Run) -> None:
 
 
 def test_a_synthetic_trace_can_be_kept(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "chats.jsonl"
+    path = tmp_path / "chats \udcff.jsonl"  # a name that is not UTF-8
     keep = ["--save", str(path), "--tokens-per-block", "32", "--json"]
     made = json.loads(run("replay", *CHATS, *keep)[1])
     read = json.loads(run("replay", path, "--json")[1])
