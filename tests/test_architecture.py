@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_499,
     "kvxfer/explain": 889,
     "kvxfer/face": 423,
-    "kvxfer/integrations": 10_147,
+    "kvxfer/integrations": 10_149,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_470,
     "kvxfer/pages": 2_263,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_639,
     "kvxfer/testing": 7_043,
     "kvxfer/tiering": 1_551,
-    "kvxfer/transfer": 2_069,
+    "kvxfer/transfer": 2_071,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

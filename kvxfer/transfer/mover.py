@@ -230,6 +230,8 @@ class JobMover:
         Jobs in `hurry` are moved to their end instead, but not beyond `until`, a time on the clock
         of `runtime.monotonic`.
         """
+        if not self._begun:
+            return
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
                 self._ask_all()

@@ -4,7 +4,7 @@ They are those of `kvxfer.telemetry.metrics`, with the same labels. Their names 
 because vLLM exports no others.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -134,7 +134,8 @@ class OffloadingMetrics(Observer):
         self.counted_by_manager: frozenset[str] = frozenset()  # and so not taken from what is told
         self._chunk_bytes = chunk_bytes
         self._lower = lower
-        self._stats = OffloadingConnectorStats()
+        self._counted: Counter[Count] = Counter()
+        self._told: Counter[Count] = Counter()
         self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
         self._asked: list[tuple[str, AskGauges]] = []
         self._ask_at = 0.0
@@ -142,16 +143,8 @@ class OffloadingMetrics(Observer):
 
     def add(self, count: Count, number: int = 1) -> None:
         """Count chunks, or values of a parameter."""
-        if not number:
-            return
-        tier, *more = count.labels
-        labels = (self._lower if tier == LOWER else tier, *more)
-        name_of_bytes = count.name.replace("_blocks", "_bytes")
-        with self._lock:
-            self._stats.increase_counter(PREFIX + count.name, number, labels)
-            if name_of_bytes in COUNTERS and name_of_bytes != count.name:
-                num_bytes = number * self._chunk_bytes
-                self._stats.increase_counter(PREFIX + name_of_bytes, num_bytes, labels)
+        if number:
+            self._counted[count] += number
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -160,8 +153,7 @@ class OffloadingMetrics(Observer):
                 if sample.name in HISTOGRAMS:
                     self._seconds.append(sample)
                 elif sample.name not in self.counted_by_manager:
-                    value = int(sample.value)
-                    self._stats.increase_counter(PREFIX + sample.name, value, sample.labels)
+                    self._told[Count(sample.name, sample.labels)] += int(sample.value)
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
@@ -169,12 +161,22 @@ class OffloadingMetrics(Observer):
 
     def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
         """Return what was counted and told, in vLLM's form, and forget it; add host's gauges."""
-        with self._lock:
-            stats, self._stats = self._stats, OffloadingConnectorStats()
-            seconds = list(self._seconds)
-            self._seconds.clear()
+        stats = OffloadingConnectorStats()
         for name, value in (gauges or {}).items():
             stats.set_gauge(PREFIX + name, value, (HOST,))
+        counted, self._counted = self._counted, Counter()
+        with self._lock:
+            told, self._told = self._told, Counter()
+            seconds = list(self._seconds)
+            self._seconds.clear()
+        for (name, (tier, *more)), number in counted.items():
+            labels = (self._lower if tier == LOWER else tier, *more)
+            stats.increase_counter(PREFIX + name, number, labels)
+            name_of_bytes = name.replace("_blocks", "_bytes")
+            if name_of_bytes in COUNTERS and name_of_bytes != name:
+                stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, labels)
+        for (name, labels), number in told.items():
+            stats.increase_counter(PREFIX + name, number, labels)
         for name, value, labels in seconds:
             stats.observe_histogram(PREFIX + name, value, labels)
         if runtime.monotonic() >= self._ask_at:
