@@ -42,7 +42,8 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         missing_ttl_s: Time for which a block that was not there is taken to be missing.
         max_requests: Most requests at a time.
         max_requests_per_s: Most requests that begin in a second; 0 for no bound.
-        close_timeout_s: Time that closing waits for threads that verify blocks, or list the bucket.
+        close_timeout_s: Time that closing waits for deletes whose callers were cancelled, and then
+            for threads that verify blocks, or list the bucket.
 
     Raises:
         InvalidArgumentError: There is no bucket, a number is out of range, or an address has
