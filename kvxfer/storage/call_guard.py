@@ -14,6 +14,7 @@ from kvxfer.storage.backend import require_batch
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, groups_of
 
 FEW_BLOCKS = 12
+"""Blocks of a batch that are checked sooner one by one than by numpy."""
 
 
 def outside_of(

@@ -24,6 +24,8 @@ MOST_CUTS = 200
 """Most runs for cutting down one plan."""
 MOST_REPORTS = 5
 """Most failures that are told in full; of more, only which seed failed, and how."""
+MOST_COLLECTIONS = 10
+"""Most collections after a run, whose finalizers may make garbage for ever."""
 SEEDS_PER_SHARE = 10
 LAST_LINES = 60
 
@@ -123,8 +125,9 @@ def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> 
         del run
         return ended
     finally:
-        while gc.collect():  # again: what ends a coroutine may hold it once more
-            pass
+        for _ in range(MOST_COLLECTIONS):  # what ends a coroutine may hold it once more
+            if not gc.collect():
+                break
         gc.unfreeze()
         gc.enable()
 
