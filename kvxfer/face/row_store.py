@@ -142,11 +142,12 @@ class RowStore:
         Raises:
             InvalidArgumentError: A key appears twice; nothing was moved.
         """
+        num_purges = self._num_purges  # first: a thread may stand still anywhere
         if keys:
             self._guard.check_batch(keys)
         done = [False] * len(keys)
         pool, start, in_flight = self._rows_of[direction], 0, deque[_RowJob]()
-        most, num_purges = max(1, pool.num_rows // JOBS_IN_FLIGHT), self._num_purges
+        most = max(1, pool.num_rows // JOBS_IN_FLIGHT)
         try:
             while start < len(keys) or in_flight:
                 left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start

@@ -97,10 +97,13 @@ class _Rows(RowPool):
         super().__init__(range(num_rows))
         self.bytes = memory.caches.tensors[0].tensor.numpy().view(np.uint8)[:, :ROW_BYTES]
         self.canaries: dict[int, int] = {}
+        self.first_asked: dict[object, float] = {}  # of the call of a thread
         self._simulation = simulation
         self._seal(range(num_rows))
 
     def take(self, most: int, timeout_s: float) -> list[int]:
+        thread = self._simulation.runtime.scheduler.current
+        self.first_asked.setdefault(thread, self._simulation.now)
         rows = super().take(most, timeout_s)
         for row in rows:
             canary = self.canaries.pop(row, None)
@@ -199,11 +202,14 @@ class _Run:
         copied_at: dict[int, float],
     ) -> list[bool]:
         """Move pages; they are the caller's again when the call has ended."""
-        began, inside, has_ended = self._simulation.now, self._find_purging(), False
+        inside, has_ended = self._find_purging(), False
+        thread = self._simulation.runtime.scheduler.current
+        self._rows.first_asked.pop(thread, None)
 
         def copy(indices: Sequence[int], rows: Sequence[int]) -> None:
             if has_ended:
                 self._simulation.fail("pages were copied after a call")
+            began = self._rows.first_asked[thread]  # before, a thread may stand still
             for purge_began, purge_ended in self._purges:
                 if began < purge_began and purge_ended < self._simulation.now:
                     self._simulation.fail("pages were copied beyond a purge", direction.name)
