@@ -18,9 +18,10 @@ import pytest
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity
+from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.backends.file.io import FileIO, IOVector, UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.namespace_format import GroupFormat
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
 from kvxfer.testing import BlockMemory
@@ -97,18 +98,8 @@ def record_addresses(engine: FileIO) -> set[int]:
 
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
-    sizes = []
-    for index, group in enumerate(namespace.groups):
-        header = BlockHeader(
-            namespace=namespace.fingerprint,
-            key=make_block_key(b"any", index),
-            start=0,
-            tensors=group.tensors,
-            integrity=Integrity.FAST,
-            checksum="",
-        )
-        sizes.append(on_disk(header.data_offset + namespace.chunk_size_bytes(index)))
-    return ByteSize(num_blocks * max(sizes))
+    formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
+    return ByteSize(num_blocks * max(on_disk(each.file_size_bytes) for each in formats))
 
 
 def open_descriptors() -> list[str]:
