@@ -43,11 +43,11 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_046,
-    "backends/file": 4_758,
+    "backends/file": 4_742,
     "backends/host": 1_963,
-    "backends/mooncake": 716,
+    "backends/mooncake": 718,
     "backends/nixl": 8_157,
-    "backends/object": 1_728,
+    "backends/object": 1_730,
     "backends/pool": 1_151,
     "benchmarks": 4_689,
     "examples": 2_580,
@@ -60,7 +60,7 @@ BUDGETS = {
     "kvxfer/integrations": 10_149,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_470,
-    "kvxfer/pages": 2_263,
+    "kvxfer/pages": 2_283,
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_822,

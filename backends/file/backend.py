@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
 from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.block_reader import BlockReader
@@ -30,7 +28,7 @@ from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import BackendUnavailableError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.names import NAMESPACE_FILE, file_name
@@ -429,21 +427,7 @@ class FileBackend(Backend):
         self._guard.check_batch(keys, *blocks)
         file_name(max(keys, key=len))
         for each in blocks:
-            self._require_whole_blocks(keys, each)
-
-    def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        formats = self._files.formats(keys)
-        block = np.array([each.block_size_bytes for each in formats])
-        chunk = np.array([each.chunk_size_bytes for each in formats])
-        starts, sizes = blocks.payload_starts, blocks.block_sizes
-        good = (
-            (sizes > 0) & (starts + sizes <= chunk) & (sizes % block == 0) & (starts % block == 0)
-        )
-        if not good.all():
-            at = int(good.argmin())
-            wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
-            extent = int(starts[at]), int(starts[at] + sizes[at])
-            raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
+            self._files.require_whole_blocks(keys, each)
 
 
 _EVERY_KEY = BlockKey(b"")

@@ -123,6 +123,7 @@ class MooncakeBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
         self._guard.check_batch(keys, blocks)
+        self._pages.require_whole_blocks(keys, blocks)
         async with self._stores.acquire(keys):
             self._guard.check()  # the backend may have been closed meanwhile
             return await self._in_runs(self._store_run, keys, blocks)
@@ -130,6 +131,7 @@ class MooncakeBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
         self._guard.check_batch(keys, blocks)
+        self._pages.require_whole_blocks(keys, blocks)
         outcomes = await self._in_runs(self._load_run, keys, blocks)
         corrupt = _corrupt(outcomes)
         if corrupt:

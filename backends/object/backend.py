@@ -117,6 +117,7 @@ class ObjectBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
         self._guard.check_batch(keys, blocks)
+        self._pages.require_whole_blocks(keys, blocks)
         async with self._stores.acquire(keys):
             await self._deletes.wait(keys)
             self._guard.check()  # the backend may have been closed meanwhile
@@ -135,6 +136,7 @@ class ObjectBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
         self._guard.check_batch(keys, blocks)
+        self._pages.require_whole_blocks(keys, blocks)
         return await self._move_each(self._load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:

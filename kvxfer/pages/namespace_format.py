@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import numpy as np
+
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import MAX_HEADER_BYTES, BlockFileError, HeaderFrame, header_size
 from kvxfer.pages.verification import check_data, check_header, require_readable
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, StoredTensor
 
-PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
-"""Outcome of a store of bytes that no file of their group can hold."""
+PART = Outcome(Status.FAILED, reason="a part of a chunk: this group is stored in whole chunks")
+"""Outcome of a store of bytes that no file or object of their group can hold."""
 
 
 class GroupFormat:
@@ -84,6 +87,23 @@ class NamespaceFormat:
     def formats(self, keys: Sequence[BlockKey]) -> list[GroupFormat]:
         """Get the format of each key's files."""
         return [self._formats[key[-GROUP_INDEX_BYTES:]] for key in keys]
+
+    def require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        """Check that parts of chunks, which lie within these, are whole blocks.
+
+        Raises:
+            InvalidArgumentError: One is not.
+        """
+        formats = self.formats(keys)
+        block_sizes = np.array([each.block_size_bytes for each in formats])
+        starts, sizes = blocks.payload_starts, blocks.block_sizes
+        good = (sizes % block_sizes == 0) & (starts % block_sizes == 0)
+        if not good.all():
+            at = int(good.argmin())
+            chunk = formats[at].chunk_size_bytes
+            wanted = f"whole blocks of {block_sizes[at]} bytes, up to {chunk} in all"
+            extent = int(starts[at]), int(starts[at] + sizes[at])
+            raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
 
     @property
     def is_encrypted(self) -> bool:

@@ -16,6 +16,7 @@ from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
+from tests.backends.file_store import listed
 from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 
 DONE = Status.DONE
@@ -59,14 +60,20 @@ async def test_a_part_never_overwrites_the_whole(caplog: pytest.LogCaptureFixtur
 async def test_what_no_page_can_hold_is_refused() -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=2, blocks_per_chunk=2), make_keys(1)
     whole = memory.describe(0, [0, 1])
-    part = Descriptors.of_pieces(whole.addresses[:1], [6144])
-    async with open_in_memory(memory.namespace()) as backend:
-        assert statuses(await backend.store(keys, part)) == [Status.FAILED]
+    part, *odd = (
+        Descriptors.of_pieces(whole.addresses[:1], [size], [start])
+        for start, size in ((4096, 4096), (2048, 4096), (0, 6144), (4096, 1))
+    )
+    async with open_in_memory(listed(memory.namespace(), 2)) as backend:
+        assert "stored in whole chunks" in (await backend.store(keys, part))[0].reason
         await store_generated(backend, keys, whole)
         assert statuses(await backend.store(keys, part)) == [DONE]
         for call in (backend.store, backend.load):
             with pytest.raises(InvalidArgumentError, match="at most 119 bytes"):
                 await call([make_block_key(bytes(200))], whole)
+            for each in odd:
+                with pytest.raises(InvalidArgumentError, match="whole blocks of 4096 bytes"):
+                    await call(keys, each)
 
 
 async def test_what_s3_says_to_store_again_is_stored_again() -> None:
@@ -83,7 +90,7 @@ async def test_what_s3_says_to_store_again_is_stored_again() -> None:
     async with open_in_memory(memory.namespace(), store) as backend:
         plant(backend._bucket, put_async=put)
         assert statuses(await backend.store(make_keys(1), memory.describe(0, [0]))) == [DONE]
-        names = [each["path"] for listed in store.list() for each in listed]
+        names = [each["path"] for found in store.list() for each in found]
         assert len(names) == 3, "a page, and the texts of its namespace"
 
 
