@@ -60,7 +60,7 @@ BUDGETS = {
     "kvxfer/integrations": 10_149,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_470,
-    "kvxfer/pages": 2_283,
+    "kvxfer/pages": 2_284,
     "kvxfer/replay": 1_659,
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_822,

@@ -11,6 +11,7 @@ from kvxfer.pages.page_cipher import key_id_in
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor
+from kvxfer.text import printable
 
 PAGE_BYTES = 4096
 """Bytes of a page: the unit in which disks, O_DIRECT and GDS move bytes."""
@@ -36,11 +37,11 @@ class BlockFileError(KVXferError, ValueError):
     """File that is not a block file, or not the one that it should be.
 
     Args:
-        detail: What is wrong; cut off where text from a file would fill a log.
+        detail: What is wrong; what text from a file would do to a log or a terminal is taken out.
     """
 
     def __init__(self, detail: str) -> None:
-        super().__init__(detail[:MAX_DETAIL_CHARS])
+        super().__init__(printable(detail, MAX_DETAIL_CHARS)[:MAX_DETAIL_CHARS])
 
 
 class OtherIntegrityError(BlockFileError):

@@ -211,6 +211,7 @@ HOSTILE = {
     "length 2**64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
     "length 100 MB": struct.pack("<Q", 10**8) + b" " * 9000,
     "many tensors in one page": head(json.dumps({f"t{each}": ONE for each in range(40)}).encode()),
+    "a line of a log": head(b'{"__metadata__":{"\\u001b[2J\\nall is well":""}}'),
     "nested arrays": head(b"[" * 4000),
     "nested in place of a field": head(b'{"__metadata__":' + b"[" * 4000),
     "huge numbers": head(b'{"blocks":{"dtype":"U8","shape":[1e999,' + b"9" * 3000 + b"]}}"),
@@ -243,6 +244,7 @@ async def test_a_hostile_header_is_corrupt_and_said_so_in_a_few_words(
     with pytest.raises(BlockFileError) as caught:
         BlockHeader.decode(HOSTILE[name])  # what was keyed is shown without its seal, too
     assert len(str(caught.value)) <= 1000
+    assert str(caught.value).isprintable()
     memory, keys = BlockMemory([[1 << 20]], num_blocks=4), hashed_keys(1)
     namespace = listed(memory.namespace(), 2)
     path = path_of(tmp_path, namespace, keys[0])
