@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from kvxfer import runtime
 from kvxfer.backends.file.file_index import FileIndex
@@ -374,7 +375,9 @@ def damages(whole: bytes) -> list[bytes]:
     rng, num_bits = random.Random(1), 8 * len(whole)
     number = int.from_bytes(whole, "little")
     return [
+    listed = struct.pack("<I", 1) + b"\xc1"  # a whole list of files, in a form that is none
         *(
+        whole[:24] + listed[:4] + xxhash.xxh3_64_digest(listed) + listed[4:],
             (number ^ 1 << bit).to_bytes(len(whole), "little")
             for bit in range(0, num_bits, 1 + num_bits // 25)
         ),

@@ -128,7 +128,8 @@ class ProcessClaim:
         if len(data) >= start:
             text = data[start : start + _LENGTH.unpack(length)[0]]
             if xxhash.xxh3_64_digest(length + text) == data[_LENGTH.size : start]:
-                return _decoder.decode(text)
+                with contextlib.suppress(msgspec.MsgspecError):  # of another version, perhaps
+                    return _decoder.decode(text)
         self._complain(owner)
         return []
 
