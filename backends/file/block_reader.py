@@ -134,31 +134,39 @@ class BlockReader:
 
     def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
         """Read any part of one chunk, with all checks and the reason of a failure."""
-        files = self._files
         try:
-            fd = files.folder.open_block(key, files.flags)
+            fd = self._files.folder.open_block(key, self._files.flags)
         except OSError as exc:
-            return MISSING if runtime.is_absent(exc) else failure(exc)
+            is_absent = runtime.is_absent(exc) or self._files.folder.sizes([key]) == [None]
+            return MISSING if is_absent else failure(exc)
         try:
-            size = self._data_size(key, fd)
-            scratch = files.scratch([key], size)
-            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.room_bytes]))
-            if isinstance(result, OSError):
-                return failure(result)
-            _require_all(result, scratch.header_sizes[0] + size)
-            start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
-            skip = int(block.payload_starts[0]) - start
-            if skip < 0 or skip + block.num_bytes > size:
-                return PARTIAL
-            files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
+            return self._read_open(key, block, fd)
         except OtherIntegrityError as exc:
             return self._note_other_integrity(exc)
         except BlockFileError as exc:
-            if not files.record.is_sealed_with_our_secret():
+            if not self._files.record.is_sealed_with_our_secret():
                 return OTHER_SECRET
             return self._quarantine(key, fd, exc)
+        except OSError as exc:
+            return failure(exc)
         finally:
             runtime.disk().close(fd)
+
+    def _read_open(self, key: BlockKey, block: Descriptors, fd: int) -> Outcome:
+        files, found = self._files, runtime.disk().fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return MISSING  # as a lookup says
+        size = files.data_size(key, found.st_size)
+        scratch = files.scratch([key], size)
+        (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.room_bytes]))
+        if isinstance(result, OSError):
+            raise result
+        _require_all(result, scratch.header_sizes[0] + size)
+        start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
+        skip = int(block.payload_starts[0]) - start
+        if skip < 0 or skip + block.num_bytes > size:
+            return PARTIAL
+        files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
         return DONE
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
@@ -175,18 +183,11 @@ class BlockReader:
             logger.warning("cannot quarantine corrupt block %s: %s", key.hex(), failed)
         return Outcome(Status.CORRUPT, reason=str(exc))
 
-    def _data_size(self, key: BlockKey, fd: int) -> int:
-        """Size of an open file's data: what a file of the key's group can hold."""
-        found = runtime.disk().fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise BlockFileError("not a regular file")
-        return self._files.data_size(key, found.st_size)
-
 
 def _may_have_data(result: Result, header_size_bytes: int) -> bool:
     """Whether a read came as far as the data, as one that failed may have."""
     if isinstance(result, OSError):
-        return not isinstance(result, FileNotFoundError)
+        return not runtime.is_absent(result)
     return result > header_size_bytes
 
 

@@ -211,6 +211,7 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
             (outcome,) = await store(backend, keys[:1], blocks)
             assert outcome.status is FAILED
             assert "directory" in outcome.reason
+        assert await load_verified(backend, keys[:1], memory.describe(0, [1])) == [Status.MISSING]
         (outcome,) = await store(backend, keys[1:2], blocks)
         assert outcome.done
         for key in keys[2:]:
@@ -374,10 +375,10 @@ def damages(whole: bytes) -> list[bytes]:
     """Contents of a damaged count: bits flipped, cut off, noise, and other formats."""
     rng, num_bits = random.Random(1), 8 * len(whole)
     number = int.from_bytes(whole, "little")
-    return [
     listed = struct.pack("<I", 1) + b"\xc1"  # a whole list of files, in a form that is none
-        *(
+    return [
         whole[:24] + listed[:4] + xxhash.xxh3_64_digest(listed) + listed[4:],
+        *(
             (number ^ 1 << bit).to_bytes(len(whole), "little")
             for bit in range(0, num_bits, 1 + num_bits // 25)
         ),
