@@ -213,6 +213,8 @@ class Bucket:
                 raise failed
             try:
                 await self._ask("DELETE", lambda: self._store.delete_async(path), turn)
+            except FileNotFoundError:  # another has removed it: only S3 does not tell
+                break
             except RequestFailedError as exc:
                 failed = exc
                 await self._wait_for_repetition("DELETE", exc, turn)
@@ -341,7 +343,7 @@ class Bucket:
                 answer = await ask()
         except (*self._is_there, FileNotFoundError) as exc:
             self._breaker.record("")
-            raise request_failure(what, exc) if CONFLICT in str(exc) else exc from None
+            raise _meaning(what, exc) from None
         except TimeoutError:
             failed = RequestFailedError(
                 f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True
@@ -389,3 +391,12 @@ class Bucket:
                 turn = max(now, self._next_at)
                 await asyncio.sleep(turn - now)
                 self._next_at = turn + self._pause_s
+
+
+def _meaning(what: str, exc: Exception) -> Exception:
+    """Tell an answer, that there is an object or none, from a failure.
+
+    Azure says of archived and leased blobs what it says to a store where there is one already.
+    """
+    is_answer = what == "PUT" or isinstance(exc, FileNotFoundError)
+    return exc if is_answer and CONFLICT not in str(exc) else request_failure(what, exc)

@@ -113,6 +113,9 @@ def raising(exc: BaseException) -> Callable[..., Any]:
 async def test_a_panic_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_in_memory(PAGES.namespace()) as backend:
         await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
+        for said in (FileNotFoundError("by another"), AlreadyExistsError("a lease of Azure")):
+            plant(backend._bucket, delete_async=raising(said))
+            assert await backend.delete(FOUR[:2]) == [False] * 2
         panic = raising(PanicException("no reactor, secret=1"))
         plant(backend._bucket, **dict.fromkeys(CALLS, panic))
         loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
