@@ -47,7 +47,7 @@ BUDGETS = {
     "backends/host": 1_963,
     "backends/mooncake": 718,
     "backends/nixl": 8_157,
-    "backends/object": 1_741,
+    "backends/object": 1_742,
     "backends/pool": 1_151,
     "benchmarks": 4_689,
     "examples": 2_580,

@@ -75,8 +75,9 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
-        if any(not character.isprintable() for character in self.path):
-            raise InvalidArgumentError("path", self.path, "a prefix of printable characters")
+        if not self.path.isprintable() or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
+            wanted = "a prefix of printable characters, of which no part is empty, . or .."
+            raise InvalidArgumentError("path", self.path, wanted)
         try:
             parts = split_url(self.endpoint)
         except ValueError:

@@ -161,6 +161,7 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
     ("parameters", "words"),
     [
         ("://", "name of a bucket"),
+        ("://bucket/a//b", "a prefix of printable characters.*no part"),
         ("://bucket?timeout_s=0", "timeout_s.*more than 0"),
         ("://bucket?max_requests=0", "max_requests"),
         ("://bucket?endpoint=host:80", "a URL such as"),
