@@ -209,6 +209,12 @@ class ObjectBackend(Backend):
         async def move_one(index: int) -> Outcome:
             try:
                 return await move(keys[index], names[index], blocks.select(index, index + 1))
+            except RequestFailedError as exc:
+                return exc.outcome
+            except OtherIntegrityError:
+                self._meet_others()
+                self._presence.change(keys[index], there=False)
+                return OTHERS
             except Exception:
                 if not self._guard.closed:
                     raise
@@ -287,15 +293,8 @@ class ObjectBackend(Backend):
 
     async def _find_stored(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         """Find the outcome of a store while stores are paused: what is there is not stored anew."""
-        if not self._presence.has(key):
-            return PAUSED
-        try:
-            return DONE if await self._is_stored(key, name, block) else PAUSED
-        except RequestFailedError as exc:
-            return exc.outcome
-        except OtherIntegrityError:
-            self._meet_others()
-            return OTHERS
+        is_stored = self._presence.has(key) and await self._is_stored(key, name, block)
+        return DONE if is_stored else PAUSED
 
     async def _is_stored(self, key: BlockKey, name: str, block: Descriptors) -> bool:
         since = self._presence.mark()
@@ -306,33 +305,26 @@ class ObjectBackend(Backend):
         return is_stored
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
-        try:
-            asks_first = self._texts.overwrites or self._texts.has_others
-            fits = self._pages.format(key).can_hold(block.num_bytes)
-            asks_first = asks_first or bool(self._presence.has(key)) or not fits
-            if asks_first and await self._is_stored(key, name, block):
+        asks_first = self._texts.overwrites or self._texts.has_others
+        fits = self._pages.format(key).can_hold(block.num_bytes)
+        asks_first = asks_first or bool(self._presence.has(key)) or not fits
+        if asks_first and await self._is_stored(key, name, block):
+            return DONE
+        if not fits:
+            return PART
+        page = await self._threads.run(self._pages.encode, key, block)
+        for _ in range(STORE_ATTEMPTS):
+            if await self._bucket.create(name, page):
+                return self._stored(key)
+            there = await self._read_header(key, name)
+            if there is None:
+                continue
+            if self._covers(key, there, block):
+                self._presence.change(key, there=True)
                 return DONE
-            if not fits:
-                return PART
-            page = await self._threads.run(self._pages.encode, key, block)
-            for _ in range(STORE_ATTEMPTS):
-                if await self._bucket.create(name, page):
-                    return self._stored(key)
-                there = await self._read_header(key, name)
-                if there is None:
-                    continue
-                if self._covers(key, there, block):
-                    self._presence.change(key, there=True)
-                    return DONE
-                if await self._bucket.replace(name, page, there[0]):
-                    self._reports.removed([key], Removal.REPLACED)
-                    return self._stored(key)
-        except RequestFailedError as exc:
-            return exc.outcome
-        except OtherIntegrityError:
-            self._meet_others()
-            self._presence.change(key, there=False)
-            return OTHERS
+            if await self._bucket.replace(name, page, there[0]):
+                self._reports.removed([key], Removal.REPLACED)
+                return self._stored(key)
         return Outcome(Status.FAILED, reason="others store and remove it all the time")
 
     def _stored(self, key: BlockKey) -> Outcome:
@@ -358,13 +350,9 @@ class ObjectBackend(Backend):
         A corrupt one is read once more after its version: one that others have stored in its place
         is loaded, and not removed.
         """
-        since = self._presence.mark()
-        try:
-            # With a byte too many, where there is one, it is no page.
-            expected = self._pages.format(key)
-            page = await self._bucket.read_range(name, 0, expected.file_size_bytes + 1)
-        except RequestFailedError as exc:
-            return exc.outcome
+        since, expected = self._presence.mark(), self._pages.format(key)
+        # With a byte too many, where there is one, it is no page.
+        page = await self._bucket.read_range(name, 0, expected.file_size_bytes + 1)
         if page is None:
             self._presence.note(key, there=False, since=since)
             return MISSING

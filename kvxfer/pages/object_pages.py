@@ -105,13 +105,16 @@ class Pages(NamespaceFormat):
         """Bytes of the largest page that is decoded sooner than a thread could begin to."""
         return MAX_INLINE_BYTES // SEALED_COSTS if self.is_encrypted else MAX_INLINE_BYTES
 
-    def require_readable(self, head: memoryview) -> None:
-        """Check that we can read a page with this header; damage is for a load to find.
+    def require_readable(self, head: memoryview) -> BlockHeader | None:
+        """Read the header of a page that we can read; None if it is damaged, as a load will find.
 
         Raises:
             OtherIntegrityError: It has another integrity, or is sealed with another key.
         """
-        self._header_in(head)
+        header = header_in(bytes(head))
+        if header is not None:
+            require_readable(header, self.digester)
+        return header
 
     def covers(self, key: BlockKey, head: memoryview, size_bytes: int, block: Descriptors) -> bool:
         """Whether an object has all bytes of a block, by its header.
@@ -119,18 +122,12 @@ class Pages(NamespaceFormat):
         Raises:
             OtherIntegrityError: The bytes are ones that we cannot read.
         """
-        header = self._header_in(head)
+        header = self.require_readable(head)
         if header is None or header.key != key:
             return False
         start = int(block.payload_starts[0])
         is_whole = header.data_offset + header.num_bytes == size_bytes
         return is_whole and header.start <= start and start + block.num_bytes <= header.stop
-
-    def _header_in(self, head: memoryview) -> BlockHeader | None:
-        header = header_in(bytes(head))
-        if header is not None:
-            require_readable(header, self.digester)
-        return header
 
     def close(self) -> None:
         """Release the engine that copies."""
