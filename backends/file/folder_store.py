@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
@@ -14,7 +14,7 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
 from kvxfer.pages.header import padded
 from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
-from kvxfer.pages.names import FoundBlock, OtherEntry
+from kvxfer.pages.names import FoundBlock
 from kvxfer.pages.texts import DESCRIPTIONS
 from kvxfer.pages.verification import read_data, read_header
 
@@ -24,49 +24,37 @@ NUM_THREADS = 8
 logger = logging.getLogger(__name__)
 
 
-class FolderStore(BlockStore):
+class FolderStore(BlockTree, BlockStore):
     """Store in a folder; see `BlockStore`."""
 
     num_at_once = NUM_THREADS
 
     def __init__(self, root: Path) -> None:
+        super().__init__(root, on_error=refuse_partial_walk)
         self.place = str(root)
-        self._root = root
-        self._tree = BlockTree(root, on_error=refuse_partial_walk)
 
     def require(self) -> None:
         """See `BlockStore.require`."""
-        require_store(BlockTree(self._root))
-
-    def fingerprints(self) -> list[str]:
-        """See `BlockStore.fingerprints`."""
-        return self._tree.fingerprints()
+        require_store(BlockTree(self.root))
 
     @contextlib.contextmanager
     def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
         """See `BlockStore.namespace`."""
-        with NamespaceFolder(self._root, fingerprint) as folder:
-            yield _Folder(folder, self._root)
+        with NamespaceFolder(self.root, fingerprint) as folder:
+            yield _Folder(folder)
 
     def blocks(
-        self, fingerprint: str = "", *, errors: list[OSError] | None = None
-    ) -> Iterator[FoundBlock]:
-        """See `BlockStore.blocks`."""
-        tree = self._tree if errors is None else BlockTree(self._root, on_error=errors.append)
-        return tree.blocks(fingerprint)
-
-    def num_skipped(self) -> int:
-        """See `BlockStore.num_skipped`."""
-        return self._tree.num_skipped
-
-    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
-        """See `BlockStore.entries`."""
-        return self._tree.entries()
+        self, fingerprint: str = "", prefix: bytes = b"", *, errors: list[OSError] | None = None
+    ) -> Generator[FoundBlock, None, None]:
+        """See `BlockStore.blocks` and `BlockTree.blocks`."""
+        if errors is not None:
+            return BlockTree(self.root, on_error=errors.append).blocks(fingerprint, prefix)
+        return super().blocks(fingerprint, prefix)
 
     @contextlib.contextmanager
     def open_path(self, path: str) -> Iterator[OpenBlock]:
         """See `BlockStore.open_path`; a link is not followed."""
-        fd = runtime.disk().open(self._root / path, READ_FLAGS)
+        fd = runtime.disk().open(self.root / path, READ_FLAGS)
         try:
             yield _OpenFile(fd)
         finally:
@@ -78,18 +66,13 @@ class FolderStore(BlockStore):
         Raises:
             OSError: The ledger cannot be made.
         """
-        return Ledger(self._root)
-
-    def collect(self) -> int:
-        """See `BlockStore.collect`."""
-        return self._tree.collect()
+        return Ledger(self.root)
 
 
 class _Folder(StoredNamespace):
-    def __init__(self, folder: NamespaceFolder, root: Path) -> None:
+    def __init__(self, folder: NamespaceFolder) -> None:
         self.fingerprint = folder.fingerprint
         self._folder = folder
-        self._root = root
 
     def read_text(self, name: str) -> str:
         return self._folder.read_text(name)
@@ -116,7 +99,7 @@ class _Folder(StoredNamespace):
         return False
 
     def _quarantine(self, block: FoundBlock, fd: int) -> bool:
-        with contextlib.closing(Ledger(self._root)) as count, count.locked():
+        with contextlib.closing(Ledger(self._folder.root)) as count, count.locked():
             moved = self._folder.quarantine(block.key, fd, found_in=block.folder)
             if moved is not None:
                 count.move(*moved)

@@ -116,10 +116,12 @@ class BlockStore(ABC):
     Attributes:
         place: Where the store is, in words.
         num_at_once: Files that are read at one time.
+        num_skipped: What walks without `errors` have skipped so far, because it cannot be read.
     """
 
     place: str
     num_at_once: int
+    num_skipped: int = 0
 
     @abstractmethod
     def require(self) -> None:
@@ -149,10 +151,6 @@ class BlockStore(ABC):
             errors: Takes the errors of folders that cannot be opened. Without it, one for which
                 there is no permission is passed over, and any other ends the walk.
         """
-
-    def num_skipped(self) -> int:
-        """Count what walks without `errors` have skipped so far, because it cannot be read."""
-        return 0
 
     @abstractmethod
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:

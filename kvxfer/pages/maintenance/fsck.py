@@ -234,7 +234,7 @@ class StoreCheck:
         """
         num_removed = self._store.collect()
         with contextlib.closing(self._store.open_count()) as count:
-            count.recount_blocks(self._store.blocks(), self._store.num_skipped)
+            count.recount_blocks(self._store.blocks(), lambda: self._store.num_skipped)
         return num_removed
 
 

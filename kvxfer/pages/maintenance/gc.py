@@ -172,7 +172,7 @@ class GarbageCollection:
     def _collect(self, count: ByteCount) -> None:
         self._removed.num_temporary = self._store.collect()
         fingerprints = self._store.fingerprints()
-        count.recount_blocks(self._noted(), self._store.num_skipped)
+        count.recount_blocks(self._noted(), lambda: self._store.num_skipped)
         with count.locked():
             num_bytes = count.used
         self._cut(num_bytes)
