@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -84,10 +84,10 @@ class FileBackend(Backend):
         *,
         file_io: FileIO | None = None,
     ) -> None:
+        self._guard = CallGuard("file backend", namespace)
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
         self._root = require_root(config)
-        self._guard = CallGuard("file backend", namespace)
         self._tree = BlockTree(self._root, on_error=refuse_partial_walk)
         self._files = self._open(config, namespace, digester, file_io)
         self._space = Space(
@@ -311,13 +311,15 @@ class FileBackend(Backend):
 
     async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
         """Write blocks that are not there; see `StoreBatch.write`."""
-        batch = self._batch(keys, blocks)
+        batch, began = self._batch(keys, blocks), runtime.monotonic()
+        self._writing_since.append(began)
         try:
-            with self._noting_write():
-                return await self._share(self._writers, self._num_writers, batch.write, blocks)
+            return await self._share(self._writers, self._num_writers, batch.write, blocks)
         except BaseException:
             await self._removers.run(batch.give_back)
             raise
+        finally:
+            self._writing_since.remove(began)
 
     def _batch(self, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
         return StoreBatch(self._files, self._space, self._writer, keys, blocks)
@@ -364,16 +366,6 @@ class FileBackend(Backend):
             if not busy:
                 return
             await asyncio.sleep(BUSY_PAUSE_S)
-
-    @contextlib.contextmanager
-    def _noting_write(self) -> Iterator[None]:
-        """Note since when a write has been waiting for the disk."""
-        began = runtime.monotonic()
-        self._writing_since.append(began)
-        try:
-            yield
-        finally:
-            self._writing_since.remove(began)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.BREAKER_OPEN: not self._breaker.closed}

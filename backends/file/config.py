@@ -84,10 +84,8 @@ def require_room(config: FileConfig, namespace: Namespace) -> int:
     """Compute the bytes on the disk of the largest chunk, which must fit.
 
     Raises:
-        InvalidArgumentError: It does not fit, or there is no group.
+        InvalidArgumentError: It does not fit.
     """
-    if not namespace.groups:
-        raise InvalidArgumentError("namespace.groups", (), "at least one group")
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
     largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:

@@ -150,8 +150,6 @@ class IntegrityRecord:
 
     def _with_ours(self, record: str | None) -> str:
         """Make the record of our kind: one of sealed blocks keeps the names of others' keys."""
-        if self._kind is not Integrity.SEALED:
-            return self._text
         return make_record(self._digester, self._folder.fingerprint, record)
 
     def _has_other_keys(self) -> bool:
