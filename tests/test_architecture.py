@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/doctor": 1_531,
     "kvxfer/engine_side": 1_499,
     "kvxfer/explain": 889,
-    "kvxfer/face": 423,
+    "kvxfer/face": 424,
     "kvxfer/integrations": 10_149,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_470,
