@@ -48,7 +48,8 @@ STALLED_S = 30.0
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
 """Times and pauses of asking whether another process has stored a block: a second, after which
-its disk is slower than computing the block again."""
+its disk is slower than computing the block again. At every tenth, it may have failed, or its block
+be gone: then ours is stored, unless it still writes."""
 
 logger = logging.getLogger(__name__)
 
@@ -353,14 +354,15 @@ class FileBackend(Backend):
         They may have stored another part of a chunk: then ours is stored after all.
         """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
-        for _ in range(BUSY_ATTEMPTS):
+        for attempt in range(1, BUSY_ATTEMPTS + 1):
             there = [False] * len(busy)
             with contextlib.suppress(BackendUnavailableError):
                 there = await self.lookup([keys[index] for index in busy])
-            found = [index for index, is_there in zip(busy, there, strict=True) if is_there]
-            if found:
-                written = await self._write([keys[index] for index in found], blocks.take(found))
-                for index, outcome in zip(found, written, strict=True):
+            asked = zip(busy, there, strict=True)
+            again = [index for index, is_there in asked if is_there or attempt % 10 == 0]
+            if again:
+                written = await self._write([keys[index] for index in again], blocks.take(again))
+                for index, outcome in zip(again, written, strict=True):
                     outcomes[index] = outcome
             busy = [index for index in busy if outcomes[index] is BUSY]
             if not busy:

@@ -106,6 +106,7 @@ FOUND = (
     ("files", 21604),  # a delete failed, as the count was removed while it was changed
     ("files", 21818),  # a walk that could not read all made a count that is too low
     ("files", 13809),  # a collection on a full disk left the folders of a walk open
+    ("files", 11759),  # a store failed, as the block of who stored it first was gone at once
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("objects", 4339),  # a whole chunk was not written back where a part of it was refused
     ("objects", 1953),  # a delete that waited for another one began after a close
