@@ -290,7 +290,7 @@ class NixlBackend(Backend):
             return await delete_from(home, keys)
         except (KVXferError, TimeoutError) as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
-            return set(), set()
+            return set(), {*keys}
 
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)
