@@ -23,7 +23,6 @@ from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import delete_from
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -106,8 +105,7 @@ class ObjectBackend(Backend):
                 return [False] * len(keys)
         self._begin_list()
         known = [self._presence.has(key) for key in keys]
-        asked = [index for index, there in enumerate(known) if there is None]
-        if asked:
+        if asked := [index for index, there in enumerate(known) if there is None]:
             found = await self._look_all([keys[i] for i in asked], [names[i] for i in asked])
             for index in asked:
                 there = self._presence.has(keys[index])  # None where it may be kept for no time
@@ -144,13 +142,20 @@ class ObjectBackend(Backend):
 
         A call that is cancelled goes on, and stores of its keys wait for it.
         """
+        removed, _ = await self.delete_or_keep(keys)
+        return [key in removed for key in keys]
+
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`."""
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
         await self._deletes.wait(keys)
         self._guard.check()  # the backend may have been closed meanwhile
-        return await self._deletes.hold_during(
+        deleted = await self._deletes.hold_during(
             keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
         )
+        pairs = list(zip(keys, deleted, strict=True))
+        return {key for key, gone in pairs if gone}, {key for key, gone in pairs if gone is None}
 
     async def purge(self, prefix: bytes) -> int:
         """Remove the blocks whose keys begin with a prefix, whoever stored them; return how many.
@@ -176,7 +181,7 @@ class ObjectBackend(Backend):
     async def _purge(self, keys: Sequence[BlockKey]) -> int:
         if not keys:
             return 0
-        removed, kept = await delete_from(self, keys)
+        removed, kept = await self.delete_or_keep(keys)
         if kept:
             found = f"{len(kept)} blocks cannot be removed"
             raise BackendUnavailableError(f"{self._bucket.place}: {found}")
@@ -395,7 +400,8 @@ class ObjectBackend(Backend):
             logger.warning("removed corrupt block %s: %s", name, found)
             self._reports.removed([key], Removal.CORRUPT)
 
-    async def _delete(self, key: BlockKey, name: str) -> bool:
+    async def _delete(self, key: BlockKey, name: str) -> bool | None:
+        """Remove a block; return whether it was there, None if there may be one still."""
         since = self._presence.mark()
         try:
             found = await self._bucket.head(name)
@@ -403,15 +409,15 @@ class ObjectBackend(Backend):
                 self._presence.note(key, there=False, since=since)
                 return False
             self._presence.change(key, there=False)
-            if not await self._bucket.remove(name, found):  # stored anew, or removed by another
-                self._presence.change(key, there=True)
+            if await self._bucket.remove(name, found):
+                self._reports.removed([key], Removal.DELETED)
+                return True
+            if await self._bucket.head(name) is None:  # another one has removed it
                 return False
         except RequestFailedError as exc:
-            self._presence.change(key, there=True)  # if it is not, a load will tell
             logger.warning("cannot remove %s: %s", name, exc)
-            return False
-        self._reports.removed([key], Removal.DELETED)
-        return True
+        self._presence.change(key, there=True)  # if it is not, a load will tell
+        return None
 
     def _begin_list(self) -> None:
         """Begin the list that fills the cache, once, and again a while after it failed."""

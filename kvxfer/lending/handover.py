@@ -282,7 +282,6 @@ class Handover:
         while self._lender.book.num_tickets:
             self._ended.extend(self._lender.take_ended())
             await asyncio.sleep(LOOK_S)
-        self._ended.extend(self._lender.take_ended())
 
     async def _shut_down(self) -> None:
         try:

@@ -253,6 +253,14 @@ class WrappingBackend(Backend):
 
 
 @runtime_checkable
+class TellsKept(Protocol):
+    """Backend that tells which blocks it could not remove: while it is gone, no lookup does."""
+
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """Delete blocks; return the keys that were removed, and those whose blocks may stay."""
+
+
+@runtime_checkable
 class Purgeable(Protocol):
     """Backend that can delete at once every block whose key begins with a prefix."""
 

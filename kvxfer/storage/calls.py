@@ -9,7 +9,7 @@ from typing import Protocol
 from kvxfer.errors import DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.runtime import Pause, await_call
-from kvxfer.storage.backend import Begun, Outcome, Status
+from kvxfer.storage.backend import Backend, Begun, Outcome, Status, TellsKept
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
 
@@ -48,9 +48,12 @@ async def delete_from(
     """Delete keys in a place, perhaps one of several.
 
     Returns:
-        The keys whose blocks were removed, and those whose blocks stay, such as blocks in use. The
-        others were not there.
+        The keys whose blocks were removed, and those whose blocks stay, such as blocks in use, or
+        may stay. The others were not there.
     """
+    telling = place.provide(TellsKept) if isinstance(place, Backend) else None
+    if telling is not None:
+        return await telling.delete_or_keep(keys)
     deleted = await place.delete(keys)
     removed = {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
     unsure = [key for key in keys if key not in removed]

@@ -186,8 +186,7 @@ class IsolatedTier:
         Raises:
             TimeoutError: None came back within `TierTimeouts.move_s`, in which each should.
         """
-        timeout_s = self._timeouts.move_s
-        return self._staging.hold(sizes, starts, share=self._share, timeout_s=timeout_s)
+        return self._staging.hold(sizes, starts, share=self._share, timeout_s=self._timeouts.move_s)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.SUSPENDED: not self.is_available}
@@ -276,8 +275,7 @@ class IsolatedTier:
             is_quiet = all(outcome.memory_safe for outcome in outcomes)
         finally:
             self._num_given_up += is_store and not is_quiet
-        reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]
-        if reasons:
+        if reasons := [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]:
             text = "%s of %d of %d blocks failed: %s"
             logger.warning(text, name, len(reasons), len(keys), reasons[0])
         return outcomes

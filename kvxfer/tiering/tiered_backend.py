@@ -300,6 +300,11 @@ class TieredBackend(Backend):
 
         Once begun it goes on when its caller is cancelled, and what is stored then waits for it.
         """
+        removed, _ = await self.delete_or_keep(keys)
+        return [key in removed for key in keys]
+
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`."""
         self._guard.check_batch(keys)
         async with AsyncExitStack() as held:
             self._to_delete.update(keys)
@@ -308,19 +313,18 @@ class TieredBackend(Backend):
             deleting = asyncio.create_task(self._delete(keys, held.pop_all()))
         return await outlive_caller(deleting)
 
-    async def _delete(self, keys: Sequence[BlockKey], held: AsyncExitStack) -> list[bool]:
+    async def _delete(
+        self, keys: Sequence[BlockKey], held: AsyncExitStack
+    ) -> tuple[set[BlockKey], set[BlockKey]]:
         removed, kept = set[BlockKey](), set[BlockKey]()
         async with held:
             for tier in self._tiers:
                 gone, left = await tier.delete(keys)
                 removed, kept = removed | gone, kept | left
-        return [key in removed and key not in kept for key in keys]
+        return removed - kept, kept
 
     def _forget_delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self._to_delete[key] -= 1
-            if not self._to_delete[key]:
-                del self._to_delete[key]
+        self._to_delete -= Counter(keys)
 
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
@@ -441,8 +445,7 @@ class TieredBackend(Backend):
                 await held.enter_async_context(self._locks.acquire(batch))
                 promoted = await self._first.lookup(batch)  # by another call meanwhile
                 verified |= promoted
-                wanted = [index for index, key in enumerate(batch) if key not in promoted]
-                if wanted:
+                if wanted := [index for index, key in enumerate(batch) if key not in promoted]:
                     blocks = staged.blocks.take(wanted)
                     keys_wanted = [batch[index] for index in wanted]
                     verified |= await self._promote_batch(tier, keys_wanted, staged, blocks)

@@ -26,14 +26,24 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=2), make_keys(2)
     prefix = keys[0][:-5]
     denied = raising(GenericError("status code: 403"))
+
+    def end(*_: object) -> None:
+        backend._bucket._breaker.trip("the server is gone")
+        raise GenericError("kind: Connect")
+
     async with open_in_memory(memory.namespace()) as backend:
         assert statuses(await backend.store(keys, memory.describe(0, range(2)))) == [DONE] * 2
         with pytest.raises(InvalidArgumentError, match="prefix"):
             await backend.purge(b"")
-        for call, said in (("delete_async", "2 blocks cannot be removed"), ("list", "LIST")):
-            plant(backend._bucket, **{call: denied})
+        for call, answer, said in (
+            ("delete_async", denied, "2 blocks cannot be removed"),
+            ("head_async", end, "2 blocks cannot be removed"),
+            ("list", denied, "LIST"),
+        ):
+            plant(backend._bucket, **{call: answer})
             with pytest.raises(BackendUnavailableError, match=said):
                 await backend.purge(prefix)
+            backend._bucket._breaker.record("")
         assert await backend.lookup(keys) == [True] * 2
 
 

@@ -29,6 +29,7 @@ from kvxfer.storage.backend import (
     Outcome,
     Purgeable,
     Status,
+    TellsKept,
     WrappingBackend,
     can_purge_all,
     positions_done,
@@ -524,7 +525,7 @@ def _log_failure(call: Future[Any]) -> None:
 class _CheckedStores(WrappingBackend):
     """Backend that gets only rows whose bytes are intact, since it would prove those of others."""
 
-    passes_on = frozenset({Retaining})
+    passes_on = frozenset({Retaining, TellsKept})
 
     def __init__(
         self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]], *, hashes: bool
