@@ -221,8 +221,7 @@ class FaultyBackend(WrappingBackend):
         return outcomes
 
     async def _store(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
-        flipped = [at for at, _ in enumerate(call.tickets) if self._hit(Fault.FLIP, call, at)]
-        if flipped:
+        if flipped := [at for at, _ in enumerate(call.tickets) if self._hit(Fault.FLIP, call, at)]:
             blocks = copy_blocks(blocks)  # the caller's memory stays unchanged
             for at in flipped:
                 flip_bit(blocks, at, xxhash.xxh3_64_intdigest(call.tickets[at]))

@@ -16,7 +16,6 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.file_index import Victim
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger
-from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.maintenance import (
     BlockCheck,
@@ -37,7 +36,14 @@ from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThrea
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
-from tests.simulation.tiers import Mirror, join, leftovers_of_all, leftovers_of_reports, of_process
+from tests.simulation.tiers import (
+    Mirror,
+    join,
+    leftovers_of_all,
+    leftovers_of_reports,
+    of_process,
+    open_host,
+)
 
 ROOT = Path("/new/store")
 PROCESSES = ("a", "b")
@@ -121,8 +127,7 @@ class FilesScenario(EngineScenario):
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """Open the store for an engine alone, as the seed decides."""
         random = simulation.random("files")
-        config = _draw_config(random)
-        return Opened(backend=FileBackend(config, namespace))
+        return Opened(backend=FileBackend(_draw_config(random), namespace))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         """See `EngineScenario.leftovers`."""
@@ -138,9 +143,7 @@ class _Store:
     def __init__(
         self, scenario: FilesScenario, simulation: Simulation, steps: Sequence[Step]
     ) -> None:
-        self._scenario = scenario
-        self._simulation = simulation
-        self._steps = steps
+        self._scenario, self._simulation, self._steps = scenario, simulation, steps
         self._world = World(simulation)
         self._history = self._world.history
         random = simulation.random("files")
@@ -246,12 +249,9 @@ class _Store:
             self._watch(files)
             if not self._has_tiers:
                 return Opened(backend=files, may_raise=self.has_faults)
-            capacity = ByteSize(8 * FILE_BYTES)
-            config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
-            host = HostBackend(config, namespace)
-            tiers: list[Backend] = [host, files]
-            backend = join(tiers, namespace)
-            return Opened(backend=backend, tiers=tiers, is_roomy=not self._is_limited)
+            tiers: list[Backend] = [open_host(8, namespace), files]
+            joined = join(tiers, namespace)
+            return Opened(backend=joined, tiers=tiers, is_roomy=not self._is_limited)
         return None
 
     def _watch(self, files: FileBackend) -> None:
@@ -259,11 +259,9 @@ class _Store:
 
         It may count these twice, until the next walk.
         """
-        index = files._space.index
-        space, end_walk = files._space, index.end_walk
-        files.observe(
-            Reports([Mirror(lambda: index.keys_in(index._entries), files._space._gauges)])
-        )
+        space, index, end_walk = files._space, files._space.index, files._space.index.end_walk
+        mirror = Mirror(lambda: index.keys_in(index._entries), space._gauges)
+        files.observe(Reports([mirror]))
 
         def end_walk_noted() -> int:
             self._is_counted_twice |= any(each.held for each in index._entries.values())
@@ -401,12 +399,9 @@ class _Store:
     def _require_nothing_left(self) -> None:
         if opened := self._disk.descriptors():
             self._simulation.fail("descriptors left", opened)
-        left = [path for path in self._disk.files() if path.endswith((".claim", ".tmp"))]
-        if left:
+        if left := [path for path in self._disk.files() if path.endswith((".claim", ".tmp"))]:
             self._simulation.fail("files left", left)
-        alive = self._simulation.runtime.scheduler.alive()
-        if names := sorted(each.name for each in alive if not each.process.has_ended):
-            self._simulation.fail("threads left", names)
+        self._simulation.require_no_threads()
 
 
 class _FileRun(EngineRun):
@@ -491,9 +486,9 @@ class _FileRun(EngineRun):
     async def _ls(self, **_: object) -> None:
         await self._aside(lambda: measure_usage(FolderStore(ROOT)))
 
-    async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> None:
+    async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> Sequence[bool]:
         with self._store_of_all.removing(self._name, self._world.keys(parts)):
-            await super()._delete(parts, *given, **more)
+            return await super()._delete(parts, *given, **more)
 
     async def _purge(self, *given: Any, **more: Any) -> None:
         with self._store_of_all.removing(self._name, []):

@@ -16,7 +16,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.runtime import begin_aside
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
-from tests.simulation.lending import StuckAgent
+from tests.simulation.lending import StuckAgent, forget, mend
 from tests.simulation.offloading import SLOT_BYTES, leftovers_of_manager
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
 
@@ -191,11 +191,8 @@ class LendingEngine(ModelEngine):
 
     def leftovers(self) -> list[str]:
         """Describe what an idle engine still has, and should not."""
-        decode, prefill, worker = (
-            self.connector._decode,
-            self.connector._prefill,
-            self.worker._worker,
-        )
+        connector, worker = self.connector, self.worker._worker
+        decode, prefill = connector._decode, connector._prefill
         counts = {
             "requests": len(self.scheduler.requests),
             "requests of D": decode.num_requests,
@@ -203,9 +200,9 @@ class LendingEngine(ModelEngine):
             "loads": len(worker._loads),
             "unsafe loads": len(worker._unsafe),
             "leases of the worker": len(worker._lent),
-            "shares": len(self.connector._shares),
-            "heads": len(self.connector._heads),
-            "bad blocks": len(self.connector._bad_blocks),
+            "shares": len(connector._shares),
+            "heads": len(connector._heads),
+            "bad blocks": len(connector._bad_blocks),
             "loads that the worker waits for": len(self.worker._loads._open),
             "stores that the worker waits for": len(self.worker._saves._open),
         }
@@ -218,10 +215,8 @@ class LendingEngine(ModelEngine):
                 "pins": len(book._pins),
                 "offers": book.num_offered,
             }
-        exchange = self.handover._exchange
-        counts["missing staging buffers"] = exchange.staging.num_buffers - len(
-            exchange.staging._idle
-        )
+        staging = self.handover._exchange.staging
+        counts["missing staging buffers"] = staging.num_buffers - len(staging._idle)
         return [f"{count} {what}" for what, count in counts.items() if count]
 
     def _block(self, slot: int) -> int:
@@ -273,24 +268,20 @@ class _Run:
             await self._start(name)
         self._is_open.set()
         running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
-        left = (await asyncio.wait(running, timeout=600.0))[1] if running else set()
-        if left:
+        if left := (await asyncio.wait(running, timeout=600.0))[1] if running else set():
             self._simulation.fail("never ended", self._simulation.stacks())
         for task in left:
             task.cancel()
         self._network.heal()
-        self._mend([agent for _, agent in self._agents])
+        mend(self._agents)
         await asyncio.sleep(QUIET_S)
         if not self._simulation.violations:
             for name, life in self._lives.items():
                 await self._look_at_the_end(name, life)
         for life in self._lives.values():
             await self._close(life)
+        self._simulation.require_no_threads()
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
-        alive = self._simulation.runtime.scheduler.alive()
-        if names := sorted(each.name for each in alive if not each.process.has_ended):
-            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
-            verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         for life in self._killed:
             life.is_closing = True
             await life.process.bury(partial(self._give_back, life))
@@ -412,9 +403,7 @@ class _Run:
         async with self._starting:
             if life := self._lives.pop(name, None):
                 life.process.kill(for_s if share < 1 else None)
-                for owner, agent in self._agents:
-                    if owner is life.process.process:
-                        FakeNixlAgent._agents.pop(agent.name, None)
+                forget(self._agents, life.process)
                 self._killed.append(life)
                 await asyncio.sleep(for_s)
                 await self._start(name)
@@ -427,16 +416,11 @@ class _Run:
             life.process.go_on()
 
     async def _trouble(self, begin: Callable[[FakeNixlAgent], object], for_s: float) -> None:
-        agents = [agent for _, agent in self._agents]
-        for agent in agents:
+        agents = [*self._agents]
+        for _, agent in agents:
             begin(agent)
         await asyncio.sleep(for_s)
-        self._mend(agents)
-
-    def _mend(self, agents: Sequence[FakeNixlAgent]) -> None:
-        for agent in agents:
-            agent.delay_s, agent.failing = 0.0, False
-            agent.release()
+        mend(agents)
 
     async def _reset(self) -> None:
         """Change the weights of both engines, as training does: nothing is computed meanwhile."""
@@ -471,9 +455,8 @@ class _Run:
         process = ProcessRun(self._simulation, f"engine {name}")
         life = await process.call(lambda: _Life(process, self._open(name)))
         life.engine.weights = self._weights
-        process.loop.loop.call_soon_threadsafe(
-            begin_aside, f"steps of {name}", partial(_drive, life)
-        )
+        drive = partial(begin_aside, f"steps of {name}", partial(_drive, life))
+        process.loop.loop.call_soon_threadsafe(drive)
         self._lives[name] = life
 
     def _open(self, name: str) -> LendingEngine:
@@ -513,9 +496,8 @@ class _Run:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.wrap_future(life.has_closed)
         except TimeoutError:
-            self._simulation.fail(
-                "late", f"the end of {life.process.process.name}{self._simulation.stacks()}"
-            )
+            name = life.process.process.name
+            self._simulation.fail("late", f"the end of {name}{self._simulation.stacks()}")
         await asyncio.sleep(1.0)
         life.process.loop.stop()
 

@@ -59,6 +59,20 @@ class StuckAgent(FakeNixlAgent):
         await super().aclose()
 
 
+def mend(agents: Sequence[tuple[object, FakeNixlAgent]]) -> None:
+    """End the reads that agents hold, and all trouble of theirs."""
+    for _, agent in agents:
+        agent.delay_s, agent.failing = 0.0, False
+        agent.release()
+
+
+def forget(agents: Sequence[tuple[object, FakeNixlAgent]], process: ProcessRun) -> None:
+    """Let nobody read the memory of a process that was killed."""
+    for owner, agent in agents:
+        if owner is process.process:
+            FakeNixlAgent._agents.pop(agent.name, None)
+
+
 class WatchedLender(CacheLender):
     """Lender of whose blocks it is known which are lent at present.
 
@@ -179,10 +193,9 @@ class _Run:
         self._mark(self._free["d"])
         running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
         watching = asyncio.create_task(self._watch())
-        left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
-        if left:
+        if left := (await asyncio.wait(running, timeout=MOST_S))[1] if running else set():
             self._simulation.fail("never ended", self._simulation.runtime.scheduler.stacks())
-        self._mend()
+        mend(self._agents)
         await asyncio.sleep(REST_S)
         for task in (*left, watching):
             task.cancel()
@@ -235,8 +248,7 @@ class _Run:
                 p.offer(ticket, tokens, [blocks])
         if kind == "revoke":
             ending = asyncio.create_task(self._revoke(ticket, after_s))
-        num_legs = 1 + (kind == "twice")
-        legs = [self._leg(ticket, tokens, first, kind, **how) for _ in range(num_legs)]
+        legs = [self._leg(ticket, tokens, first, kind, **how) for _ in range(1 + (kind == "twice"))]
         await asyncio.gather(*legs)
         if kind in ("revoke", "early") and (kind == "revoke" or blocks):
             await ending
@@ -383,8 +395,7 @@ class _Run:
         numbers = np.array(list(self._watched.values()), np.int32)[:, None]
         touched: dict[int, None] = {}
         for memory in self._memory_of_d:
-            differs = memory[blocks] != numbers
-            if differs.any():
+            if (differs := memory[blocks] != numbers).any():
                 touched |= dict.fromkeys(blocks[at] for at in np.flatnonzero(differs.any(axis=1)))
         for block in touched:
             self._simulation.fail("safe memory was touched", f"block {block}")
@@ -422,8 +433,7 @@ class _Run:
         left = [f"{ticket} has not ended" for ticket in self._lent]
         for rank, worker in enumerate(self._engines["p"].workers):
             book = worker._lender.book  # type: ignore[union-attr]
-            counts = (book.num_tickets, book.num_offered, len(book._pins))
-            if any(counts):
+            if any(counts := (book.num_tickets, book.num_offered, len(book._pins))):
                 left.append(f"tickets, offers, pins {counts} at worker {rank}")
         for name in "pd":
             for worker in self._engines[name].workers:
@@ -457,12 +467,7 @@ class _Run:
                 elif fault == "stuck_reads":
                     agent.hold()
             await asyncio.sleep(for_s + HELD_S * (fault == "stuck_reads"))
-            self._mend()
-
-    def _mend(self) -> None:
-        for _, agent in self._agents:
-            agent.delay_s, agent.failing = 0.0, False
-            agent.release()
+            mend(self._agents)
 
     async def _kill(self, for_s: float) -> None:
         """Kill P, and start it again, with other bytes in its blocks."""
@@ -472,9 +477,7 @@ class _Run:
         self._num_lives += 1
         process.kill(None)
         self._killed.append((process, self._engines["p"]))
-        for owner, agent in self._agents:
-            if owner is process.process:
-                FakeNixlAgent._agents.pop(agent.name, None)
+        forget(self._agents, process)
         self._lent, self._free["p"] = {}, []
         await asyncio.sleep(for_s)
         await self._start("p")

@@ -55,7 +55,6 @@ TABLE = """
 +        is_known = True
 @@ memory 40 the scrubber tells nobody of a change
 -            self._changed(slot, generation)
-+            pass
 --- backends/host/pool.py
 @@ memory 40 no checksum is made of a block that leaves
 -        if slot in self._unhashed:
@@ -69,6 +68,8 @@ TABLE = """
 @@ tiers 80 a flush does not look at the queues
 -            if tier.index:
 -                await self._writers[tier.index - 1].flush()
+@@ tiers 20 a flush of tiers does not flush these
+-            await tier.backend.flush()
 @@ tiers 20 an unsafe outcome of a tier is said to be safe
 -pick_outcome(old, new, memory_safe=new.memory_safe)
 +pick_outcome(old, new, memory_safe=True)
@@ -84,12 +85,10 @@ TABLE = """
                  try:
 @@ tiers 160 a close does not wait for what is written back
 -            await asyncio.wait([self._settling], timeout=self._close_s)
-+            pass
 --- kvxfer/storage/key_locks.py
 @@ tiers 20 turns of keys are ignored
 -                while before := turn.find_before(key):
 -                    await before.wait()
-+                pass
 --- kvxfer/tiering/tier_writer.py
 @@ tiers 60 write-backs do not lock their keys
 -            await held.enter_async_context(self._locks.acquire(list(taken)))
@@ -141,7 +140,6 @@ TABLE = """
 +        for index, outcome in enumerate(outcomes):
 @@ tiers 60 a transfer does not wait for room among the bytes in flight
 -            await turn
-+            pass
 --- kvxfer/storage/staging_memory.py
 @@ tiers 20 the share of a buffer is not given back
 -        if share is not None:
@@ -157,6 +155,9 @@ TABLE = """
 -        if share is not None:
 -            share.note_unsafe(-1)
 --- backends/host/backend.py
+@@ tiers 40 a store of present blocks is told as one of new blocks
+-                    self._reports.added(arrived)
++                    self._reports.added([*keys])
 @@ tiers 20 a pin is never given back
 -        return Begun(outcomes, copy, partial(self.unpin, found))
 +        return Begun(outcomes, copy)
@@ -166,6 +167,14 @@ TABLE = """
 -{Removal.REPLACED: replaced, **plan.evicted_by()}
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
+@@ tiers 60 blocks of a batch evict each other
+-                idle.append(key)
+@@ tiers 60 a slot is never used
+-self._next_slot < self.num_slots or len(policy)):
++self._next_slot < self.num_slots - 1 or len(policy)):
+@@ tiers 20 a block that was stored can never be evicted
+                 self._entries[key].storing = False
+-                policy.release(key)
 @@ tiers 40 a cancelled store keeps its slots
 -            else:
 -                self._drop(key)
@@ -180,6 +189,9 @@ TABLE = """
 -        self._abandoned.add(call)
 @@ tiers 20 a late call counts for ever
 -        self._late.discard(call)
+--- kvxfer/transfer/engine.py
+@@ tiers 20 a job that was polled is remembered for ever
+-                self._submitted.pop(job_id, None)
 --- kvxfer/transfer/job.py
 @@ tiers 20 the memory of a job that is late is said to be safe
 -            safe = not self.in_backend[index]
@@ -209,7 +221,6 @@ TABLE = """
 --- backends/object/backend.py
 @@ objects 100 a close does not wait for deletes
 -                await self._deletes.wait_for_others()  # those whose callers were cancelled
-+                pass
 @@ objects 60 a corrupt object stays
 -            if version is None or not await self._bucket.remove(name, version):
 +            if version is None or version:
@@ -218,6 +229,9 @@ TABLE = """
 +await self._calls.wait_for(None, asking, outlives_caller=True)
 @@ objects 60 a store of an object does not wait for deletes
 -            await self._deletes.wait(keys)
+@@ objects 400 a block that could not be removed counts as gone
+-{key for key, gone in pairs if gone is None}
++set()
 --- backends/file/io/file_io.py
 @@ files 40 a file has its name before its bytes
 +                [_give_name(files[i], fd, durable=False) for i, fd in opened.items()]
@@ -227,7 +241,6 @@ TABLE = """
 -        disk.fsync(fd)
 @@ files 10 padding is not cut off
 -                            disk.ftruncate(fd, sizes[index])
-+                            pass
 @@ files 40 the rest of a short write is forgotten
 -            vector = _rest(vector, moved)
 +            vector = vector[len(vector) :]
@@ -245,7 +258,6 @@ TABLE = """
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
 @@ files 100 nobody is told of a corrupt block that is moved away
 -            self._reports.removed([key], Removal.CORRUPT)
-+            pass
 @@ files 40 room is made for what is there, not for what comes
 -                self._ledger.used + total > self._capacity_bytes
 +                self._ledger.used > self._capacity_bytes
@@ -255,7 +267,6 @@ TABLE = """
 +            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 @@ files 60 an evicted file is not told
 -                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
-+                pass
 @@ files 100 the room of a failed store of files is not given back
 -                    self._ledger.give_back(settled[1])
 +                    self._ledger.give_back(0)
@@ -263,7 +274,6 @@ TABLE = """
 @@ files 10 a descriptor of a text is not closed
          finally:
 -            disk.close(fd)
-+            pass
 --- backends/file/folders/process_claim.py
 @@ files 100 a killed writer counts as alive
 -        return bool(_read_claim(root, owner))
@@ -288,21 +298,18 @@ TABLE = """
 +            self._lease = asyncio.get_running_loop().call_later(1e9, print)
 @@ peers 8 what a peer lets go stays pinned
 -            await self._pins.pop(number).aclose()
-+            pass
 @@ peers 40 pins of a peer that has gone stay
 -        while self._pins:
 +        while not self._ended:
 @@ peers 100 a request that was given up goes on at its holder
 -            if job := self._jobs.get(number):
 -                job.cancel()
-+            pass
 --- backends/nixl/reads.py
 @@ peers 80 memory of late reads is called safe
 -        if not self._held:
 +        if blocks.num_blocks:
 @@ lending 40 a late read is not in quarantine
 -            late(asyncio.wrap_future(flight.done), ours)
-+            pass
 @@ lending 40 generations are read and not compared
 -np.frombuffer(words, "<u8") == fences.generations
 +fences.generations == fences.generations
@@ -319,7 +326,6 @@ TABLE = """
 --- kvxfer/integrations/vllm/offloading/manager.py
 @@ offloading 40 slots that are in use are free after a reset
 -            self._index.keep_out(set(in_use))
-+            pass
 @@ offloading 20 rows of chunks that are not below are never given back
 -        self._index.finish_store(self._tier.take_missing(), stored=False)
 +        self._tier.take_missing()
@@ -352,7 +358,6 @@ TABLE = """
 --- examples/proxy/engine_client.py
 @@ proxy 60 an engine that was ejected never comes back
 -                engine.bring_back()
-+                pass
 --- examples/proxy/engines.py
 @@ proxy 60 a request that was cancelled stays under way at its engine
 -        try:
@@ -367,7 +372,6 @@ TABLE = """
 +                ended.end_load(request_id, [])
 @@ handover 40 a lease is not revoked when its blocks are gone
 -            self._handover.revoke(step.revoked)
-+            pass
 @@ handover 40 a load has ended although a read goes on
 -            if load.exception() or load.result().memory_safe:
 +            if load.done():
@@ -404,7 +408,6 @@ TABLE = """
 +        return False, make_params(
 @@ handover 40 the lease of a prompt that was not finished is not given up
 -        self._given_up.append(early.lease)
-+        pass
 @@ handover 40 the lease of a request that was preempted goes on
 -                self._revoked.append(early.lease)
 --- backends/file/block_writer.py
@@ -449,7 +452,6 @@ TABLE = """
 +        await drain_in_the_end(self._engine.drain, what, asyncio.Event())
 @@ rows 60 a purge that is late goes on
 -                    purging.cancel()  # it would delete what is stored after the call
-+                    pass
 --- backends/nixl/discovery.py
 @@ peers 20 a holder whose lease has ended stays known
 -                self._drop(name, now)
@@ -466,14 +468,11 @@ TABLE = """
 --- backends/pool/server.py
 @@ pool 60 pins of a pool engine that has ended stay
 -            await self._release(at_once=said_bye or is_caller_cancelled())
-+            pass
 --- backends/nixl/connection.py
 @@ peers 100 a holder is not told of a request that was given up
 -                self._channel.send_soon(wire.Cancel(request_id=number))
-+                pass
 @@ lending 20 a reader keeps the tickets that it has left
 -            self.release(asked.number)
-+            pass
 --- kvxfer/lending/reader.py
 @@ lending 10 a ticket is released at the first worker alone
 -        workers = self._workers.get(endpoint, [endpoint])
@@ -487,7 +486,6 @@ TABLE = """
 +                    bad[part.group].update((b, None) for b in targets if b)
 @@ lending 250 a hold goes on after that at another worker has failed
 -            await end_tasks(holds)
-+            pass
 @@ lending 80 a connection is closed before its call begins
 -        holds = [asyncio.ensure_future(hold(*pair)) for pair in pairs]
 +        peer = self._exchange.peer
@@ -509,7 +507,7 @@ TABLE = """
 -        self._loop.run_blocking(revoke(), REVOKE_S)
 +        self._loop.submit(revoke())
 """
-"""Faults of each file, as in a patch; after `@@` stand the scenario, the seeds and the name."""
+"""Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 
 
 def _parse(table: str) -> Iterator[Mutation]:
@@ -521,6 +519,7 @@ def _parse(table: str) -> Iterator[Mutation]:
             old, new = (
                 "\n".join(line[1:] for line in lines if line[:1] in marks) for marks in (" -", " +")
             )
+            new = new or old[: len(old) - len(old.lstrip())] + "pass"
             yield Mutation(name, path, old, new, scenario, int(num_seeds))
 
 

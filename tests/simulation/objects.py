@@ -5,11 +5,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import inf
 from random import Random
 from typing import Any, ClassVar
 
-from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.object import S3Backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
@@ -22,8 +22,7 @@ from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
 from kvxfer.testing.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
 from kvxfer.testing.simulation.world import Batch, History, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine
-from kvxfer.units import ByteSize
-from tests.simulation.tiers import ROOM, SLOT_BYTES, join, leftovers_of_all, of_process
+from tests.simulation.tiers import ROOM, join, leftovers_of_all, of_process, open_host
 
 NUM_PROCESSES = 2
 QUIET_S = 120.0
@@ -158,8 +157,7 @@ class _World(World):
         self, simulation: Simulation, damage: _Damage, history: History | None = None
     ) -> None:
         super().__init__(simulation, history)
-        self.is_calm = False
-        self._damage = damage
+        self.is_calm, self._damage = False, damage
 
     def key(self, part: Part) -> BlockKey:
         return self.salts.name(super().key(part))
@@ -223,10 +221,7 @@ class _Process:
         self.opened = Opened(backend=self.objects, is_roomy=is_roomy, may_delete_late=True)
         if not self.is_alone:
             blocks = ROOM if is_roomy else random.choice((2, 4, 8))
-            capacity = ByteSize(blocks * SLOT_BYTES)
-            config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
-            host = HostBackend(config, namespace)
-            tiers: list[Backend] = [host, self.objects]
+            tiers: list[Backend] = [open_host(blocks, namespace), self.objects]
             self.opened = Opened(
                 backend=join(tiers, namespace), tiers=tiers, is_roomy=is_roomy, may_delete_late=True
             )
@@ -244,10 +239,9 @@ class _EngineRun(EngineRun):
         bucket: SimulatedBucket,
     ) -> None:
         super().__init__(scenario, simulation, world, process.opened)
-        self._salted = world
-        self._process = process
-        self._bucket = bucket
+        self._salted, self._process, self._bucket = world, process, bucket
         self._num_moving = 0
+        self._former_salts: list[bytes] = []
         self._idle = asyncio.Event()
         self._idle.set()
         world.salts = SaltedKeys(process.opened.backend.provide(Purgeable))
@@ -344,10 +338,12 @@ class _EngineRun(EngineRun):
         keys = self._salted.keys(self._salted.every_part())
         prefix = keys[len(keys) // 3][:5]
         chosen, began = [key for key in keys if key.startswith(prefix)], self._simulation.now
+        last = self._bucket._num_stored
         for key in chosen:
             self._salted.history.begin_removal(key)
         purging = self._process.objects.purge(prefix)
         if await self._timed("purge", purging, MOST_S, cancel_s) is not None:
+            self._require_gone(prefix, last)
             for key in chosen:
                 is_sure = self._process.is_alone
                 self._salted.history.end_removal(key, began, was_found=is_sure)
@@ -359,15 +355,28 @@ class _EngineRun(EngineRun):
         has_former = salts.renew()
         if salts.salt == former:
             self._simulation.fail("a salt was used again")
+        self._former_salts += [former] if former else []
         if not has_former:
             return
+        last = inf if self._salted.history.is_strict else self._bucket._num_stored
         with contextlib.suppress(BackendUnavailableError):
             await salts.delete_former(self._engine.drain)
-            pages = self._process.objects._pages
-            names = self._bucket.names(pages.place(former))
-            left = [each for each in names if pages.key_in(each).startswith(former)]
-            if left and self._salted.history.is_strict:
-                self._simulation.fail("left", f"objects of a former salt: {left}")
+            for each in self._former_salts:
+                self._require_gone(each, last)
+
+    async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> Sequence[bool]:
+        keys, last = self._salted.keys(parts), self._bucket._num_stored
+        deleted = await super()._delete(parts, *given, **more)
+        for key in compress(keys, deleted):
+            self._require_gone(key, last)
+        return deleted
+
+    def _require_gone(self, prefix: bytes, last: float) -> None:
+        """Check that no object is left up to the last one, whose key has a prefix."""
+        pages, bucket = self._process.objects._pages, self._bucket
+        names = [n for n in bucket.names(pages.place(prefix)) if bucket.get(n).serial <= last]
+        if left := [name for name in names if pages.key_in(name).startswith(prefix)]:
+            self._simulation.fail("left", f"objects that were deleted: {left}")
 
 
 class _Run:
@@ -376,9 +385,7 @@ class _Run:
     def __init__(
         self, scenario: ObjectsScenario, simulation: Simulation, steps: Sequence[Step]
     ) -> None:
-        self._scenario = scenario
-        self._simulation = simulation
-        self._steps = steps
+        self._scenario, self._simulation, self._steps = scenario, simulation, steps
         self._bucket = SimulatedBucket(simulation)
         self._bucket.on_late = self._note_late
         self._counting = _Counting()

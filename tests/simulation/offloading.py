@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any, ClassVar
@@ -85,9 +86,9 @@ class _Tiers:
     def __init__(self, simulation: Simulation) -> None:
         random = simulation.random("tiers")
         self._simulation = simulation
-        self._disks: list[dict[BlockKey, Any]] = [{} for _ in range(random.choice((0, 1, 1, 2)))]
+        self.disks: list[dict[BlockKey, Any]] = [{} for _ in range(random.choice((0, 1, 1, 2)))]
         self._max_blocks = random.choice((None, None, 8, 24))
-        self.purges = bool(self._disks) and random.random() < 0.3
+        self.purges = bool(self.disks) and random.random() < 0.3
         size = random.choice((300, 1 << 20))
         self.slices = Slices(load_bytes=size, store_bytes=size, spare_bytes=2 * size)
         self.rows_per_job = random.choice((1, 1000))
@@ -99,27 +100,18 @@ class _Tiers:
     @property
     def keeps_all(self) -> bool:
         """Whether there is a tier that evicts nothing."""
-        return bool(self._disks) and self._max_blocks is None
+        return bool(self.disks) and self._max_blocks is None
 
     def openers(self) -> list[Callable[[Any, Namespace], Backend]]:
         """Return what opens each tier."""
+        return [partial(self._open, number) for number in range(len(self.disks))]
 
-        def opener(number: int) -> Callable[[Any, Namespace], Backend]:
-            def open_tier(_: Any, __: Namespace) -> Backend:
-                self._num_opened += 1
-                name = f"{number} disk {self._num_opened}"
-                disk = _Disk(self._disks[number], self._max_blocks)
-                tier = FaultyTier(disk, self._simulation, name)
-                self.faulty = [*self.faulty[-1:], tier]
-                return tier
-
-            return open_tier
-
-        return [opener(number) for number in range(len(self._disks))]
-
-    def names(self) -> list[dict[BlockKey, Any]]:
-        """Return the blocks of each tier."""
-        return self._disks
+    def _open(self, number: int, *_: Any) -> Backend:
+        self._num_opened += 1
+        name = f"{number} disk {self._num_opened}"
+        disk = _Disk(self.disks[number], self._max_blocks)
+        self.faulty = [*self.faulty[-1:], FaultyTier(disk, self._simulation, name)]
+        return self.faulty[-1]
 
 
 class OffloadingScenario(Scenario):
@@ -179,7 +171,7 @@ class OffloadingScenario(Scenario):
             except DeadEngineError:
                 return
             finally:
-                run.forget()
+                del OPEN_LOWER[run._name]
 
 
 class _Run:
@@ -207,10 +199,6 @@ class _Run:
         self._due: dict[str, float] = {}
         self._engine = self._open()
 
-    def forget(self) -> None:
-        """Forget what vLLM's spec looks for."""
-        del OPEN_LOWER[self._name]
-
     def carry_out(self, steps: Sequence[Step]) -> None:
         """Carry out the steps, look at what is left, and at what another engine finds."""
         for step in steps:
@@ -236,8 +224,7 @@ class _Run:
         self._go_on(until=self._simulation.now + MOST_S, is_last=True)
         self._close()
         runtime.sleep(CLOSE_S)
-        if threads := self._simulation.runtime.scheduler.alive():
-            self._simulation.fail("threads left", sorted(each.name for each in threads))
+        self._simulation.require_no_threads()
 
     # Steps, by their names.
 
@@ -308,9 +295,8 @@ class _Run:
         took_s = self._simulation.now - began
         if took_s > CLOSE_S:
             self._simulation.fail("late", f"the end of the engine took {took_s:.3f} s")
-        for number, blocks in enumerate(self._tiers.names() if is_clean else ()):
-            lost = [key for key in keys if key not in blocks]
-            if lost:
+        for number, blocks in enumerate(self._tiers.disks if is_clean else ()):
+            if lost := [key for key in keys if key not in blocks]:
                 self._simulation.fail("not written back", f"{len(lost)} chunks to tier {number}")
 
     def _go_on(self, *, until: float, is_last: bool = False) -> None:
@@ -365,14 +351,11 @@ class _Mirror:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._take, manager.take_events = manager.take_events, self._take_events
+        self._take, manager.take_events = manager.take_events, self.update
         self._told: dict[BlockKey, None] = {}
 
-    def update(self) -> None:
+    def update(self) -> Iterable[Any]:
         """Take the events that vLLM has not taken."""
-        self._take_events()
-
-    def _take_events(self) -> Iterable[Any]:
         events = list(self._take())
         for event in events:
             if event.medium is not Medium.CPU or getattr(event, "ownership", None):

@@ -14,6 +14,8 @@ from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulat
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.etcd import EtcdFault, SimulatedEtcd
+from tests.simulation.lending import forget, mend
+from tests.simulation.pool import is_roomy
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
@@ -93,7 +95,7 @@ class PeersScenario(FleetScenario):
         backend = NixlBackend(config, namespace, make_agent=lambda: self._make_agent(simulation))
         return Opened(
             backend=backend,
-            is_roomy=_is_roomy(simulation),
+            is_roomy=is_roomy(simulation),
             may_delete_late=True,
             may_time_out=config.timeout_s < QUEUE_S,
         )
@@ -101,7 +103,7 @@ class PeersScenario(FleetScenario):
     def open_holder(
         self, simulation: Simulation, namespace: Namespace, number: int
     ) -> StandalonePeer:
-        num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
+        num_slots = ROOM if is_roomy(simulation) else simulation.random("slots").choice((2, 6))
         capacity = ByteSize(num_slots * SLOT_BYTES)
         config = NixlConfig(
             listen=f"127.0.0.1:{FIRST_PORT + number}", capacity=capacity, **self._both(simulation)
@@ -119,7 +121,7 @@ class PeersScenario(FleetScenario):
         What one of two replicas evicts and stores anew, the other one has of the first store.
         """
         num_replicas = simulation.random("peers").choice(REPLICAS)  # as the first draw of `open`
-        is_orderly = num_replicas == 1 or _is_roomy(simulation)
+        is_orderly = num_replicas == 1 or is_roomy(simulation)
         return is_orderly and not any(step.what in self.faults for step in steps)
 
     def known_holders(self, backend: Any) -> list[int] | None:
@@ -130,9 +132,7 @@ class PeersScenario(FleetScenario):
 
     def note_killed(self, process: ProcessRun) -> None:
         """See `FleetScenario.note_killed`: its memory cannot be read any more."""
-        for owner, agent in self._agents:
-            if owner is process.process:
-                FakeNixlAgent._agents.pop(agent.name, None)
+        forget(self._agents, process)
 
     def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
         """See `FleetScenario.look`: what was given up ends with the run that is in flight."""
@@ -179,9 +179,7 @@ class PeersScenario(FleetScenario):
 
     def end_faults(self, simulation: Simulation) -> None:
         self._etcd.end_faults()
-        for _, agent in self._agents:
-            agent.delay_s, agent.failing = 0.0, False
-            agent.release()
+        mend(self._agents)
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         left = leftovers_of_engine(engine)
@@ -235,7 +233,3 @@ class PeersScenario(FleetScenario):
 
 def _has_etcd(simulation: Simulation) -> bool:
     return simulation.random("has etcd").random() < ETCD_SHARE
-
-
-def _is_roomy(simulation: Simulation) -> bool:
-    return simulation.random("room").random() < 0.6

@@ -161,9 +161,7 @@ class _Run:
         self._world.watched.look()
         for what in TiersScenario().leftovers(self._engine, self.opened):
             self._simulation.fail("left", what)
-        if threads := self._simulation.runtime.scheduler.alive():
-            names = sorted(thread.name for thread in threads)
-            self._simulation.fail("threads left", names)
+        self._simulation.require_no_threads()
 
     def _begin_close(self) -> None:
         self._is_closing, self.history.keeps_all = True, False

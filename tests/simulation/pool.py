@@ -41,12 +41,12 @@ class PoolScenario(FleetScenario):
         config = PoolConfig(path=str(self._path), timeout_s=_timeout_s(simulation))
         return Opened(
             backend=PoolBackend(config, namespace),
-            is_roomy=_is_roomy(simulation),
+            is_roomy=is_roomy(simulation),
             may_delete_late=True,
         )
 
     def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> PoolServer:
-        num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
+        num_slots = ROOM if is_roomy(simulation) else simulation.random("slots").choice((2, 6))
         has_tier = _has_tier(simulation)
 
         def open_backend(namespace: Namespace) -> Backend:
@@ -97,7 +97,8 @@ def _timeout_s(simulation: Simulation) -> float:
     return simulation.random("pool").choice((0.5, 2.0, 5.0))
 
 
-def _is_roomy(simulation: Simulation) -> bool:
+def is_roomy(simulation: Simulation) -> bool:
+    """Whether the holders of a run have room for all keys."""
     return simulation.random("room").random() < 0.6
 
 

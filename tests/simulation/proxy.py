@@ -1,7 +1,6 @@
 """Scenario of the proxy of prefill and decode: engines that fail, hang and break off."""
 
 import asyncio
-import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -149,9 +148,8 @@ class _Engine:
     async def serve(self) -> None:
         """Begin to serve."""
         application = web.Application()
-        application.add_routes(
-            [web.get("/health", self._health), web.post("/v1/completions", self._complete)]
-        )
+        health, complete = self._health, self._complete
+        application.add_routes([web.get("/health", health), web.post("/v1/completions", complete)])
         self._runner = web.AppRunner(
             application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -197,9 +195,8 @@ class _Engine:
             if self.has("garbage"):
                 return web.Response(body=b'{"kv_transfer_params": [')
             leg.is_whole = True
-            return web.json_response(
-                {"kv_transfer_params": None if self.has("no_params") else self._params(body)}
-            )
+            params = None if self.has("no_params") else self._params(body)
+            return web.json_response({"kv_transfer_params": params})
         response = web.StreamResponse()
         await response.prepare(request)
         for at in range(NUM_PIECES):
@@ -297,7 +294,8 @@ class _Run:
         )
         self._proxy = Proxy(config)
         await self._process.run(self._proxy.__aenter__())
-        async with self._open_session() as self._session:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as self._session:
             running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
             left = (await asyncio.wait(running, timeout=600.0))[1] if running else set()
             for task in left:
@@ -313,19 +311,11 @@ class _Run:
             process.loop.stop()
         self._process.loop.stop()
         await asyncio.sleep(1.0)
-        alive = self._simulation.runtime.scheduler.alive()
-        if names := sorted(each.name for each in alive if not each.process.has_ended):
-            self._simulation.fail("threads left", names)
+        self._simulation.require_no_threads()
 
     async def _start(self, engine: _Engine) -> None:
         process = self._processes[engine.name] = ProcessRun(self._simulation, engine.name)
         await process.run(engine.serve())
-
-    @contextlib.asynccontextmanager
-    async def _open_session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            yield session
 
     async def _carry_out(self, step: Step) -> None:
         await asyncio.sleep(step.at_s)
@@ -478,9 +468,8 @@ class _Run:
             is_named = named and str(named).startswith("ticket ")
             if is_named and not str(named).startswith(f"ticket {asked.number} of"):
                 self._simulation.fail("parameters of another request", f"{leg}")
-        decoding = sorted(
-            (each for each in legs if each.kind == "decode"), key=lambda each: each.began_at
-        )
+        decoding = [each for each in legs if each.kind == "decode"]
+        decoding.sort(key=lambda each: each.began_at)
         for earlier, later in pairwise(decoding):
             was_seen = (earlier.is_whole or earlier.has_begun) and not self._is_hindered
             if was_seen or self._decodes_well:

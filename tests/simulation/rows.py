@@ -190,8 +190,7 @@ class _Run:
         runtime.sleep(QUIET_S)
         for what in TiersScenario().leftovers(self._engine, self._opened):
             self._simulation.fail("left", what)
-        if threads := self._simulation.runtime.scheduler.alive():
-            self._simulation.fail("threads left", sorted(thread.name for thread in threads))
+        self._simulation.require_no_threads()
 
     def _move(
         self,

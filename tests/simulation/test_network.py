@@ -13,6 +13,7 @@ import pytest
 from kvxfer import runtime
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.testing.simulation import Simulation
+from tests.simulation.test_disk import run_simulated as run_one
 
 BYTES = os.urandom(300_000)
 LOCAL = "127.0.0.1"
@@ -32,6 +33,11 @@ def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
     """The same body, on either network."""
     chosen: Callable[[Body], None] = request.param
     return chosen
+
+
+def on_either(body: Body) -> Callable[[Callable[[Body], None]], None]:
+    """Make a test of what is done on either network."""
+    return lambda run: run(body)
 
 
 def listen_tcp() -> socket.socket:
@@ -69,121 +75,107 @@ def receive(connection: socket.socket, count: int) -> bytes:
     return bytes(received)
 
 
-def test_bytes_arrive_in_order_and_then_the_end(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with connected() as (client, server):
-            sender = runtime.start_thread(client.sendall, name="sender", args=(BYTES,))
-            assert receive(server, len(BYTES)) == BYTES
-            sender.join()
-            client.shutdown(socket.SHUT_WR)
-            assert server.recv(10) == b""
-            server.sendall(b"still open")
-            assert receive(client, 10) == b"still open"
-
-    run(body)
+@on_either
+def test_bytes_arrive_in_order_and_then_the_end() -> None:
+    with connected() as (client, server):
+        sender = runtime.start_thread(client.sendall, name="sender", args=(BYTES,))
+        assert receive(server, len(BYTES)) == BYTES
+        sender.join()
+        client.shutdown(socket.SHUT_WR)
+        assert server.recv(10) == b""
+        server.sendall(b"still open")
+        assert receive(client, 10) == b"still open"
 
 
-def test_who_does_not_read_makes_the_sender_wait(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with connected() as (client, _):
-            client.settimeout(0.2)
+@on_either
+def test_who_does_not_read_makes_the_sender_wait() -> None:
+    with connected() as (client, _):
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.sendall(BYTES * 100)
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            send_for_ever(client)
+
+
+@on_either
+def test_a_send_that_fails_does_not_hold_its_buffer() -> None:
+    with connected() as (client, _):
+        client.setblocking(False)
+        buffer = bytearray(BYTES)
+        with pytest.raises(BlockingIOError) as raised:
+            send_for_ever(client, buffer)
+        buffer.clear()
+        assert raised.tb is not None  # and has the frame of the call
+
+
+@on_either
+def test_nobody_there_is_a_refusal_and_a_silent_one_a_timeout() -> None:
+    with listen_tcp() as listening:
+        address = listening.getsockname()
+        client, server = connect_tcp(listening)
+        with client, server:
+            client.settimeout(0.1)
             with pytest.raises(TimeoutError):
-                client.sendall(BYTES * 100)
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):
+                client.recv(1)
+    late = runtime.open_socket(socket.AF_INET, socket.SOCK_STREAM)
+    with late, pytest.raises(ConnectionRefusedError):
+        late.connect(address)
+
+
+@on_either
+def test_to_close_with_unread_bytes_resets_the_other_end() -> None:
+    with listen_tcp() as listening:
+        client, server = connect_tcp(listening)
+        with client:
+            client.sendall(b"unread")
+            runtime.sleep(0.1)
+            server.close()
+            with pytest.raises(ConnectionError):
+                client.recv(1)
+            with pytest.raises(ConnectionError):
                 send_for_ever(client)
 
-    run(body)
+
+@on_either
+def test_a_thread_that_waits_is_woken_when_its_end_is_shut() -> None:
+    with connected() as (client, _):
+        heard: list[bytes] = []
+        waiter = runtime.start_thread(lambda: heard.append(client.recv(1)), name="waiter")
+        runtime.sleep(0.05)
+        client.shutdown(socket.SHUT_RDWR)
+        waiter.join(5)
+        assert heard == [b""]
 
 
-def test_a_send_that_fails_does_not_hold_its_buffer(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with connected() as (client, _):
-            client.setblocking(False)
-            buffer = bytearray(BYTES)
-            with pytest.raises(BlockingIOError) as raised:
-                send_for_ever(client, buffer)
-            buffer.clear()
-            assert raised.tb is not None  # and has the frame of the call
-
-    run(body)
-
-
-def test_nobody_there_is_a_refusal_and_a_silent_one_a_timeout(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with listen_tcp() as listening:
-            address = listening.getsockname()
-            client, server = connect_tcp(listening)
-            with client, server:
-                client.settimeout(0.1)
-                with pytest.raises(TimeoutError):
-                    client.recv(1)
-        late = runtime.open_socket(socket.AF_INET, socket.SOCK_STREAM)
-        with late, pytest.raises(ConnectionRefusedError):
-            late.connect(address)
-
-    run(body)
-
-
-def test_to_close_with_unread_bytes_resets_the_other_end(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client:
-                client.sendall(b"unread")
-                runtime.sleep(0.1)
-                server.close()
-                with pytest.raises(ConnectionError):
-                    client.recv(1)
-                with pytest.raises(ConnectionError):
-                    send_for_ever(client)
-
-    run(body)
-
-
-def test_a_thread_that_waits_is_woken_when_its_end_is_shut(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with connected() as (client, _):
-            heard: list[bytes] = []
-            waiter = runtime.start_thread(lambda: heard.append(client.recv(1)), name="waiter")
-            runtime.sleep(0.05)
-            client.shutdown(socket.SHUT_RDWR)
-            waiter.join(5)
-            assert heard == [b""]
-
-    run(body)
-
-
-def test_a_path_carries_descriptors_and_says_who_is_there(run: Callable[[Body], None]) -> None:
-    def body() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "socket")
-            listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            client = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with pytest.raises(FileNotFoundError):
-                client.connect(path)
-            listening.bind(path)
-            with pytest.raises(ConnectionRefusedError):
-                client.connect(path)
-            listening.listen()
+@on_either
+def test_a_path_carries_descriptors_and_says_who_is_there() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "socket")
+        listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with pytest.raises(FileNotFoundError):
             client.connect(path)
-            server, _ = listening.accept()
-            assert server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] == (
-                os.geteuid().to_bytes(4, "little")
-            )
-            shared = SharedMemory.create(4096)
-            socket.send_fds(server, [b"here"], [shared.fd])
-            header, [fd], *_ = socket.recv_fds(client, 4, 1)
-            mapped = SharedMemory(fd, 4096)
-            shared.memory[:5] = memoryview(b"bytes")
-            assert (header, bytes(mapped.memory[:5])) == (b"here", b"bytes")
-            for each in (mapped, shared, client, server, listening):
-                each.close()
-            again = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with again, pytest.raises(ConnectionRefusedError):
-                again.connect(path)
-
-    run(body)
+        listening.bind(path)
+        with pytest.raises(ConnectionRefusedError):
+            client.connect(path)
+        listening.listen()
+        client.connect(path)
+        server, _ = listening.accept()
+        assert server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] == (
+            os.geteuid().to_bytes(4, "little")
+        )
+        shared = SharedMemory.create(4096)
+        socket.send_fds(server, [b"here"], [shared.fd])
+        header, [fd], *_ = socket.recv_fds(client, 4, 1)
+        mapped = SharedMemory(fd, 4096)
+        shared.memory[:5] = memoryview(b"bytes")
+        assert (header, bytes(mapped.memory[:5])) == (b"here", b"bytes")
+        for each in (mapped, shared, client, server, listening):
+            each.close()
+        again = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with again, pytest.raises(ConnectionRefusedError):
+            again.connect(path)
 
 
 def test_streams_of_asyncio_work_and_a_reader_waits_for_no_thread(
@@ -212,7 +204,7 @@ def test_streams_of_asyncio_work_and_a_reader_waits_for_no_thread(
 
 
 def test_what_is_sent_in_a_partition_arrives_when_it_is_over() -> None:
-    def body() -> None:
+    def body(simulation: Simulation) -> None:
         with connected() as (client, server):
             simulation.runtime.network.partition("main", "main", 5.0)
             began = simulation.now
@@ -220,13 +212,11 @@ def test_what_is_sent_in_a_partition_arrives_when_it_is_over() -> None:
             assert receive(server, 4) == b"late"
             assert 5.0 <= simulation.now - began < 5.1
 
-    simulation = Simulation(1)
-    with runtime.use(simulation.runtime):
-        simulation.runtime.scheduler.run(body)
+    run_one(body, 1)
 
 
 def test_the_end_of_a_lost_machine_is_told_to_who_sends_later() -> None:
-    def body() -> None:
+    def body(simulation: Simulation) -> None:
         with listen_tcp() as listening:
             client, server = connect_tcp(listening)
             server.vanish(simulation.runtime.scheduler.now + 3)  # type: ignore[attr-defined]
@@ -239,6 +229,4 @@ def test_the_end_of_a_lost_machine_is_told_to_who_sends_later() -> None:
             with pytest.raises(ConnectionResetError):
                 client.recv(1)
 
-    simulation = Simulation(1)
-    with runtime.use(simulation.runtime):
-        simulation.runtime.scheduler.run(body)
+    run_one(body, 1)

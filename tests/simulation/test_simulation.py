@@ -1,6 +1,7 @@
 """The simulation repeats, ends what hangs, cuts plans down, and finds nothing wrong."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -109,6 +110,7 @@ FOUND = (
     ("files", 11759),  # a store failed, as the block of who stored it first was gone at once
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("objects", 4339),  # a whole chunk was not written back where a part of it was refused
+    ("objects", 258),  # a block was said to be deleted that its bucket could not remove
     ("objects", 1953),  # a delete that waited for another one began after a close
     ("objects", 1243),  # a removal waited for its turn after its look at the object
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
@@ -257,13 +259,10 @@ def test_a_count_without_a_lock_is_wrong_in_some_order() -> None:
             nonlocal counted
             point = runtime.lock()
             for _ in range(5):
-                if lock:
-                    lock.acquire()
-                before = counted
-                with point:
-                    counted = before + 1
-                if lock:
-                    lock.release()
+                with lock or contextlib.nullcontext():
+                    before = counted
+                    with point:
+                        counted = before + 1
 
         threads = [runtime.start_thread(add, name=f"adder {number}") for number in range(3)]
         for thread in threads:

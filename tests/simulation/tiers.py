@@ -1,10 +1,12 @@
 """Scenario of an engine over every list of tiers of this project."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.index import StorePlan
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Gauge, Observer, Removed, Reports
 from kvxfer.storage.staging_memory import StagingMemory
@@ -102,7 +104,17 @@ def open_host(
         integrity=integrity,
     )
     backend = HostBackend(config, namespace)
-    backend.observe(Reports([Mirror(backend._index.keys, backend._gauges)]))
+    index, mirror = backend._index, Mirror(backend._index.keys, backend._gauges)
+    begin_store = index.begin_store
+
+    def begin_store_noted(keys: Sequence[BlockKey]) -> StorePlan:
+        plan = begin_store(keys)
+        mirror.num_misplanned += bool(plan.refused and index.num_free_slots)
+        mirror.num_misplanned += len({*plan.evicted}.intersection(keys))
+        return plan
+
+    index.begin_store = begin_store_noted  # type: ignore[method-assign]
+    backend.observe(Reports([mirror]))
     return backend
 
 
@@ -128,9 +140,11 @@ class Mirror(Observer):
         self._keys = keys
         self._gauges = gauges
         self._present: dict[BlockKey, None] = {}
+        self.num_repeated = self.num_misplanned = 0
 
     def note(self, event: Event) -> None:
         if isinstance(event, Added):
+            self.num_repeated += len(self._present.keys() & {*event.keys})
             self._present |= dict.fromkeys(event.keys)
         elif isinstance(event, Removed) and not event.namespace:
             for key in event.keys:
@@ -151,7 +165,19 @@ def join(
 ) -> TieredBackend:
     """Join tiers, which have half a second for a lookup, and one for a move."""
     timeouts = TierTimeouts(lookup_s=0.5, move_s=MOVE_S, close_s=20.0, pause_s=pause_s)
-    return TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
+    joined = TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
+    flush, flushes = joined.flush, [AsyncMock(wraps=tier.flush) for tier in tiers]
+    for tier, each in zip(tiers, flushes, strict=True):
+        tier.flush = each  # type: ignore[method-assign]
+
+    async def flush_all() -> None:
+        before = [each.await_count for each in flushes]
+        await flush()
+        if any(each.await_count == num for each, num in zip(flushes, before, strict=True)):
+            raise AssertionError("a tier was not flushed")
+
+    joined.flush = flush_all  # type: ignore[method-assign]
+    return joined
 
 
 def _watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
@@ -203,6 +229,7 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
         "begun jobs": len(mover._begun),
         "calls of the loop": len(engine._loop._given),
         "late calls": engine._calls.num_late,
+        "jobs that are remembered": len(engine._submitted) + len(engine._finished),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -234,6 +261,7 @@ def leftovers_of_host(backend: HostBackend) -> list[str]:
         "blocks being stored": sum(entry.storing for entry in entries),
         "quarantined slots": len(index._quarantined),
         "lost slots": backend.num_slots - index.num_free_slots - len(entries),
+        "blocks that nobody may evict": len(entries) - index.num_evictable,
     }
     left = [f"{count} {what}" for what, count in counts.items() if count]
     return left + leftovers_of_reports(backend._reports)
@@ -245,5 +273,7 @@ def leftovers_of_reports(reports: Reports) -> list[str]:
     counts = {
         "keys of which events say something else": sum(len(each.differences()) for each in mirrors),
         "blocks counted wrongly": sum(each.num_miscounted for each in mirrors),
+        "blocks told twice": sum(each.num_repeated for each in mirrors),
+        "blocks evicted or refused for nothing": sum(each.num_misplanned for each in mirrors),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

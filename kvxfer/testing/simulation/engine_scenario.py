@@ -526,11 +526,8 @@ class EngineRun:
     ) -> bool:
         """Whether a chunk was stored, and nothing can have removed it."""
         key, history = self._world.key(part), self._world.history
-        return (
-            self.opened.is_roomy
-            and not history.is_mixed(key)
-            and history.must_be_there(key, num_blocks, since=since)
-        )
+        is_kept = self.opened.is_roomy and not history.is_mixed(key)
+        return is_kept and history.must_be_there(key, num_blocks, since=since)
 
     def _inner(self, tier: int) -> Backend:
         """Return a tier as it is behind its faults."""
@@ -539,10 +536,10 @@ class EngineRun:
 
     async def _delete(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
+    ) -> Sequence[bool]:
         del timeout_s
         began, keys = self._simulation.now, self._world.keys(parts)
-        deleted = None
+        deleted: Sequence[bool] | None = None
         for key in keys:
             self._world.history.begin_removal(key)
         ends_soon = self._scenario.has_storms and self._world.history.is_strict
@@ -554,6 +551,7 @@ class EngineRun:
             for key, was_found in zip(keys, deleted or [False] * len(keys), strict=True):
                 if was_found or not self.opened.may_delete_late:
                     self._world.history.end_removal(key, began, was_found=was_found)
+        return deleted or [False] * len(keys)
 
     async def _evict(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
@@ -752,9 +750,7 @@ class EngineRun:
         await asyncio.wait([task], timeout=MOST_S)
         took_s = self._simulation.now - began
         if not task.done() or took_s > CLOSE_TIMEOUT_S + SLACK_S:
-            self._simulation.fail(
-                "late", f"aclose took {took_s:.3f} s: {self._simulation.stacks()}"
-            )
+            self._simulation.fail("late", f"aclose took {took_s:.3f} s{self._simulation.stacks()}")
         elif error := task.exception():
             self._simulation.fail("undocumented error", f"aclose: {error!r}")
         for part, is_kept in kept.items():
@@ -777,9 +773,7 @@ class EngineRun:
         await asyncio.sleep(MOST_S)
         self._world.watched.look()
         self._require_no_leftovers("after the close")
-        current = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks() if task is not current]
-        if tasks:
+        if asyncio.all_tasks() - {asyncio.current_task()}:
             self._simulation.fail("tasks left", self._simulation.stacks())
         scheduler = self._simulation.runtime.scheduler
         mine, kept = scheduler.current.process, (scheduler.current.name, *self._scenario.lasting)

@@ -190,9 +190,8 @@ class FaultyTier(WrappingBackend):
         while self._simulation.now < ends_at:
             await asyncio.sleep(0.1 + (ends_at - self._simulation.now) / 3)
             if is_load:
-                write_payloads(
-                    blocks, [random.randbytes(len(each)) for each in read_payloads(blocks)]
-                )
+                made = [random.randbytes(len(each)) for each in read_payloads(blocks)]
+                write_payloads(blocks, made)
 
     async def _delay(self, drawn: tuple[TierFault, float] | None, random: Random) -> bool:
         """Wait as long as a fault lets a call wait; return whether it was cancelled meanwhile."""

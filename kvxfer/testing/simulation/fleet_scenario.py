@@ -248,8 +248,7 @@ class _Fleet:
             await self._start_engine(number)
         running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
         looking = asyncio.create_task(self._look())
-        left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
-        if left:
+        if left := (await asyncio.wait(running, timeout=MOST_S))[1] if running else set():
             self._simulation.fail("never ended", self._simulation.stacks())
         for task in (*left, looking):
             task.cancel()
@@ -301,9 +300,8 @@ class _Fleet:
             await life.process.run(life.run.close())
             await self._start_engine(number)
             return
-        ended = asyncio.create_task(
-            life.process.run(life.run.carry_out_all([replace(step, at_s=0.0, arguments=given)]))
-        )
+        work = life.run.carry_out_all([replace(step, at_s=0.0, arguments=given)])
+        ended = asyncio.create_task(life.process.run(work))
         while not ended.done() and life.process.is_alive:
             await asyncio.wait([ended], timeout=1.0)
         ended.cancel()
@@ -316,9 +314,8 @@ class _Fleet:
         def open_engine() -> _EngineLife:
             world = World(self._simulation, self._history)
             opened = self._scenario.open(self._simulation, world.namespace)
-            return _EngineLife(
-                process, EngineRun(self._scenario, self._simulation, world, opened), world
-            )
+            run = EngineRun(self._scenario, self._simulation, world, opened)
+            return _EngineLife(process, run, world)
 
         life = await process.call(open_engine)
         await process.run(life.run.start())
@@ -483,10 +480,7 @@ class _Fleet:
                 self._simulation.fail("left", f"{what} in a holder without engines")
         for holding in self._holders.values():
             await self._close_holder(holding)
-        alive = self._simulation.runtime.scheduler.alive()
-        names = sorted(each.name for each in alive if not each.process.has_ended)
-        if names := [name for name in names if name not in self._scenario.lasting]:
-            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
+        self._simulation.require_no_threads(self._scenario.lasting)
 
     async def _bury_all(self) -> None:
         for life in self._killed:

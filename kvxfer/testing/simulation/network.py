@@ -588,10 +588,7 @@ class SimulatedSocket(Waitable):
         changes_at, outgoing = self.incoming.changes_at(), self.outgoing
         can_read = changes_at is not None and changes_at <= self.network.scheduler.now
         can_write = outgoing.num_bytes < outgoing.capacity or self.peer is None
-        return (
-            can_read or self._is_ended,
-            can_write or bool(self._error() or self._refusal()),
-        )
+        return can_read or self._is_ended, can_write or bool(self._error() or self._refusal())
 
     def changes_at(self) -> float | None:
         if self._connecting is not None:

@@ -5,7 +5,7 @@ import hashlib
 import traceback
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -94,6 +94,12 @@ class Simulation:
         self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
         self.note(f"VIOLATION {kind}: {detail}")
 
+    def require_no_threads(self, lasting: Collection[str] = ()) -> None:
+        """Check that no thread is left in processes that have not ended, but those that last."""
+        alive = [each for each in self.runtime.scheduler.alive() if not each.process.has_ended]
+        if names := sorted(each.name for each in alive if each.name not in lasting):
+            self.fail("threads left", f"{names}: {self.stacks()}")
+
     def stacks(self) -> str:
         """Describe where the tasks of all loops stand, from a line of its own on."""
         return "\n" + self.runtime.scheduler.describe_waiting()
@@ -152,7 +158,7 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         except StuckError as exc:
             simulation.fail("stuck", simulation.runtime.scheduler.stuck_at or exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the seed has found it
-            simulation.fail("raised", _describe(exc))
+            simulation.fail("raised", "".join(traceback.format_exception(exc)[-6:]))
 
     with runtime.use(simulation.runtime):
         simulation.runtime.scheduler.run(main)
@@ -166,7 +172,3 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
             warnings.simplefilter("ignore", RuntimeWarning)
             gc.collect(2 if gc.isenabled() else 0)
     return simulation
-
-
-def _describe(exc: BaseException) -> str:
-    return "".join(traceback.format_exception(exc)[-6:])

@@ -332,8 +332,7 @@ class Scheduler:
 
     def _choose(self) -> SimulatedThread:
         while not self._ready_now() or not (able := self._able()):
-            due = [each.due for each in self._threads if each.due is not None]
-            if due:
+            if due := [each.due for each in self._threads if each.due is not None]:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
                 self._main.error = StuckError(f"all wait, and no deadline is set\n{self.stacks()}")

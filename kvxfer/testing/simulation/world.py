@@ -93,10 +93,6 @@ class WatchedMemory:
         for group, free in enumerate(self._free):
             self._check(group, list(free))
 
-    def num_taken(self) -> int:
-        """Count the blocks that were taken and not given back."""
-        return sum(self._memory.num_blocks - len(free) for free in self._free)
-
     def read(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
         """Read the bytes of blocks."""
         pages = self._pages[group]
@@ -483,24 +479,17 @@ class World:
             self._simulation.fail("number of outcomes", f"{len(outcomes)} of {len(batch.parts)}")
             return
         left: list[int] = []
-        for at, (part, ids, outcome) in enumerate(
-            zip(batch.parts, batch.block_ids, outcomes, strict=True)
-        ):
+        rows = zip(batch.parts, batch.block_ids, outcomes, strict=True)
+        for at, (part, ids, outcome) in enumerate(rows):
             self._judge(batch, at, part, ids, outcome)
             if outcome.memory_safe:
                 self._release(batch, at)
             else:
                 left.append(at)
         if left:
-            self._unsafe.append(
-                Batch(
-                    tuple(batch.parts[at] for at in left),
-                    batch.is_store,
-                    [batch.block_ids[at] for at in left],
-                    batch.began,
-                    [batch.stores[at] for at in left] if batch.is_store else [],
-                )
-            )
+            parts, ids = tuple(batch.parts[at] for at in left), [batch.block_ids[at] for at in left]
+            stores = [batch.stores[at] for at in left] if batch.is_store else []
+            self._unsafe.append(Batch(parts, batch.is_store, ids, batch.began, stores))
 
     def take_unsafe(self) -> list[Batch]:
         """Take the batches whose memory was not safe, to release them after a drain."""
