@@ -198,15 +198,14 @@ class PoolSession:
         return wire.Pinned(rows=rows, slots=slots)
 
     def _unpin(self, request: wire.Unpin) -> None:
-        ours = [key for key in request.keys if self._pins[key]]
+        ours = Counter(request.keys) & self._pins
         for key, (slot, reason) in request.corrupt.items():
             if key in ours:
                 corrupt = Outcome(Status.CORRUPT, reason=reason)
                 self._host.drop_corrupt([key], [slot], [corrupt])
-        self._host.unpin(ours)
-        self._pins.subtract(ours)
+        self._host.unpin(list(ours.elements()))
         self._num_batches -= bool(ours)
-        self._pins = +self._pins
+        self._pins -= ours
 
     async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:

@@ -17,7 +17,7 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
+from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved, Unpin
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend
@@ -196,6 +196,10 @@ def test_what_an_engine_reads_or_writes_stays_its_own_after_its_connection_ended
             assert all(each.done for each in asyncio.run(peers.store(other)))
             pin = Pin(keys=keys, within_s=1.0)
             assert len(engine.ask(pin, Pinned).rows) == len(keys)
+            greedy = Attachment(str(path), namespace, timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+            greedy.ask(pin, Pinned)
+            greedy.tell(Unpin(keys=keys * 2))
+            greedy.close()
             engine.tell(Nonsense())
             with pytest.raises(BackendUnavailableError, match="ended the connection"):
                 engine.ask(pin, Pinned)
