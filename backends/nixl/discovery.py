@@ -820,8 +820,7 @@ class EtcdDiscovery(Discovery):
     async def _end_announcement(self, announcing: "_EtcdTask") -> None:
         """End the task, and the lease if etcd answers; without that it ends by itself."""
         await announcing.end()
-        lease, self._lease = self._lease, None
-        if lease is None:
+        if (lease := self._lease) is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
@@ -829,11 +828,13 @@ class EtcdDiscovery(Discovery):
                     with contextlib.suppress(EtcdError):
                         async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
                             await session.revoke(lease)
+                        self._lease = None  # not before: the next call completes a cancelled one
                         logger.info("%s is not announced any more", self._at)
                         return
-        logger.warning(
-            "etcd does not answer; %s is announced up to %d s longer", self._at, self._lease_s
-        )
+        if self._lease is not None:  # another call may have ended it
+            self._lease = None
+            text = "etcd does not answer; %s is announced up to %d s longer"
+            logger.warning(text, self._at, self._lease_s)
 
 
 class _EtcdTask:

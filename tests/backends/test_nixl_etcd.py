@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,6 @@ def server(shared: EtcdServer) -> EtcdServer:
     """Server without entries, which all have leases; no test may stop it."""
     shared.revoke_leases()
     return shared
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path) as server:
-        yield server
 
 
 def configure(servers: Sequence[EtcdServer], **fields: Any) -> EtcdConfig:
@@ -92,27 +87,6 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def works(discovery: EtcdDiscovery) -> bool:
     return discovery.gauges()[Gauge.DISCOVERY_FAILING] == 0.0
-
-
-async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_it(
-    own_server: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with (
-        following(own_server) as engine,
-        announcing(A, own_server),
-        announcing(B, own_server),
-    ):
-        await until(lambda: knows(engine, A, B))
-        own_server.kill()
-        await until(lambda: not works(engine))
-        await asyncio.sleep(1.2 * LEASE_S)  # longer than any lease
-        assert knows(engine, A, B)
-        assert "2 holders are known" in caplog.text
-        own_server.start()
-        await until(lambda: works(engine))
-        assert knows(engine, A, B)
-        async with announcing(C, own_server):
-            await until(lambda: knows(engine, A, B, C))
 
 
 async def test_members_that_die_are_left_for_others_and_none_is_believed_without_a_leader(
@@ -172,6 +146,27 @@ async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end
         assert await backend.lookup(KEYS) == [False] * len(KEYS)
     assert server.entries() == {}
     assert f"announced {served.endpoint} at {server.url}" in "".join(served.said)
+
+
+async def test_a_withdrawal_that_was_cancelled_is_completed_by_the_next_one(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    async def hang(*_: object) -> None:
+        begun.set()
+        await asyncio.sleep(LIMIT_S)
+
+    async with announcing(A, server) as holder:
+        await until(lambda: works(holder))
+        with monkeypatch.context() as patched:
+            patched.setattr("kvxfer.backends.nixl.discovery.EtcdSession.revoke", hang)
+            withdrawing = asyncio.create_task(holder.withdraw())
+            await until(begun.is_set)
+            withdrawing.cancel()
+            await asyncio.wait([withdrawing])
+        await holder.withdraw()
+        assert server.entries() == {}
 
 
 def add_user(server: EtcdServer, name: str, permission: str) -> None:
