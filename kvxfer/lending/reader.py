@@ -5,9 +5,9 @@ import functools
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, islice
+from itertools import compress
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -63,6 +63,9 @@ MAX_ENGINES = 256
 IN_PLACE_BYTES = 8 << 10
 """Mean size of fragments from which blocks of another shape are read to their places at once. Those
 in smaller ones are read whole into staging memory, and copied from there."""
+
+RUN_BYTES = 128 << 20
+"""Bytes that one call reads to their places: where the time is over, those of before count."""
 
 logger = logging.getLogger(__name__)
 
@@ -289,11 +292,6 @@ class _Part:
     outcomes: list[Outcome]
     names: Sequence[BlockKey]  # the keys by the tokens of the prompt alone
 
-    def note(self, rows: "_Rows", outcomes: Iterable[Outcome]) -> None:
-        """Note what has become of some of the blocks."""
-        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
-            self.outcomes[row] = outcome
-
     def keys_of(self, rows: "_Rows") -> list[BlockKey]:
         """List the keys of some of the blocks, which are all in most cases."""
         return self.keys if len(rows) == len(self.keys) else [self.keys[row] for row in rows]
@@ -442,12 +440,13 @@ class Reader:
     async def _fetch_after(
         self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None
     ) -> Fetched:
-        async with asyncio.timeout(self._timeout_s):
+        stop = asyncio.get_running_loop().time() + self._timeout_s
+        async with asyncio.timeout_at(stop):
             await wait_for_mark(after)
         if waits_for is not None:
             self._keepers[endpoint, waits_for] += 1
         try:
-            fetched = await self._fetch(endpoint, wanted, waits_for)
+            fetched = await self._fetch(endpoint, wanted, waits_for, stop)
             await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
         except BaseException:  # which cannot say that blocks are not safe
             await wait_despite_cancel(self._end(wanted))
@@ -483,8 +482,9 @@ class Reader:
         used = [[each for each in ids if each != self._null_block] for ids in wanted.block_ids]
         return [self._describer.describe(group, ids) for group, ids in enumerate(used) if ids]
 
-    async def _fetch(self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None) -> Fetched:
-        stop = asyncio.get_running_loop().time() + self._timeout_s
+    async def _fetch(
+        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, stop: float
+    ) -> Fetched:
         parts: list[_Part] = []
         engine: PeerEngine | None = None
         began = runtime.monotonic()
@@ -692,16 +692,19 @@ class Reader:
                     run, worker = staged[start:stop], workers[part.rank]
                     tasks.create_task(self._load_staged(worker, engine, wanted, part, run))
             for rank, batch in in_place.items():
-                tasks.create_task(self._load_in_place(workers[rank], batch))
+                places = Descriptors.concatenate([each for *_, each in batch])
+                all_rows = [(part, row) for part, rows, _ in batch for row in rows.tolist()]
+                for start, stop in places.cut(RUN_BYTES):
+                    run = all_rows[start:stop], places.select(start, stop)
+                    tasks.create_task(self._load_in_place(workers[rank], *run))
 
     async def _load_in_place(
-        self, worker: Endpoint, batch: Sequence[tuple[_Part, _Rows, Descriptors]]
+        self, worker: Endpoint, run: Sequence[tuple[_Part, int]], places: Descriptors
     ) -> None:
-        keys = [*chain.from_iterable(part.keys_of(rows) for part, rows, _ in batch)]
-        places = Descriptors.concatenate([places for *_, places in batch])
-        outcomes = iter(await self._exchange.peer(worker).load(keys, places))
-        for part, rows, _ in batch:
-            part.note(rows, islice(outcomes, len(rows)))
+        keys = [part.keys[row] for part, row in run]
+        outcomes = await self._exchange.peer(worker).load(keys, places)
+        for (part, row), outcome in zip(run, outcomes, strict=True):
+            part.outcomes[row] = outcome
 
     def _in_place(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
@@ -732,7 +735,8 @@ class Reader:
                 except DeviceError as exc:
                     for row in good:
                         loaded[row] = Outcome(Status.FAILED, reason=str(exc))
-        part.note(rows, loaded)
+        for row, outcome in zip(rows.tolist(), loaded, strict=True):
+            part.outcomes[row] = outcome
 
     def _copied(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows, staged: Descriptors

@@ -1,5 +1,6 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
+import asyncio
 import signal
 import socket
 import time
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.backends.nixl import Client, Endpoint, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import (
     BlockIdError,
@@ -32,6 +33,7 @@ from kvxfer.kvcache import (
     WorkerShard,
     canonicalize,
 )
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe_caches
 from kvxfer.lending import reader
@@ -224,6 +226,30 @@ def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: E
     )
     with pytest.raises(PeerTimeoutError, match=r"the handshake took longer than 0\.2 s"):
         get(fetch)
+
+
+def test_what_arrived_counts_where_a_fetch_that_waits_for_a_gpu_first_is_out_of_time(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack, lends=False, timeout_s=1.0)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    block_bytes, load = ours.workers[0]._description.groups[0].payload_size_bytes, Client.load
+    asked: list[BlockKey] = []
+
+    async def load_late(client: Client, keys: list[BlockKey], blocks: Descriptors) -> Any:
+        asked.extend(keys)
+        await asyncio.sleep(LIMIT_S * (len(asked) == len(OURS)))  # with the last block
+        return await load(client, keys, blocks)
+
+    monkeypatch.setattr(reader, "RUN_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(Client, "load", load_late)
+    found, began = ours.ask(theirs.endpoint, TICKET, TOKENS), time.monotonic()
+    mark = SimpleNamespace(has_passed=lambda: time.monotonic() > began + 0.6)
+    monkeypatch.setattr(ours.workers[0].reader._memory, "mark", lambda _: mark)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+    fetched = get(loading)
+    assert (fetched.num_verified, fetched.bad_blocks) == (4, [OURS[4:]])
+    assert time.monotonic() < began + 1.5
 
 
 def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: ExitStack) -> None:
