@@ -30,6 +30,7 @@ from kvxfer.errors import (
     NamespaceMismatchError,
     PeerClosedError,
     PeerError,
+    PeerLostError,
     PeerTimeoutError,
     ProtocolError,
     TransferFailedError,
@@ -229,6 +230,9 @@ class ClientSession:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
             raise
+        except PeerLostError as exc:  # a peer that connects again is linked anew
+            self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
+            return
         except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
             answer = wire.Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:

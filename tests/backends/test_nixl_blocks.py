@@ -111,6 +111,15 @@ async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_e
         assert (await load(pair, KEYS))[0] == [DONE] * 4
 
 
+async def test_a_holder_that_has_lost_the_memory_of_a_peer_links_it_anew() -> None:
+    async with open_pair() as pair, asyncio.timeout(10):
+        pair.holder_agent._peers.clear()
+        keys, source = make_keys(1, first=50), pair.memory.describe(0, [8])
+        assert statuses(await pair.client.store(keys, source)) == [FAILED]
+        while statuses(await pair.client.store(keys, source)) != [DONE]:
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(("grade", "found"), [("full", CORRUPT), ("fenced", DONE)])
 async def test_only_a_checksum_catches_a_bit_that_flipped_in_memory(
     grade: str, found: Status
