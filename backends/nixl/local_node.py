@@ -102,6 +102,7 @@ class LocalNode:
         self._regions: list[MemoryRegion] = []
         self._is_open = False
         self._agent: TransferAgent | None = None
+        self._metadata = b""  # of the agent, whose thread may be busy later
         self._closing: set[asyncio.Future[None]] = set()  # agents of before
         self._opening = asyncio.Lock()
 
@@ -180,7 +181,7 @@ class LocalNode:
         """Make the access to this process's memory, for the handshake; errors as `open`."""
         agent = await self.open()
         return Reach(
-            metadata=b"" if agent is None else agent.metadata,
+            metadata=b"" if agent is None else self._metadata,
             regions=list(self.memory),
             data_port=data_port,
         )
@@ -262,4 +263,4 @@ class LocalNode:
         """Open the agent; the next call finds it, even if this one's caller was cancelled."""
         agent = self._make_agent()
         agent.register(self._regions)
-        self._agent = agent
+        self._metadata, self._agent = agent.metadata, agent

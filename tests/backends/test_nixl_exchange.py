@@ -2,7 +2,10 @@
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +22,7 @@ from kvxfer.backends.nixl import (
     local_node,
     probe_peer,
 )
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.storage.backend import Backend, Status
@@ -179,6 +183,17 @@ async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed(tmp_p
         assert list(exchange.clients.values()) == [first, third]
         with pytest.raises(ClosedError):
             await second.describe()
+
+
+async def test_while_the_thread_of_nixl_hangs_the_event_loop_does_not(tmp_path: Path) -> None:
+    agent, may_go_on = NixlAgent(), threading.Event()
+    async with holding(tmp_path) as holder, asking(tmp_path, holder, make_agent=lambda: agent) as c:
+        await c.start()
+        agent._thread.order(Future(), partial(may_go_on.wait, 2.0))
+        began = time.monotonic()
+        await c._exchange._node.reach()
+        may_go_on.set()
+        assert time.monotonic() < began + 1.0
 
 
 @contextlib.asynccontextmanager

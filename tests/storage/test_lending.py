@@ -144,15 +144,6 @@ async def test_an_offer_of_blocks_that_are_not_there_is_refused_by_name(
     assert lender.book.num_tickets == lender.book.num_offered == 1
 
 
-@pytest.mark.parametrize("ticket", ["", "a\n", "\x1b[2J", "x" * 129, 7, None, b"t", "\ud800"])
-def test_what_is_no_ticket_is_refused(lender: CacheLender, ticket: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="ticket"):
-        lender.offer(ticket, KEYS[:1], [0], complete=True)
-    assert lender.book.num_tickets == 1
-    assert not lender.book.hold(ticket, "one")
-    assert lender.book.release(ticket) == []
-
-
 def test_a_block_that_is_released_is_not_offered_any_more(lender: CacheLender) -> None:
     assert lender.book.still_offered(KEYS[:2], [0, 0]) == [0, None]
     assert lender.book.release("t") == [0]
