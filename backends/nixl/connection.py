@@ -241,7 +241,7 @@ class Connection:
                 raise OwnEndpointError(str(endpoint), "is this process itself")
             return ours
 
-        ours = await node.reach()
+        ours, agent = await node.reach(), node.agent
         timeout_s = node.config.handshake_timeout_s
         channel = await open_channel(node, endpoint)
         greeting = await greet_as_client(
@@ -256,6 +256,8 @@ class Connection:
                     ready = await channel.receive(_READY)
             except TimeoutError as exc:
                 raise PeerTimeoutError(str(endpoint), "linking", timeout_s) from exc
+            if node.agent is not agent:  # both sides would read by one that was closed
+                raise PeerClosedError(str(endpoint), "NIXL was started anew meanwhile")
             unless_connected.pop_all()
         return cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
 

@@ -74,6 +74,7 @@ class LocalNode:
         namespace: Namespace of the blocks; None as long as a holder accepts any, until the first
             peer's.
         sockets: Agent for peers that NIXL does not reach.
+        agent: Agent of NIXL; None until it was opened, and once its end has begun.
         hasher: Hasher of blocks that are sent, and of those that have landed; closed by the owner
             of the node, once nothing is moved any more.
 
@@ -101,7 +102,7 @@ class LocalNode:
         self._incarnation = runtime.unique_id().bytes
         self._regions: list[MemoryRegion] = []
         self._is_open = False
-        self._agent: TransferAgent | None = None
+        self.agent: TransferAgent | None = None
         self._metadata = b""  # of the agent, whose thread may be busy later
         self._closing: set[asyncio.Future[None]] = set()  # agents of before
         self._opening = asyncio.Lock()
@@ -164,7 +165,7 @@ class LocalNode:
         if self.config.transport == "socket":
             return None
         async with self._opening:
-            if self._agent is None:
+            if self.agent is None:
                 try:
                     await self._threads.run(self._open_agent)
                 except (
@@ -175,7 +176,7 @@ class LocalNode:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
                     logger.info("NIXL cannot be used; using sockets: %s", exc)
-            return self._agent
+            return self.agent
 
     async def reach(self, *, data_port: int = 0) -> Reach:
         """Make the access to this process's memory, for the handshake; errors as `open`."""
@@ -211,7 +212,7 @@ class LocalNode:
 
         Also while this waits: an agent that hangs keeps nobody from the next one.
         """
-        agent, self._agent = self._agent, None
+        agent, self.agent = self.agent, None
         if agent is not None:
             closing = asyncio.ensure_future(agent.aclose())
             closing.add_done_callback(fetch_error)
@@ -230,7 +231,7 @@ class LocalNode:
     async def _link_by_nixl(self, greeting: Greeting, regions: Regions) -> RemoteMemory | None:
         if not greeting.reach.regions:
             return None
-        agent, metadata = self._agent, greeting.reach.metadata
+        agent, metadata = self.agent, greeting.reach.metadata
         carrier = "socket" if agent is None else agent.carrier(self.hello, greeting.hello)
         demanded = self.config.transport == "nixl"
         if agent is None or carrier == "socket" or not metadata:
@@ -263,4 +264,4 @@ class LocalNode:
         """Open the agent; the next call finds it, even if this one's caller was cancelled."""
         agent = self._make_agent()
         agent.register(self._regions)
-        self._metadata, self._agent = agent.metadata, agent
+        self._metadata, self.agent = agent.metadata, agent

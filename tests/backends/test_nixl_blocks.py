@@ -111,6 +111,25 @@ async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_e
         assert (await load(pair, KEYS))[0] == [DONE] * 4
 
 
+async def test_a_connection_that_opens_while_nixl_is_started_anew_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_peer = FakeNixlAgent.add_peer
+    async with open_pair() as pair, asyncio.timeout(10):
+
+        async def add_and_restart(agent: FakeNixlAgent, metadata: bytes) -> str:
+            name = await add_peer(agent, metadata)
+            if agent is not pair.holder_agent:
+                monkeypatch.undo()
+                await pair.client._exchange._restart()
+            return name
+
+        monkeypatch.setattr(FakeNixlAgent, "add_peer", add_and_restart)
+        next(iter(pair.client._exchange.clients.values())).disconnect()
+        while (await load(pair, KEYS))[0] != [DONE] * 4:
+            await asyncio.sleep(0)
+
+
 async def test_a_holder_that_has_lost_the_memory_of_a_peer_links_it_anew() -> None:
     async with open_pair() as pair, asyncio.timeout(10):
         pair.holder_agent._peers.clear()
