@@ -29,7 +29,7 @@ SETTLE_S = 0.5
 """Time that `Exchange.settle` waits for reads, before it ends them and after."""
 
 RESTART_S = 2.0
-"""Time that a caller waits for the end of NIXL; usual is a tenth of a second."""
+"""Time that callers wait for the end of NIXL; usual is a tenth of a second."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +93,15 @@ class Exchange:
         self._own = own
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._quarantine = Quarantine()
-        self.staging = StagingMemory(config.staging, largest, self._quarantine.drain)
-        self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
+        self.staging = StagingMemory(config.staging, largest, self.drain)
+        self._generations = generations_memory(self.drain) if config.is_fenced else None
         self.clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []
         self.server: Server | None = None
         self._starting = asyncio.Lock()
         self._started = False
         self._restarting: asyncio.Future[None] | None = None
-        self._stuck: set[asyncio.Future[None]] = set()  # reads that no restart of NIXL has ended
+        self._ending: set[asyncio.Future[None]] = set()  # reads that the last restart was to end
         if own is not None and config.listen_endpoint is not None:
             self.attach(own.regions)
             self.server = Server(self._node, self._open_store, config.listen_endpoint)
@@ -227,37 +227,42 @@ class Exchange:
         For callers that cannot keep the memory out of use. It ends in time also where NIXL does not
         end its reads: see `is_quiet`, and `drain` for that.
         """
-        stalled = await _wait(self._quarantine.reads() - self._stuck)
-        if stalled:
+        late = self._quarantine.reads() - self._ending
+        if await _wait(late, SETTLE_S):
             await self._end_reads()
-            self._stuck |= await _wait(stalled)
-        self._stuck = {read for read in self._stuck if not read.done()}
+            await _wait(late, SETTLE_S)
+        elif self._restarting is not None:
+            await asyncio.wait([self._restarting])
 
     def is_quiet(self, blocks: Descriptors | None = None) -> bool:
         """Whether no read past its deadline may still change memory, or these blocks."""
         return not self._quarantine.reads(blocks)
 
     async def _end_reads(self) -> None:
-        """Start NIXL anew, which ends its reads, once for all who want it now."""
-        if self._restarting is None or self._restarting.done():
+        """Start NIXL anew, which ends its reads: once for each, though an earlier end may hang."""
+        late = self._quarantine.reads()
+        if self._restarting is None or late - self._ending:
             text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
             logger.warning(text, self._quarantine.num_bytes)
+            self._ending = late
             self._restarting = asyncio.ensure_future(self._restart())
             self._restarting.add_done_callback(fetch_error)
         await asyncio.wait([self._restarting], timeout=RESTART_S)
 
     async def _restart(self) -> None:
-        ending = asyncio.ensure_future(self._node.restart())
-        await asyncio.sleep(0)  # from now on it is the next agent that peers are reached by
+        self._node.end_agent()  # from now on it is the next one that peers are reached by
         for client in self.clients.values():
             client.disconnect()
         if self.server is not None:
             await self.server.disconnect()
-        await ending
+        await self._node.wait_ended(RESTART_S)
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
-        """Wait until no read changes memory, or these blocks, after its deadline any more."""
-        await self._quarantine.drain(blocks)
+        """Wait until no late read changes memory, or these blocks; end those that stall."""
+        late = self._quarantine.reads(blocks)
+        if await _wait(late, self._config.timeout_s):
+            await self._end_reads()
+        await _wait(late)
 
     async def aclose(self) -> None:
         """End every connection and read; may be called again."""
@@ -276,7 +281,7 @@ class Exchange:
             await self.server.wait_closed()
         for client in clients:
             await client.wait_closed()
-        await self._quarantine.drain()
+        await _wait(self._quarantine.reads())
         await self._node.hasher.aclose()
 
     def _gauges(self) -> Mapping[Gauge, float]:
@@ -301,6 +306,8 @@ class Exchange:
         return self._own, self._own
 
 
-async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]]":
-    """Wait for the end of reads for a while; return those that go on."""
-    return (await asyncio.wait(reads, timeout=SETTLE_S))[1] if reads else reads
+async def _wait(
+    reads: "set[asyncio.Future[None]]", timeout_s: float | None = None
+) -> "set[asyncio.Future[None]]":
+    """Wait for the end of reads, no longer than some time; return those that go on."""
+    return (await asyncio.wait(reads, timeout=timeout_s))[1] if reads else reads

@@ -207,25 +207,26 @@ class LocalNode:
         except InvalidArgumentError as exc:
             raise ProtocolError(peer, f"sent {exc}") from exc
 
-    async def restart(self) -> None:
-        """Close the NIXL agent, which ends its reads; a new one is opened when needed.
-
-        Also while this waits: an agent that hangs keeps nobody from the next one.
-        """
+    def end_agent(self) -> None:
+        """Begin to close the NIXL agent, which ends its reads; a new one is opened when needed."""
         agent, self.agent = self.agent, None
         if agent is not None:
             closing = asyncio.ensure_future(agent.aclose())
             closing.add_done_callback(fetch_error)
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+    async def wait_ended(self, timeout_s: float | None = None) -> None:
+        """Wait until the agents of before are closed, no longer than some time."""
         if self._closing:
-            await asyncio.wait(set(self._closing))
+            await asyncio.wait(set(self._closing), timeout=timeout_s)
 
     async def aclose(self) -> None:
         """Close the agents; may be called again."""
         self.tls.close()
         await self._threads.aclose()  # an agent may be opened on them
-        await self.restart()
+        self.end_agent()
+        await self.wait_ended()
         await self.sockets.aclose()
 
     async def _link_by_nixl(self, greeting: Greeting, regions: Regions) -> RemoteMemory | None:

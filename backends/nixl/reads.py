@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -16,7 +14,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, overlap, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
-from kvxfer.runtime import DaemonThreads, fetch_error, wait_despite_cancel
+from kvxfer.runtime import Threads, fetch_error, wait_despite_cancel
 from kvxfer.storage.calls import Drain
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
@@ -50,15 +48,15 @@ class BlockHasher:
 
     def __init__(self, hash_run: int) -> None:
         self.hash_run = hash_run
-        self._copying = DaemonThreads("kvxfer-copy", NUM_THREADS)
-        self._hashing = DaemonThreads("kvxfer-hash", 1)
+        self._copying = Threads("kvxfer-copy", NUM_THREADS)
+        self._hashing = Threads("kvxfer-hash", 1)
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block."""
         if blocks.num_bytes <= INLINE_BYTES:
             return self.checksums_here(blocks)
-        return await wait_despite_cancel(self._hashing.submit(self.checksums_here, blocks))
+        return await self._hashing.run(self.checksums_here, blocks)
 
     def checksums_here(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block, on the calling thread."""
@@ -66,15 +64,12 @@ class BlockHasher:
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
-        await wait_despite_cancel(self._copying.submit(self._copy_engine.copy, source, destination))
+        await self._copying.run(self._copy_engine.copy, source, destination)
 
     async def aclose(self) -> None:
         """Wait for running calls and end the threads; may be called again."""
-        for threads in (self._copying, self._hashing):
-            ended: Future[None] = Future()
-            threads.shutdown()
-            threads.when_ended(partial(ended.set_result, None))
-            await wait_despite_cancel(ended)
+        await self._copying.aclose()
+        await self._hashing.aclose()
         self._copy_engine.close()
 
 
@@ -114,11 +109,6 @@ class Quarantine:
         if blocks is None:
             return set(self._held)
         return {read for read, held in self._held.items() if overlap(held, blocks)}
-
-    async def drain(self, blocks: Descriptors | None = None) -> None:
-        """Wait until the late reads of some blocks, or all that there are now, have ended."""
-        if reads := self.reads(blocks):
-            await asyncio.wait(reads)
 
 
 def generations_memory(drain: Drain) -> StagingMemory:
@@ -193,7 +183,7 @@ class RemoteMemory:
         async with staging.hold([num_words * GENERATION_BYTES], [0]) as held:
             local = held.blocks.addresses + np.arange(num_words, dtype=np.uint64) * lengths
             last = Fragments.of(local, fences.addresses, lengths)
-            flight = self.agent.begin(self.peer, [_pair(ours, theirs)], _ignore, last=last)
+            flight = self.agent.begin(self.peer, [_pair(ours, theirs)], lambda _: None, last=last)
             await _end(flight, ours, late)
             (words,) = view_memory(held.blocks.addresses, held.blocks.lengths)
             same = np.frombuffer(words, "<u8") == fences.generations
@@ -202,7 +192,7 @@ class RemoteMemory:
 
     async def copy(self, theirs: Descriptors, ours: Descriptors) -> None:
         """Copy blocks as `read` does, which proves nothing of their bytes."""
-        flight = self.agent.begin(self.peer, [_pair(ours, theirs)], _ignore)
+        flight = self.agent.begin(self.peer, [_pair(ours, theirs)], lambda _: None)
         await _end(flight, ours, late=None)
 
     async def aclose(self) -> None:
@@ -237,10 +227,6 @@ async def _end(flight: Flight, ours: Descriptors, late: Late | None) -> None:
         if late is not None and not flight.done.done():
             late(asyncio.wrap_future(flight.done), ours)
         raise
-
-
-def _ignore(_: int) -> None:
-    """Do nothing when a run has landed."""
 
 
 def _pair(ours: Descriptors, theirs: Descriptors) -> Fragments:

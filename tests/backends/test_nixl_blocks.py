@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, reads
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, exchange, reads
 from kvxfer.backends.nixl.connection import Places
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
@@ -97,18 +97,55 @@ async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory
         assert await load(pair, KEYS[2:3]) == ([Status.MISSING], [untouched])  # and not looked up
 
 
+def agent_of(pair: Pair) -> FakeNixlAgent:
+    agent = pair.client._exchange._node.agent
+    assert isinstance(agent, FakeNixlAgent)
+    return agent
+
+
 async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reads, "NUM_GENERATION_BUFFERS", 2)
     monkeypatch.setattr(reads, "GRACE_S", 0.0)
     async with open_pair(integrity="fenced", timeout_s=0.5) as pair:
-        [agent] = {*FakeNixlAgent._agents.values()} - {pair.holder_agent}
-        agent.hold()
+        agent_of(pair).hold()
         for _ in range(2):
             await pair.client.load(KEYS, pair.memory.describe(0, range(8, 12)))
-        agent._holding = False  # what is read from now on ends
         assert (await load(pair, KEYS))[0] == [DONE] * 4
+
+
+async def test_a_drain_ends_reads_that_never_end_by_themselves() -> None:
+    async with open_pair(timeout_s=1.0) as pair, asyncio.timeout(10):
+        agent_of(pair).hold()
+        await pair.client.load(KEYS, pair.memory.describe(0, range(8, 12)))
+        await pair.client.drain()
+        assert (await load(pair, KEYS))[0] == [DONE] * 4
+
+
+async def test_an_agent_whose_end_hangs_keeps_no_later_one_from_being_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "RESTART_S", 0.1)
+    async with open_pair(timeout_s=1.0) as pair:
+        first, may_end, aclose = agent_of(pair), asyncio.Event(), FakeNixlAgent.aclose
+
+        async def end(agent: FakeNixlAgent) -> None:
+            if agent is first:
+                await may_end.wait()
+            await aclose(agent)
+
+        monkeypatch.setattr(FakeNixlAgent, "aclose", end)
+        are_quiet = []
+        for blocks in (range(8, 12), range(12, 16)):
+            await pair.client.lookup(KEYS)
+            target = pair.memory.describe(0, blocks)
+            agent_of(pair).hold()
+            await pair.client.load(KEYS, target)
+            await pair.client._exchange.settle()
+            are_quiet.append(pair.client._exchange.is_quiet(target))
+        may_end.set()
+        assert are_quiet == [False, True]
 
 
 async def test_a_connection_that_opens_while_nixl_is_started_anew_is_opened_again(
@@ -127,7 +164,7 @@ async def test_a_connection_that_opens_while_nixl_is_started_anew_is_opened_agai
         monkeypatch.setattr(FakeNixlAgent, "add_peer", add_and_restart)
         next(iter(pair.client._exchange.clients.values())).disconnect()
         while (await load(pair, KEYS))[0] != [DONE] * 4:
-            await asyncio.sleep(0)
+            pass
 
 
 async def test_a_holder_that_has_lost_the_memory_of_a_peer_links_it_anew() -> None:
@@ -136,14 +173,12 @@ async def test_a_holder_that_has_lost_the_memory_of_a_peer_links_it_anew() -> No
         keys, source = make_keys(1, first=50), pair.memory.describe(0, [8])
         assert statuses(await pair.client.store(keys, source)) == [FAILED]
         while statuses(await pair.client.store(keys, source)) != [DONE]:
-            await asyncio.sleep(0)
+            pass
 
 
 @pytest.mark.parametrize(("grade", "found"), [("full", CORRUPT), ("fenced", DONE)])
-async def test_only_a_checksum_catches_a_bit_that_flipped_in_memory(
-    grade: str, found: Status
-) -> None:
-    async with open_pair(integrity=grade) as pair:
+async def test_only_a_checksum_catches_a_bit_that_flipped(grade: str, found: Status) -> None:
+    async with open_pair(integrity=grade, hash_run=ByteSize(BLOCK_BYTES)) as pair:
         flip(pair.host, KEYS[0])
         seen, _ = await load(pair, KEYS)
         assert seen == [found, DONE, DONE, DONE]
