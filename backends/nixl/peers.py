@@ -36,11 +36,7 @@ class PeerDirectory(Protocol):
 
 
 class StaticPeers:
-    """Directory of peers that do not change.
-
-    Args:
-        endpoints: Endpoints of all peers.
-    """
+    """Directory of peers that do not change."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self._endpoints = tuple(endpoints)

@@ -20,8 +20,6 @@ from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, T
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import Namespace
 
-PAGE_BYTES = 4096
-
 NUM_PINGS = 5
 """Round trips that are measured; the quickest one counts."""
 
@@ -76,7 +74,7 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
         await _prove(node, endpoint)
         return PeerProbe(endpoint, None, is_here)
     node.namespace = hello.namespace
-    page = np.zeros(PAGE_BYTES, np.uint8)  # one that gives no memory would be served in any case
+    page = np.zeros(4096, np.uint8)  # one that gives no memory would be served in any case
     node.add_memory([MemoryRegion(page.ctypes.data, page.nbytes, owner=page)])
     async with contextlib.aclosing(await Connection.open(node, endpoint)) as connection:
         try:

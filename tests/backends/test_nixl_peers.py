@@ -13,7 +13,7 @@ import pytest
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     make_keys,
@@ -51,41 +51,6 @@ def holders(processes: list[HolderProcess], memory: BlockMemory) -> list[OpenHol
     return [process.open(memory.namespace()) for process in processes]
 
 
-async def stored_at(holder: OpenHolder) -> set[BlockKey]:
-    return await asyncio.to_thread(holder.stored)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
-    processes: list[HolderProcess], memory: BlockMemory, replicas: int
-) -> None:
-    namespace = memory.namespace()
-    mortal = await asyncio.to_thread(HolderProcess)
-    try:
-        pair = (processes[0], mortal)
-        holders = [await asyncio.to_thread(process.open, namespace) for process in pair]
-        fields = SOCKET | {"timeout_s": 10.0}
-        async with open_client(namespace, *holders, replicas=replicas, **fields) as backend:
-            payloads = await store_generated(backend, KEYS, memory.describe(0, range(24)))
-            kept = await stored_at(holders[0])
-            mortal.signal(signal.SIGKILL)
-            expected = [key in kept for key in KEYS]
-            assert all(expected) == (replicas == 2)
-            assert await backend.lookup(KEYS) == expected
-            target = memory.describe(0, range(24, 48))
-            outcomes = await backend.load(KEYS, target)
-            assert [outcome.done for outcome in outcomes] == expected
-            for index, payload in enumerate(read_payloads(target)):
-                assert payload == payloads[index] or not expected[index]
-            new = make_keys(8, first=100)
-            stored = await backend.store(new, memory.describe(0, range(8)))
-            assert any(outcome.done for outcome in stored)
-            there = await backend.lookup(new)
-            assert there == [outcome.done for outcome in stored]
-    finally:
-        mortal.end()
-
-
 async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answers_again(
     processes: list[HolderProcess],
     holders: list[OpenHolder],
@@ -95,7 +60,7 @@ async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answ
     limits = {"lookup_timeout_s": 2, "lease_s": 300, "timeout_s": 300}
     async with open_client(memory.namespace(), *holders, **SOCKET, **limits) as client:
         await store_generated(client, KEYS, memory.describe(0, range(24)))
-        kept = await stored_at(holders[0])
+        kept = await asyncio.to_thread(holders[0].stored)
         others = [key in kept for key in KEYS]
         processes[1].signal(signal.SIGSTOP)
         try:
@@ -121,24 +86,6 @@ async def test_a_corrupt_copy_is_made_up_for_by_another(
         target = memory.describe(0, range(8, 12))
         assert statuses(await backend.load(KEYS[:4], target)) == [Status.DONE] * 4
         assert read_payloads(target) == payloads
-
-
-async def test_who_does_not_know_the_secret_is_not_let_in(
-    processes: list[HolderProcess], memory: BlockMemory, tmp_path: Path
-) -> None:
-    files = {}
-    for name in ("right", "wrong"):
-        files[name] = tmp_path / name
-        files[name].write_text(f"the {name} secret of all peers")
-    holder = processes[0].open(memory.namespace(), secret_file=str(files["right"]))
-    for name, expected in (("wrong", False), ("right", True)):
-        fields = SOCKET | {"secret_file": str(files[name])}
-        async with open_client(memory.namespace(), holder, **fields) as backend:
-            [outcome] = await backend.store(KEYS[:1], memory.describe(0, [0]))
-            assert outcome.done is expected
-            assert await backend.lookup(KEYS[:1]) == [expected]
-    async with open_client(memory.namespace(), holder, **SOCKET) as backend:
-        assert await backend.lookup(KEYS[:1]) == [False]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -180,21 +127,6 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side(
             assert await client.lookup(KEYS) == [True] * 24
         assert one.carrier == "cma"
         assert all(now - then <= 4 for now, then in zip(count(), before, strict=True))
-
-
-async def test_a_corrupt_block_in_one_of_several_runs_is_found(
-    holders: list[OpenHolder], memory: BlockMemory
-) -> None:
-    fields = WAYS["nixl"] | {"hash_run": memory.describe(0, [0]).num_bytes}
-    async with open_client(memory.namespace(), holders[0], **fields) as backend:
-        payloads = await store_generated(backend, KEYS[:6], memory.describe(0, range(6)))
-        target = memory.describe(0, [20, 11, 17, 8, 14, 29])
-        assert statuses(await backend.load(KEYS[:6], target)) == [Status.DONE] * 6
-        assert read_payloads(target) == payloads
-        holders[0].corrupt(KEYS[:6][3])
-        loaded = statuses(await backend.load(KEYS[:6], target))
-        assert loaded == [Status.DONE] * 3 + [Status.CORRUPT] + [Status.DONE] * 2
-        assert await backend.lookup(KEYS[:6]) == [True] * 3 + [False] + [True] * 2
 
 
 class Directory:
