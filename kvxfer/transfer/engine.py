@@ -27,7 +27,7 @@ from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Calls, run_aside
+from kvxfer.runtime import Calls
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import MARK_PAUSE_S
@@ -298,8 +298,6 @@ class PolledEngine(Generic[MoverT]):
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._guard.require_same_process()
-        self._loop.require_other_thread("close")
         self._loop.close(self._guard, self._shut_down)
 
     def __enter__(self) -> Self:
@@ -534,11 +532,7 @@ class TransferEngine(PolledEngine[Backend]):
 
         Ends within `close_timeout_s`; transfers that are abandoned then are logged.
         """
-        self._guard.close()
-        if not self._guard.released:
-            await self._loop.run(self._guard.aclose(self._shut_down))
-        if not self._loop.is_stopped:
-            await run_aside("kvxfer-close", self._loop.stop)
+        await self._loop.aclose(self._guard, self._shut_down)
 
     async def __aenter__(self) -> Self:
         self._guard.require_same_process()

@@ -3,15 +3,15 @@
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from kvxfer import runtime
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
-from kvxfer.runtime import LoopThread, end_tasks
+from kvxfer.runtime import LoopThread, end_tasks, run_aside
 from kvxfer.storage.call_guard import CallGuard
 
 LIVENESS_S = 0.5
@@ -89,11 +89,7 @@ class EngineLoop:
             EventLoopError: As `run`.
             ClosedError: This loop has ended, perhaps as it was called.
         """
-        self._post(self._open(), func, *args)
-
-    def _post(
-        self, loop: asyncio.AbstractEventLoop, func: Callable[..., object], *args: object
-    ) -> None:
+        loop = self._open()
         try:
             loop.call_soon_threadsafe(func, *args)
         except RuntimeError as exc:
@@ -143,19 +139,21 @@ class EngineLoop:
 
         Raises: as `run_blocking`, and those of `release`.
         """
-        guard.close()
-        try:
-            if not guard.released:
+        self.require_other_thread("close")
+        with _releasing(guard) as is_first:
+            if is_first:
                 self.run_blocking(guard.aclose(release))
-        except ClosedError:  # the other call has stopped the loop
-            if not guard.released:
-                raise
         self.stop()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the loop has no thread of its own, or that has ended."""
-        return self._thread is None or self._loop is None or self._loop.is_closed()
+    async def aclose(
+        self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do what `close` does, on any event loop; errors as `run`, and those of `release`."""
+        with _releasing(guard) as is_first:
+            if is_first:
+                await self.run(guard.aclose(release))
+        if self._thread is not None and not self._thread.loop.is_closed():
+            await run_aside("kvxfer-close", self.stop)
 
     def stop(self) -> None:
         """Stop the loop's own thread, if it has one; may be called again.
@@ -173,14 +171,13 @@ class EngineLoop:
         """Give work to the loop, which keeps its task in a set as long as it runs."""
         future: Future[T] = Future()
         try:
-            loop = self._open()
-            self._post(loop, self._begin, work, future, among)
+            self.call_soon(self._begin, work, future, among)
         except BaseException:
             work.close()
             raise
         self._given[future] = work
         future.add_done_callback(lambda done: self._given.pop(done, None))
-        if loop.is_closed():
+        if self._loop is not None and self._loop.is_closed():
             self._end_given()
         return future
 
@@ -200,8 +197,8 @@ class EngineLoop:
 
         def cancel(done: Future[T]) -> None:
             if done.cancelled():
-                with suppress(ClosedError):
-                    self._post(loop, task.cancel)
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(task.cancel)
 
         future.add_done_callback(cancel)
 
@@ -247,3 +244,14 @@ class EngineLoop:
             raise EventLoopError(self._what, detail)
         if sys.is_finalizing():
             raise EventLoopError(self._what, "the interpreter has ended, and its threads with it")
+
+
+@contextmanager
+def _releasing(guard: CallGuard) -> Iterator[bool]:
+    """Refuse later calls; yield whether to release, which another call may do meanwhile."""
+    guard.close()
+    try:
+        yield not guard.released
+    except ClosedError:  # the other call has stopped the loop
+        if not guard.released:
+            raise

@@ -192,6 +192,11 @@ TABLE = """
 --- kvxfer/transfer/engine.py
 @@ tiers 20 a job that was polled is remembered for ever
 -                self._submitted.pop(job_id, None)
+--- kvxfer/transfer/event_loop.py
+@@ polled 200 a close that another one overtakes fails
+-        if not guard.released:
+-            raise
++        raise
 --- kvxfer/transfer/job.py
 @@ tiers 20 the memory of a job that is late is said to be safe
 -            safe = not self.in_backend[index]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kvxfer import runtime
 from kvxfer.errors import ClosedError
+from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
@@ -150,7 +151,10 @@ class _Run:
         """Close the engine, and look at what is left."""
         began = self._simulation.now
         self._begin_close()
-        self._engine.close()
+        closes = (lambda: runtime.run(self._engine.aclose()), self._engine.close)
+        with DaemonThreads("closer", 3) as closers:
+            for closed in [closers.submit(closes[n % 2]) for n in range(3)]:
+                runtime.result(closed)
         took_s = self._simulation.now - began
         if took_s > CLOSE_TIMEOUT_S + SLACK_S:
             self._simulation.fail("late", f"close took {took_s:.3f} s")

@@ -100,7 +100,7 @@ async def test_a_wrong_batch_is_named_and_nothing_is_written(
                 submit(keys, block_ids)
 
 
-def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block(
+def test_a_step_loop_submits_calls_and_closes_the_engine_at_the_end_of_a_block_only(
     memory: BlockMemory,
 ) -> None:
     with TransferEngine(memory.caches, make_backend(memory)) as engine:
@@ -109,6 +109,12 @@ def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block
         assert engine.submit_lookup(keys_of(2), timeout_s=10).result(10) == [True, False]
         with pytest.raises(InvalidArgumentError, match="keys"):
             engine.submit_lookup([]).result(10)
+
+        async def deadlock() -> None:
+            engine.close()
+
+        with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+            engine.submit_call(deadlock()).result(10)
     with pytest.raises(ClosedError):
         engine.submit_lookup(keys_of(1))
 
@@ -251,18 +257,13 @@ def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMe
     assert asyncio.run(engine.load(keys_of(4), [range(8, 12)])) == [DONE] * 4, "it outlives a loop"
     engine.close()
     assert not {each.name for each in set(threading.enumerate()) - before}
+    job_id = engine.submit_load(keys_of(1), [[1]])
     with pytest.raises(ClosedError):
+    engine.cancel(job_id)
+    assert [each.job_id for each in engine.get_finished()] == [job_id]
         engine.submit_load(keys_of(1), [[1]])
     with pytest.raises(ClosedError):
         asyncio.run(engine.lookup(keys_of(1)))
-
-
-def test_a_job_may_be_cancelled_once_its_engine_is_closed(memory: BlockMemory) -> None:
-    engine = TransferEngine(memory.caches, make_backend(memory))
-    job_id = engine.submit_load(keys_of(1), [[1]])
-    engine.close()
-    engine.cancel(job_id)
-    assert [each.job_id for each in engine.get_finished()] == [job_id]
 
 
 def test_an_event_loop_that_ends_as_work_is_given_to_it_is_said_to_be_closed(
@@ -331,21 +332,13 @@ FORK = """
     child = os.fork()
     if not child:
         backend = engine.backend
-        calls = [
-            lambda: engine.submit_load([key], [[1]]),
-            lambda: engine.wait([]),
-            lambda: engine.get_finished(),
-            lambda: engine.cancel(0),
-            lambda: engine.may_touch(0),
-            lambda: engine.close(),
-            lambda: asyncio.run(engine.load([key], [[1]])),
-            lambda: asyncio.run(engine.lookup([key])),
-            lambda: asyncio.run(engine.drain()),
-            lambda: asyncio.run(engine.flush()),
-            lambda: asyncio.run(engine.aclose()),
-            lambda: asyncio.run(backend.lookup([key])),
-            lambda: asyncio.run(backend.load([key], kvxfer.describe(caches, 0, [1]))),
-        ]
+        blocking = [lambda: engine.submit_load([key], [[1]]), lambda: engine.wait([])]
+        blocking += [lambda: engine.cancel(0), lambda: engine.may_touch(0)]
+        awaited = [engine.drain, engine.flush, engine.aclose, lambda: engine.lookup([key])]
+        awaited += [lambda: engine.load([key], [[1]]), lambda: backend.lookup([key])]
+        awaited += [lambda: backend.load([key], kvxfer.describe(caches, 0, [1]))]
+        calls = [*blocking, engine.get_finished, engine.close]
+        calls += [lambda call=call: asyncio.run(call()) for call in awaited]
         for number, call in enumerate(calls):
             try:
                 call()
@@ -367,17 +360,6 @@ def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(us
     command = [sys.executable, "-c", textwrap.dedent(FORK), use]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def test_a_call_on_the_private_loop_cannot_wait_for_it(memory: BlockMemory) -> None:
-    engine = TransferEngine(memory.caches, make_backend(memory))
-
-    async def deadlock() -> None:
-        engine.close()
-
-    with pytest.raises(EventLoopError, match=r"close\(\) would block"):
-        engine.submit_call(deadlock()).result(10)
-    engine.close()
 
 
 SPEC = FullAttentionSpec(tokens_per_block=4, num_kv_heads=3, head_dim=8, dtype=torch.float32)
