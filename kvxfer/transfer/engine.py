@@ -473,7 +473,8 @@ class TransferEngine(PolledEngine[Backend]):
         Raises:
             ClosedError: The engine was closed.
         """
-        return self.submit_call(self.lookup(keys, timeout_s=timeout_s))
+        asked = keys.copy() if isinstance(keys, list) else keys  # that the caller may change now
+        return self.submit_call(self.lookup(asked, timeout_s=timeout_s))
 
     async def store(
         self,
