@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, unquote
@@ -186,6 +186,7 @@ def open_backend(
     namespace: Namespace,
     *,
     observers: Sequence[Observer] = (),
+    replica: int = 0,
 ) -> Backend:
     """Open the backend that a URL or mapping names, or the tiers that several name.
 
@@ -196,6 +197,7 @@ def open_backend(
         backend: As in `connect`.
         namespace: Identity of the stored bytes, groups included, and the revision of the weights.
         observers: Told what happens to blocks.
+        replica: As in `parse_backend`.
 
     Returns:
         The backend; a `TieredBackend` when there are several, an `ObservedBackend` when a single
@@ -213,7 +215,7 @@ def open_backend(
             "%s: the namespace of %r has no revision: other weights of that name share its blocks"
         )
         logger.warning(text, lasting, namespace.model)
-    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
+    parsed = [parse_backend(choice, replica) for choice in backend_choices(backend)]
     return open_tiers(parsed, namespace, [*observers, *environment_observers(namespace)])
 
 
@@ -280,16 +282,6 @@ def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
     return str(next(lasting, ""))
 
 
-def choice_of_replica(backend: BackendChoice, replica: int) -> BackendChoice:
-    """Make the choice of one of several processes that get the same one; see `parse_backend`."""
-    _, config = parse_backend(backend, replica)
-    if not replica or not isinstance(config, NixlConfig):
-        return backend
-    name, parameters = _split_url(backend) if isinstance(backend, str) else _split(backend)
-    changed = {each: getattr(config, each) for each in ("listen", "data_port", "advertise")}
-    return {"type": name} | parameters | {each: value for each, value in changed.items() if value}
-
-
 def complete_namespace(
     namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
 ) -> Namespace:
@@ -334,6 +326,25 @@ def open_tiers(
     except BaseException:
         _close(opened)
         raise
+
+
+def start_engine(
+    backend: Backend, make: Callable[[Backend], TransferEngine], timeout_s: float | None = None
+) -> TransferEngine:
+    """Make an engine over a backend that was just opened, and start the backend; blocks.
+
+    Raises:
+        TimeoutError: The backend did not start in time.
+        Exception: That of `make`, or of the backend. Nothing is left open.
+    """
+    with ExitStack() as undo:
+        undo.callback(_close, [backend])
+        engine = make(backend)
+        undo.pop_all()
+        undo.callback(engine.close)
+        runtime.result(engine.submit_call(engine.backend.start()), timeout_s)
+        undo.pop_all()
+    return engine
 
 
 def backend_choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:

@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_046,
+    "kvxfer": 2_057,
     "backends/file": 4_717,
     "backends/host": 1_963,
     "backends/mooncake": 718,
@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_499,
     "kvxfer/explain": 889,
     "kvxfer/face": 424,
-    "kvxfer/integrations": 10_150,
+    "kvxfer/integrations": 10_132,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_473,
     "kvxfer/pages": 2_279,

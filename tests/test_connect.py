@@ -15,7 +15,6 @@ import torch
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.connect import (
     BACKENDS,
-    choice_of_replica,
     complete_namespace,
     connect,
     exchange,
@@ -288,9 +287,6 @@ def test_a_third_party_says_whether_its_blocks_outlive_the_process(
     ],
 )
 def test_each_process_that_gets_one_choice_listens_at_ports_of_its_own(choice: Any) -> None:
-    assert choice_of_replica(choice, 0) is choice
-    _, expected = parse_backend(choice, 2)
-    assert (expected.listen, expected.data_port) == ("127.0.0.1:7002", 7102)  # type: ignore[attr-defined]
-    assert parse_backend(choice_of_replica(choice, 2))[1] == expected
-    files = "file:///x?capacity=1GiB"
-    assert choice_of_replica(files, 2) is files
+    for replica, ports in ((0, ("127.0.0.1:7000", 7100)), (2, ("127.0.0.1:7002", 7102))):
+        _, found = parse_backend(choice, replica)
+        assert (found.listen, found.data_port) == ports  # type: ignore[attr-defined]

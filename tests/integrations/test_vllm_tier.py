@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -171,12 +172,19 @@ def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
     assert tiers.resolve(keys) == [HIT] * 2
 
 
-def test_an_engine_whose_lower_tier_cannot_listen_does_not_start() -> None:
+def test_an_engine_whose_lower_tier_cannot_listen_or_be_attached_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = NixlConfig(listen=address, capacity=ByteSize(1 << 20), transport="socket")
-        backend = NixlBackend(config, NAMESPACE)
+        backends = [NixlBackend(config, NAMESPACE), DictBackend(DictConfig(), NAMESPACE)]
         with pytest.raises(BackendUnavailableError, match=f"cannot listen at {address}"):
-            LowerTier(np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8), 3, backend)
-    with pytest.raises(ClosedError):
-        asyncio.run(backend.lookup(keys_of(1)))
+            LowerTier(rows, 3, backends[0])
+    monkeypatch.setattr(DictBackend, "attach", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        LowerTier(rows, 3, backends[1])
+    for backend in backends:
+        with pytest.raises(ClosedError):
+            asyncio.run(backend.lookup(keys_of(1)))

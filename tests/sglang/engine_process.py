@@ -14,27 +14,14 @@ import tests.sglang.cpu_shim  # noqa: F401 - before SGLang
 from sglang.srt.entrypoints.engine import Engine  # isort: skip
 
 FIXED: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "skip_tokenizer_init": True,
-    "disable_overlap_schedule": True,
-    "disable_cuda_graph": True,
-    "dtype": "float32",
-    "page_size": 16,
-    "max_total_tokens": 4096,
-    "max_running_requests": 2,
-    "context_length": 2048,
-    "random_seed": 0,
-    "log_level": "warning",
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 2.0,
-    "hicache_io_backend": "direct",
-    "hicache_mem_layout": "page_first_direct",
-    "hicache_write_policy": "write_through",
+    "device": "cpu", "dtype": "float32", "random_seed": 0, "log_level": "warning",
+    "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "skip_tokenizer_init": True, "disable_overlap_schedule": True, "disable_cuda_graph": True,
+    "page_size": 16, "max_total_tokens": 4096, "max_running_requests": 2, "context_length": 2048,
+    "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct", "hicache_write_policy": "write_through",
     "hicache_storage_prefetch_policy": "wait_complete",
-}
+}  # fmt: skip
 FLUSH_S = 30.0
 
 

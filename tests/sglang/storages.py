@@ -42,18 +42,10 @@ def extra_config(backend: Any, **others: Any) -> dict[str, Any]:
 def storage_config(extra: dict[str, Any], **others: Any) -> HiCacheStorageConfig:
     """Make what SGLang knows of an engine."""
     fields: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": False,
-        "model_name": "model",
-        "extra_config": extra,
-    }
+        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
+        "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False,
+        "is_page_first_layout": False, "model_name": "model", "extra_config": extra,
+    }  # fmt: skip
     return HiCacheStorageConfig(**(fields | others))
 
 

@@ -1,5 +1,6 @@
 """Failures of the medium: False for exactly the pages that failed, in time, and nothing else."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from obstore.store import MemoryStore
@@ -15,11 +17,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.runtime_context import get_context
 
 from kvxfer.connect import open_backend
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.integrations.sglang import KVXferStorage, pool_stores
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
+from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.object_memory import open_in_memory
 from tests.clock import until
 from tests.sglang.pools import attention_pool, fill
@@ -42,7 +45,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
     """Put a backend that injects faults, none at first, in front of each that is opened."""
     made: list[FaultyBackend] = []
 
-    def open_faulty(backend: Any, namespace: Namespace) -> Backend:
+    def open_faulty(backend: Any, namespace: Namespace, **_: Any) -> Backend:
         made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=FaultRates()))
         return made[-1]
 
@@ -79,6 +82,16 @@ def test_a_backend_that_stops_is_false_and_then_left_alone(
         assert storage.batch_exists(KEYS) == 0
         assert len(faulty[-1].injected) == num_calls, "the backend is not asked"
         faulty[-1].release()
+
+
+def test_a_store_that_cannot_be_made_leaves_no_backend_open(
+    faulty: list[FaultyBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError), opened(attention_pool("page_first"), extra_config(HOST)):
+        pass
+    with pytest.raises(ClosedError):
+        asyncio.run(faulty[0].lookup(make_keys(1)))
 
 
 def test_arguments_of_no_use_are_false_and_do_not_raise(tmp_path: Path) -> None:
@@ -121,7 +134,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
 ) -> None:
     bucket, pool = MemoryStore(), attention_pool("page_first_direct")
 
-    def open_bucket(_: Any, namespace: Namespace) -> Backend:
+    def open_bucket(_: Any, namespace: Namespace, **__: Any) -> Backend:
         return open_in_memory(namespace, bucket)
 
     def num_stored() -> int:
@@ -188,7 +201,7 @@ class Door:
         self.errors: list[Exception] = []
         self.is_open = threading.Event()
 
-    def pass_through(self, backend: Any, namespace: Namespace) -> Backend:
+    def pass_through(self, backend: Any, namespace: Namespace, **_: Any) -> Backend:
         self.num_waiting += 1
         assert self.is_open.wait(60)
         if self.errors:

@@ -4,14 +4,13 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvxfer import runtime
-from kvxfer.connect import BackendChoice, backend_choices, choice_of_replica, open_backend
+from kvxfer.connect import open_backend, start_engine
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.face import RowPool, RowStore
@@ -52,9 +51,9 @@ class PageStore(RowStore):
     def __init__(
         self,
         pools: Sequence[tuple[HostPages, PageMapping]],
-        backends: Sequence[BackendChoice],
         namespace: Namespace,
         settings: StorageSettings,
+        replica: int,
     ) -> None:
         self._pools = [BlockDescriber(each.caches, mappings=[mapping]) for each, mapping in pools]
         mappings, timeout_s = [mapping for _, mapping in pools], settings.timeout_s
@@ -70,18 +69,13 @@ class PageStore(RowStore):
         )
         self._rows = BlockDescriber(rows)
         complete = portable_namespace(namespace, mappings)
-        with ExitStack() as undo:
-            self._copy_engine = CPUCopyEngine()
-            undo.callback(self._copy_engine.close)
-            engine = TransferEngine(
-                rows,
-                PortableBackend(open_backend(backends, complete), mappings),
-                timeout_s=timeout_s,
-                close_timeout_s=CLOSE_TIMEOUT_S,
-            )
-            undo.callback(engine.close)
-            runtime.result(engine.submit_call(engine.backend.start()), timeout_s)
-            undo.pop_all()
+        self._copy_engine = CPUCopyEngine()
+        make = partial(TransferEngine, rows, timeout_s=timeout_s, close_timeout_s=CLOSE_TIMEOUT_S)
+        engine = start_engine(
+            open_backend(settings.backend, complete, replica=replica),
+            lambda backend: make(PortableBackend(backend, mappings)),
+            timeout_s,
+        )
         super().__init__(
             engine,
             {
@@ -273,13 +267,10 @@ class PoolStores:
                 retired, self._retired, version = self._retired, [], self._version
             for each in retired:
                 _close(each)
-            pools, settings = [self.pools[name] for name in names], self._settings
-            store = PageStore(
-                pools,
-                [choice_of_replica(e, self._rank) for e in backend_choices(settings.backend)],
-                page_namespace(self._config, settings.revision, names, self._adapters),
-                settings,
-            )
+            revision = self._settings.revision
+            namespace = page_namespace(self._config, revision, names, self._adapters)
+            pools = [self.pools[name] for name in names]
+            store = PageStore(pools, namespace, self._settings, self._rank)
         except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
             failure = exc
         while not self._publish(names, store, failure, version):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.host import HostPool
+from kvxfer.connect import start_engine
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent, event_of_tier
@@ -128,7 +129,7 @@ class LowerTier:
     what was in it.
 
     Raises:
-        BackendUnavailableError: The backend cannot start; it is closed.
+        BackendUnavailableError: The backend cannot start; it is closed, as after any other error.
     """
 
     def __init__(
@@ -168,18 +169,8 @@ class LowerTier:
             backend = _CheckedStores(backend, partial(self._check_rows, pool), hashes=hashes)
         self._timeouts, self._reset_s = TierTimeouts(), reset_s
         self._lookup_s = self._timeouts.lookup_s or inf
-        self._engine = TransferEngine(
-            caches,
-            backend,
-            mappings=mappings,
-            timeout_s=STORE_TIMEOUT_S,
-            observers=[self.metrics, *renamed],
-        )
-        try:
-            runtime.result(self._engine.submit_call(backend.start()))
-        except BaseException:
-            self._engine.close()
-            raise
+        make = partial(TransferEngine, caches, mappings=mappings, timeout_s=STORE_TIMEOUT_S)
+        self._engine = start_engine(backend, partial(make, observers=[self.metrics, *renamed]))
         self._num_groups = num_groups
         self.wanted = WantedBlocks()  # those that were not asked for are looked up by `flush`
         self._lookups: list[RowLookup] = []
