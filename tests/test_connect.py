@@ -91,6 +91,11 @@ def test_a_url_and_a_mapping_say_the_same() -> None:
         ("file:///var/a\nb?capacity=4MiB", "without control characters"),
         ("file:///var/a?capacity=4MiB&tenant=%ff", "UTF-8 after each '%'"),  # nor is it that of %fe
         (" host://?capacity=4MiB", "without .* spaces around it"),
+        *(
+            (f"{tier}?capacity=4MiB&{wrong}", wrong.replace("=", " is "))
+            for tier in ("host://", "file:///var/a")
+            for wrong in ("priority_share=2", "priority_share=nan", "priority_half_life_s=0")
+        ),
     ],
     ids=repr,
 )

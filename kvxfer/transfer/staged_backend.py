@@ -3,10 +3,10 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvxfer.checks import require_positive
 from kvxfer.copy_engine.devices import DeviceCopyEngine
@@ -28,14 +28,12 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.transfer.job import Direction
 
 logger = logging.getLogger(__name__)
 
 MoverT = TypeVar("MoverT", bound=BlockMover)
-
-_MovePart = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
 
 
 class StagedBackend(WrappingBackend):
@@ -113,17 +111,11 @@ class StagedBackend(WrappingBackend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
-        self._check(keys, blocks)
-        if self._is_direct(blocks.device.type):
-            return await self.inner.store(keys, blocks)
-        return await self._move(self._store_part, keys, blocks)
+        return await self._move(Direction.STORE, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        self._check(keys, blocks)
-        if self._is_direct(blocks.device.type):
-            return await self.inner.load(keys, blocks)
-        return await self._move(self._load_part, keys, blocks)
+        return await self._move(Direction.LOAD, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
@@ -137,50 +129,54 @@ class StagedBackend(WrappingBackend):
     async def _release(self) -> None:
         self._staging.withdraw()
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(run_aside, "kvxfer-close", self._copy_engine.close)
-            stack.push_async_callback(self._threads.aclose)
+            stack.push_async_callback(self._end_copies)
             stack.push_async_callback(self._staging.aclose)
             stack.push_async_callback(self.inner.aclose)
 
+    async def _end_copies(self) -> None:
+        if not await self._threads.aclose():  # else a thread still copies
+            await run_aside("kvxfer-close", self._copy_engine.close)
+
     async def _move(
-        self, move_part: _MovePart, keys: Sequence[BlockKey], blocks: Descriptors
+        self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move all parts; return or raise only when none of them touches memory any more."""
+        """Move a batch; return or raise only when no part of it touches memory any more."""
+        self._guard.check_batch(keys, blocks)
+        if self._is_direct(blocks.device.type):
+            move = self.inner.store if direction is Direction.STORE else self.inner.load
+            return await move(keys, blocks)
+        largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
+        if largest > most:
+            raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")
+        cuts = self._staging.cut(blocks.block_sizes.tolist())
         parts = [
-            asyncio.create_task(move_part(keys[start:stop], blocks.select(start, stop)))
-            for start, stop in self._staging.cut(blocks.block_sizes.tolist())
+            asyncio.create_task(self._move_part(direction, keys[i:j], blocks.select(i, j)))
+            for i, j in cuts
         ]
         await asyncio.gather(*parts, return_exceptions=True)
         return list(chain.from_iterable(part.result() for part in parts))
 
-    async def _store_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    async def _move_part(
+        self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Move what fits into a buffer through one of them."""
+        sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
         try:
-            async with self._hold(blocks, Direction.STORE) as staged:
-                copied = await self._copy(blocks, staged.blocks)
-                if not copied.done:
-                    return [copied] * len(keys)
-                return _safe(await staged.move(self.inner.store, keys, staged.blocks))
-        except ClosedError:
-            return [self._refusal()] * len(keys)
-
-    async def _load_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        try:
-            async with self._hold(blocks, Direction.LOAD) as staged:
+            async with self._staging.hold(sizes, starts, priority=direction) as staged:
+                if direction is Direction.STORE:
+                    copied = await self._copy(blocks, staged.blocks)
+                    if not copied.done:
+                        return [copied] * len(keys)
+                    return _safe(await staged.move(self.inner.store, keys, staged.blocks))
                 outcomes = _safe(await staged.move(self.inner.load, keys, staged.blocks))
-                arrived = positions_done(outcomes)
-                if arrived:
+                if arrived := positions_done(outcomes):
                     copied = await self._copy(staged.blocks.take(arrived), blocks.take(arrived))
                     for index in arrived:
                         outcomes[index] = copied
                 return outcomes
         except ClosedError:
-            return [self._refusal()] * len(keys)
-
-    def _hold(
-        self, blocks: Descriptors, direction: Direction
-    ) -> AbstractAsyncContextManager[StagedBlocks]:
-        sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
-        return self._staging.hold(sizes, starts, priority=direction)
+            reason = self._lost or "the backend is closed"
+            return [Outcome(Status.FAILED, reason=reason)] * len(keys)
 
     async def _copy(self, source: Descriptors, destination: Descriptors) -> Outcome:
         """Copy on a thread, to the end; return the one outcome of all the blocks."""
@@ -205,17 +201,8 @@ class StagedBackend(WrappingBackend):
             self._lost = self._lost or str(exc)
             raise
 
-    def _refusal(self) -> Outcome:
-        return Outcome(Status.FAILED, reason=self._lost or "the backend is closed")
-
     def _is_direct(self, device_type: str) -> bool:
         return device_type in self.inner.memory_kinds
-
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        self._guard.check_batch(keys, blocks)
-        largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
-        if not self._is_direct(blocks.device.type) and largest > most:
-            raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")
 
 
 def stage(

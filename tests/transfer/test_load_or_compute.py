@@ -37,14 +37,9 @@ def test_a_load_that_takes_longer_than_computing_does_not_pay(clock: Clock) -> N
     loads = make(clock)
     assert loads.bytes_per_s == 100 * MB
     assert loads.prefill_tokens_per_s == 1000
-    assert loads.pays(KEYS, 99 * MB, 1000)
-    assert not loads.pays(KEYS, 101 * MB, 1000)
-
-
-def test_what_is_queued_before_a_load_counts(clock: Clock) -> None:
-    loads = make(clock)
-    assert loads.pays(KEYS, 50 * MB, 1000, queued_bytes=40 * MB)
-    assert not loads.pays(KEYS, 50 * MB, 1000, queued_bytes=60 * MB)
+    for queued_bytes in (0, 40 * MB):  # before it
+        assert loads.pays(KEYS, 99 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
+        assert not loads.pays(KEYS, 101 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
 
 
 def test_a_bandwidth_that_is_old_is_forgotten_and_the_store_tried_anew(clock: Clock) -> None:

@@ -9,8 +9,6 @@ import torch
 import kvxfer
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
-from kvxfer.connect import parse_backend
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction.retention import NORMAL, Retaining, Retention
@@ -73,14 +71,3 @@ async def test_a_flood_of_the_highest_priority_neither_wedges_a_store_nor_emptie
             assert all(outcome.done for outcome in outcomes)
             loaded = await engine.load(system, [list(range(8))])  # used between the others
             assert all(outcome.done for outcome in loaded)
-
-
-@pytest.mark.parametrize("tier", ["host://?capacity=64KiB", "file:///nonexistent?capacity=1MiB"])
-@pytest.mark.parametrize(
-    "wrong", ["priority_share=2", "priority_share=nan", "priority_half_life_s=0"]
-)
-def test_a_share_out_of_range_is_refused_by_name_before_anything_is_opened(
-    tier: str, wrong: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=wrong.replace("=", " is ")):
-        parse_backend(f"{tier}&{wrong}")

@@ -1,9 +1,12 @@
 """Staging keeps every promise of `Backend`; what did not arrive changes no memory of a device."""
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,6 +168,26 @@ async def test_copies_that_are_refused_fail_their_blocks_and_keep_no_buffer(stag
     assert await staged.backend.lookup(new) == [False] * NUM_BUFFERS
     staged.copies.error = None
     assert await staged.backend.store(new, staged.blocks(NUM_BUFFERS)) == [DONE] * NUM_BUFFERS
+
+
+async def test_copies_that_hang_keep_the_copy_engine_open(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.runtime.threads.CLOSE_TIMEOUT_S", 0.01)
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(*_: Descriptors) -> None:
+        begun.set()
+        ends.wait()
+
+    monkeypatch.setattr(staged.copies, "copy", hang)
+    monkeypatch.setattr(staged.copies, "close", closed := Mock())
+    storing = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
+    await asyncio.to_thread(begun.wait)
+    await staged.backend.aclose()
+    ends.set()
+    await storing
+    assert not closed.called
 
 
 async def test_blocks_that_the_backend_reaches_go_there_without_a_copy(staged: Staged) -> None:
