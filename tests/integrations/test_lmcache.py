@@ -196,7 +196,7 @@ def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
         make_key(1, kv_rank=2),
         make_key(1, object_group_id=1),
         make_key(1, cache_salt="tenant"),
-        make_key(1, cache_salt="t" * 128),
+        *(make_key(1, cache_salt=salt) for salt in ("t" * 128, "\ud800")),
         LaterKey(**vars(make_key(1)), tenant="another"),
     ]
     driver.store([make_key(1)], [memory.fill(100, 1)])
@@ -405,14 +405,9 @@ def is_of(path: Path, key: Any) -> bool:
 
 TIMEOUT_S = 0.5
 PARAMS = {
-    "backend": "host://?capacity=1MiB",
-    "revision": "commit",
-    "piece": "64KiB",
-    "staging": "512KiB",
-    "timeout_s": TIMEOUT_S,
-    "pause_s": 0.2,
-    "close_timeout_s": 2.0,
-}
+    "backend": "host://?capacity=1MiB", "revision": "commit", "piece": "64KiB", "staging": "512KiB",
+    "timeout_s": TIMEOUT_S, "pause_s": 0.2, "close_timeout_s": 2.0,
+}  # fmt: skip
 KEYS = [make_key(1), make_key(2)]
 SIZE = 150_000
 GONE = FaultRates(stuck=1.0, operations=frozenset(Operation))

@@ -31,8 +31,8 @@ def object_id_of(key: ObjectKey) -> bytes:
     The chunk's hash comes first: folders are named after the first digits of a key.
     """
     chunk_hash: bytes = key.chunk_hash
-    model: bytes = key.model_name.encode()
-    salt: bytes = key.cache_salt.encode()
+    model: bytes = key.model_name.encode(errors="surrogatepass")  # any text of a client's
+    salt: bytes = key.cache_salt.encode(errors="surrogatepass")
     fields = (key.kv_rank, key.object_group_id, len(chunk_hash), len(model))
     try:
         told = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
@@ -61,10 +61,10 @@ def object_key_of(object_id: bytes) -> ObjectKey | None:
     try:
         return ObjectKey(
             chunk_hash=names[:hash_bytes],
-            model_name=names[hash_bytes : hash_bytes + model_bytes].decode(),
+            model_name=names[hash_bytes : hash_bytes + model_bytes].decode(errors="surrogatepass"),
             kv_rank=rank,
             object_group_id=group,
-            cache_salt=names[hash_bytes + model_bytes :].decode(),
+            cache_salt=names[hash_bytes + model_bytes :].decode(errors="surrogatepass"),
         )
     except (TypeError, ValueError):  # also of a key that has to say more
         return None
