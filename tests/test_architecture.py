@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_499,
     "kvxfer/explain": 889,
     "kvxfer/face": 424,
-    "kvxfer/integrations": 10_132,
+    "kvxfer/integrations": 10_134,
     "kvxfer/kvcache": 5_662,
     "kvxfer/lending": 1_473,
     "kvxfer/pages": 2_279,

@@ -1,6 +1,7 @@
 """`KVXferL2Adapter`, made by LMCache's own factory and driven as its controllers do."""
 
 import select
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,17 +89,9 @@ class Memory:
 
 def make_object(raw: torch.Tensor, *, dtype: torch.dtype = torch.uint8) -> TensorMemoryObj:
     shape = torch.Size([len(raw) // dtype.itemsize])
-    meta = MemoryObjMetadata(
-        shape=shape,
-        dtype=dtype,
-        address=0,
-        phy_size=len(raw),
-        ref_count=1,
-        fmt=MemoryFormat.KV_2LTD,
-        shapes=[shape],
-        dtypes=[dtype],
-    )
-    return TensorMemoryObj(raw, meta, parent_allocator=None)
+    kinds: dict[str, Any] = {"shape": shape, "dtype": dtype, "shapes": [shape], "dtypes": [dtype]}
+    given = {"address": 0, "phy_size": len(raw), "ref_count": 1, "fmt": MemoryFormat.KV_2LTD}
+    return TensorMemoryObj(raw, MemoryObjMetadata(**kinds, **given), parent_allocator=None)
 
 
 def bytes_of(objects: Sequence[TensorMemoryObj]) -> list[bytes]:
@@ -571,13 +564,30 @@ def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.Monkey
 
 
 def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
+def test_a_backend_that_cannot_be_closed_is_told_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(FaultyBackend, "aclose", AsyncMock(side_effect=OSError("no route")))
+    FaultyAdapter(PARAMS).close()
+    assert "no route" in caplog.text
+    until(lambda: {*threading.enumerate()} <= before)
+
+
     adapter = FaultyAdapter(PARAMS | {"timeout_s": 3600}, l1_memory_desc=memory.desc)
-    adapter.faulty.rates = GONE
-    task = adapter.submit_lookup_and_lock_task(KEYS, {})
-    adapter.close()
-    found = adapter.query_lookup_and_lock_result(task)
-    assert found is not None
-    assert [found.test(0), found.test(1)] == [False, False]
+    adapter.faulty.rates, begin = GONE, adapter._objects.begin
+    tasks = [adapter.submit_lookup_and_lock_task(KEYS, {})]
+
+    def begin_late(*work: Any) -> None:
+        adapter.close()
+        begin(*work)
+
+    adapter._objects.begin = begin_late  # type: ignore[assignment,method-assign]
+    tasks.append(adapter.submit_lookup_and_lock_task(KEYS, {}))
+    for task in tasks:
+        found = adapter.query_lookup_and_lock_result(task)
+        assert found is not None
+        assert [found.test(0), found.test(1)] == [False, False]
     assert adapter.report_status()["is_healthy"] is False
     later = adapter.submit_load_task(KEYS, [memory.fill(10, 1)] * 2)
     assert not adapter.query_load_result(later)

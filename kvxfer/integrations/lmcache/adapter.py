@@ -185,8 +185,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 self._drop_expired_pins()
                 ids = [object_id_of(key) for key in keys if key not in self._pins]
             if ids and not (self._closed or self._objects.is_suspended):
-                limit_s = self._settings.timeout_s
-                runtime.result(self._objects.ask(self._objects.delete(ids)), limit_s + 1)
+                deleting = self._objects.ask(partial(self._objects.delete, ids))
+                runtime.result(deleting, self._settings.timeout_s + 1)
             self._deliver()
         except Exception as exc:
             logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
@@ -257,7 +257,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._ready = True
         task_id = next(self._task_ids)
 
-        async def work_and_tell(task: Task) -> None:
+        async def work_and_tell() -> None:
             try:
                 await work(task)
             finally:
@@ -270,7 +270,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 self._deadlines.watch(task)
         try:
             if num_keys and not self._closed:
-                self._objects.begin(task, work_and_tell(task))
+                self._objects.begin(task, work_and_tell)
             else:
                 task.end()
         except Exception as exc:
@@ -300,7 +300,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def _tidy(self) -> None:
         self._deliver()
         if not self._objects.is_suspended and (broken := self._residents.take_broken()):
-            self._objects.ask(self._objects.delete_broken(broken))
+            self._objects.ask(partial(self._objects.delete_broken, broken))
 
     def _deliver(self) -> None:
         self._residents.deliver(

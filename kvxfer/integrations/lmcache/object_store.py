@@ -96,13 +96,13 @@ class ObjectStore:
             each: StagingMemory(settings.staging // 2, settings.piece, self._drain)
             for each in Direction
         }
-        self._backend = open_it()  # once there is memory for it
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
         self._deletes = KeyLocks()
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
+        self._backend = open_it()  # last: an error of what comes after it would leave it open
 
     @property
     def is_suspended(self) -> bool:
@@ -114,17 +114,16 @@ class ObjectStore:
         self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
-    def begin(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to work on a task, and return at once. The task ends by the deadline."""
+    def begin(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin the work on a task, and return at once. The task ends by the deadline."""
         if self.is_suspended:
-            work.close()
             task.end()
         else:
             self._loop.submit(self._work(task, work))
 
-    def ask(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
         """Begin any other call; it, too, ends by the deadline."""
-        return self._loop.submit(self._calls.wait_for(self._settings.timeout_s, call))
+        return self._loop.submit(self._ask(call))
 
     def call_soon(self, func: Callable[[], object]) -> None:
         """Call a function on the event loop."""
@@ -193,11 +192,14 @@ class ObjectStore:
     async def _drain(self) -> None:
         await self._backend.drain()
 
-    async def _work(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
+    async def _ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await self._calls.wait_for(self._settings.timeout_s, call())
+
+    async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = task.deadline - runtime.monotonic()
         call = f"a task of {len(task.done)} objects"
         try:
-            await self._calls.wait_for(max(0.0, left), work)
+            await self._calls.wait_for(max(0.0, left), work())
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             if now - task.answered > timeout_s / 2:  # else it is slow, but it is there
@@ -307,12 +309,12 @@ class ObjectStore:
     async def _aclose(self) -> None:
         for staging in self._staging.values():
             staging.withdraw()
+        timeout_s = self._settings.close_timeout_s
         try:
-            timeout_s = self._settings.close_timeout_s
             await self._calls.wait_for(timeout_s, self._backend.aclose())
             await self._calls.wait_for(timeout_s / 2, self._calls.drain())
-        except TimeoutError:
-            logger.warning("the backend was not closed after %g s", self._settings.close_timeout_s)
+        except Exception as exc:
+            logger.warning("the backend was not closed within %g s", timeout_s, exc_info=exc)
         await self._threads.aclose(1.0)
 
 
