@@ -292,8 +292,9 @@ def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None
     assert sorted(listed, key=lambda each: each[1]) == [
         (key, 100 + number) for number, key in enumerate(keys[:5])
     ]
-    with pytest.raises(ValueError, match="page_size"):
-        driver.adapter.list_l2_keys(page_size=0)
+    for name, wrong in (("page_size", 0), ("page_size", "2"), ("cursor", 2), ("cursor", "2")):
+        with pytest.raises(InvalidArgumentError, match=name):
+            driver.adapter.list_l2_keys(**{name: wrong})
 
 
 def test_files_of_before_are_found_counted_and_listed(
@@ -563,7 +564,6 @@ def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.Monkey
     assert closed.called
 
 
-def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
 def test_a_backend_that_cannot_be_closed_is_told_and_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -574,6 +574,7 @@ def test_a_backend_that_cannot_be_closed_is_told_and_leaves_no_thread(
     until(lambda: {*threading.enumerate()} <= before)
 
 
+def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
     adapter = FaultyAdapter(PARAMS | {"timeout_s": 3600}, l1_memory_desc=memory.desc)
     adapter.faulty.rates, begin = GONE, adapter._objects.begin
     tasks = [adapter.submit_lookup_and_lock_task(KEYS, {})]

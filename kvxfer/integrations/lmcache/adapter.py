@@ -11,6 +11,7 @@ from typing import Any
 from kvxfer import runtime
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
+from kvxfer.checks import require_positive
 from kvxfer.connect import open_backend
 from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -199,11 +200,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         Raises:
             InvalidArgumentError: `page_size` is not positive, or `cursor` is none of ours.
         """
-        if page_size < 1:
-            raise InvalidArgumentError("page_size", page_size, "at least 1")
+        page_size = require_positive("page_size", page_size)
         try:
             after = bytes.fromhex(cursor or "")
-        except ValueError as exc:
+        except (TypeError, ValueError) as exc:
             raise InvalidArgumentError("cursor", cursor, "the token of a page before") from exc
         left = self._residents.list_objects(after, page_size + 1, model_name)
         page = left[:page_size]
