@@ -54,7 +54,7 @@ BUDGETS = {
     "kvxfer/cli": 1_688,
     "kvxfer/copy_engine": 2_420,
     "kvxfer/doctor": 1_531,
-    "kvxfer/engine_side": 1_499,
+    "kvxfer/engine_side": 1_497,
     "kvxfer/explain": 889,
     "kvxfer/face": 424,
     "kvxfer/integrations": 10_134,

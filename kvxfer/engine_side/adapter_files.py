@@ -45,7 +45,7 @@ def digest_adapter(path: str) -> str:
     """
     stats, digest = _stats_of(path), hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, *_ in stats:
-        digest.update(f"{len(str(name))} {name} ".encode())
+        digest.update(f"{len(str(name))} {name} ".encode(errors="surrogateescape"))
         try:
             with (Path(path).expanduser() / str(name)).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
@@ -129,7 +129,7 @@ def _stats_of(path: str) -> Stats:
                     found = entry.stat()
                     place = entry.name, found.st_dev, found.st_ino
                     stats.append((*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    except OSError as exc:
+    except (OSError, RuntimeError, ValueError) as exc:  # no such user, a NUL
         raise _unreadable(path, exc) from exc
     return tuple(sorted(stats))
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import xxhash
 
-VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
-"""Fields of a model's configuration that say where it came from, and change no value."""
-OF_NO_VALUE = (*VOLATILE_FIELDS, "dtype", "torch_dtype")
-"""The same, and fields that are those of a namespace."""
+OF_NO_VALUE = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
+"""Fields of a model's configuration that say where it came from, or that a namespace has itself."""
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *("quant_config.json", "quantize_config.json", "quant_cfg.json", ".py"),
@@ -51,4 +49,4 @@ def config_facts(config: Any) -> dict[str, Any]:
 
 def hash_text(text: str) -> str:
     """Hash a text, 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))

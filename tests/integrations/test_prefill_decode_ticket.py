@@ -226,8 +226,10 @@ def test_adapters_are_known_by_the_bytes_of_their_files(tmp_path: Path) -> None:
     (tmp_path / "copy" / "README.md").write_text("of no weight")
     (tmp_path / "copy" / "checkpoint-10").mkdir()
     assert keys_of(lora_request=LoRARequest("a", 1, copy)) == keys
-    (tmp_path / "copy" / "adapter_config.json").write_text('{"lora_alpha": 16}')
-    assert keys_of(lora_request=LoRARequest("a", 1, copy)) != keys
+    for name, text in (("adapter_config.json", '{"lora_alpha": 16}'), ("\udcff", "")):
+        (tmp_path / "copy" / name).write_text(text)  # the second one is not UTF-8
+        before, keys = keys, keys_of(lora_request=LoRARequest("a", 1, copy))
+        assert keys != before
 
 
 def train_anew(prompts: Prompts, path: str, **how: Any) -> LoRARequest:
@@ -283,9 +285,9 @@ class InMemory(LoRARequest):  # type: ignore[misc] # vLLM is not typed
         (give_its_number_to_another, "number 1 stands for .*/one and for .*/other"),
         (load_another_in_its_place, "other was loaded in its place"),
         (ask_for_both_loads_at_once, "only some requests have .*/other loaded in place"),
-        (
-            lambda *_: LoRARequest("a", 1, "organisation/adapter"),
-            "organisation/adapter.* a folder whose files can be read",
+        *(
+            (lambda *_, path=path: LoRARequest("a", 1, path), "a folder whose files can be read")
+            for path in ("organisation/adapter", "~nobody_at_all/adapter", "a\0b")
         ),
         (have_no_files, "there are none"),
         (

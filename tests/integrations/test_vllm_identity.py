@@ -189,6 +189,7 @@ IN_FILES = [
     changes_to("cache_config.mamba_ssm_cache_dtype", "float32"),
     changes_to("attention_config", "AttentionConfig(backend=FLEX)"),
     lambda config: write_config(config, rope_theta=500000.0),
+    lambda config: Path(config.model_config.model, "more.json").write_bytes(b"\xff"),
     changes_to("attention_config.kernel", Kernel.FLEX),
     changes_to("attention_config.skips", [1]),
     changes_to("model_config.hf_overrides", {"rope_theta": 5.0}),

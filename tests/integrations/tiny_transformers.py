@@ -22,19 +22,10 @@ _SIZES = {
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
