@@ -46,13 +46,11 @@ def store(
 ) -> None:
     """Store all pages of the keys and values, and those of the others at these positions."""
     assert storage.batch_set_v1(KEYS, rows_of(pools[KV])) == [True] * 4
-    stored = storage.batch_set_v2(
-        [
-            transfer(SWA, [KEYS[i] for i in swa], rows_of(pools[SWA], [PAGES[i] for i in swa])),
-            transfer(MAMBA, [KEYS[i] for i in mamba], torch.tensor([PAGES[i] for i in mamba])),
-        ]
-    )
-    assert stored == {SWA: [True] * len(swa), MAMBA: [True] * len(mamba)}
+    given = [
+        transfer(SWA, [KEYS[i] for i in swa], rows_of(pools[SWA], [PAGES[i] for i in swa])),
+        transfer(MAMBA, [KEYS[i] for i in mamba], torch.tensor([PAGES[i] for i in mamba])),
+    ]
+    assert storage.batch_set_v2(given) == {SWA: [True] * len(swa), MAMBA: [True] * len(mamba)}
 
 
 def test_every_pool_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -62,13 +60,9 @@ def test_every_pool_comes_back_bit_for_bit(tmp_path: Path) -> None:
         store(storage, source, swa=[2, 3], mamba=[3])
     with opened(target, extra) as storage:
         assert storage.batch_get_v1(KEYS, rows_of(target[KV])) == [True] * 4
-        loaded = storage.batch_get_v2(
-            [
-                transfer(SWA, KEYS[1:], rows_of(target[SWA], [1, 2, 3])),
-                transfer(MAMBA, KEYS[3:], torch.tensor([5])),
-            ]
-        )
-        assert loaded == {SWA: [False, True, True], MAMBA: [True]}
+        windows = transfer(SWA, KEYS[1:], rows_of(target[SWA], [1, 2, 3]))
+        states = transfer(MAMBA, KEYS[3:], torch.tensor([5]))
+        assert storage.batch_get_v2([windows, states]) == {SWA: [False, True, True], MAMBA: [True]}
     for page in PAGES:
         assert torch.equal(logical_page(target[KV], page), logical_page(source[KV], page))
     for page, stored in ((2, PAGES[2]), (3, PAGES[3])):
@@ -110,9 +104,8 @@ def test_states_belong_to_their_rank(tmp_path: Path) -> None:
     with opened(pools, extra, tp_size=2, tp_rank=0) as storage:
         store(storage, pools, swa=[0], mamba=[0])
     with opened(pools, extra, tp_size=2, tp_rank=1) as storage:
-        assert storage.batch_get_v2([transfer(MAMBA, KEYS[:1], torch.tensor([1]))]) == {
-            MAMBA: [False]
-        }
+        of_the_other = transfer(MAMBA, KEYS[:1], torch.tensor([1]))
+        assert storage.batch_get_v2([of_the_other]) == {MAMBA: [False]}
 
 
 def test_a_pool_that_comes_late_is_stored_too_and_never_taken_for_another_one(
@@ -171,13 +164,12 @@ def test_keys_of_an_indexer_in_another_layout_are_not_found(tmp_path: Path) -> N
         assert storage.batch_get_v2(given) == {indexer: [False] * 4}
 
 
-def test_a_rank_whose_indexer_has_no_bytes_is_refused_by_name() -> None:
-    pools = {
-        KV: latent_pool("page_first", page=INDEX_PAGE),
-        PoolName.INDEXER: index_pool("page_first", is_dummy=True),
-    }
-    with (
-        pytest.raises(LayoutError, match="'indexer', a DSAIndexerPoolHost, has no bytes on this"),
-        opened(pools, extra_config("host://?capacity=64MiB"), is_mla_model=True),
-    ):
-        pass
+def test_a_rank_whose_indexer_or_states_have_no_bytes_is_refused_by_name() -> None:
+    latents, states = latent_pool("page_first", page=INDEX_PAGE), state_pool()
+    states.temporal_buffer, states.conv_buffer = torch.zeros(6, 0), []
+    indexer = index_pool("page_first", is_dummy=True)
+    for name, pool in (("indexer", indexer), ("mamba", states)):
+        refused = pytest.raises(LayoutError, match=f"'{name}', a .*PoolHost, has no bytes on this")
+        extra, pools = extra_config("host://?capacity=64MiB"), {KV: latents, PoolName(name): pool}
+        with refused, opened(pools, extra, is_mla_model=True):
+            pass

@@ -126,18 +126,14 @@ def test_pages_of_another_identity_shape_or_data_type_are_not_found(
         assert storage.batch_exists(KEYS) == 0
 
 
-class MHATokenToKVPoolMXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
+class MXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
     """Subclass that keeps scales elsewhere."""
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        (
-            "__class__",
-            MHATokenToKVPoolMXFP8Host,
-            "'kv' is a MHATokenToKVPoolMXFP8Host, and known are",
-        ),
+        ("__class__", MXFP8Host, "'kv' is a MXFP8Host, and known are"),
         ("page_num", NUM_PAGES + 1, "'kv', layout 'page_first', should have a buffer"),
         ("layout", "page_first_kv_split", "'page_first_kv_split', and known are layer_first"),
     ],

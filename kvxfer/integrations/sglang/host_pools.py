@@ -102,10 +102,7 @@ def _read_states(name: str, pool: Any) -> HostPages:
 def _read_index_keys(name: str, pool: Any) -> HostPages:
     """Read keys and scales of the indexer of sparse attention, which are the same on all ranks."""
     buffer, tokens = pool.index_k_with_scale_buffer, pool.page_size
-    if buffer is None:
-        kind = type(pool).__name__
-        raise LayoutError(f"host pool {name!r}, a {kind}, has no bytes on this rank")
-    rows = list(buffer) if pool.layout == "layer_first" else [buffer]
+    rows = [] if buffer is None else list(buffer) if pool.layout == "layer_first" else [buffer]
     return _read_opaque(name, pool, rows, tokens, None)
 
 
@@ -180,6 +177,9 @@ def _read_opaque(
     name: str, pool: Any, buffers: list[torch.Tensor], rows_per_page: int, num_kv_heads: int | None
 ) -> HostPages:
     """Read a pool of buffers whose pages are plain bytes, one row of each buffer a page."""
+    kind = type(pool).__name__
+    if not buffers:
+        raise LayoutError(f"host pool {name!r}, a {kind}, has no bytes on this rank")
     tensors: list[CanonicalKVCacheTensor] = []
     refs: list[CanonicalKVCacheRef] = []
     for index, buffer in enumerate(buffers):
@@ -191,7 +191,7 @@ def _read_opaque(
         refs.append(CanonicalKVCacheRef(index, rows.shape[1], layer_names=(f"{name}.{index}",)))
     described = [f"{tuple(buffer.shape[1:])} {buffer.dtype}" for buffer in buffers]
     release = installed_version("sglang")
-    opaque = f"{type(pool).__name__} {pool.layout} {described} of SGLang {release}"
+    opaque = f"{kind} {pool.layout} {described} of SGLang {release}"
     spec = MambaSpec(
         tokens_per_block=rows_per_page,
         shapes=tuple((ref.page_size_bytes,) for ref in refs),
