@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_057,
-    "backends/file": 4_717,
+    "backends/file": 4_722,
     "backends/host": 1_963,
     "backends/mooncake": 718,
     "backends/nixl": 8_154,

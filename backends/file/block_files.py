@@ -107,6 +107,7 @@ class BlockFiles(NamespaceFormat):
         """
         sizes = require_known(self.folder.sizes(keys))
         unreadable = self.record.unreadable(keys, sizes)
+        require_known([each for each in unreadable.values() if isinstance(each, OSError)])
         return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
     def rounds(self, blocks: Descriptors, *, zero_copy: bool) -> Iterator[tuple[int, int]]:

@@ -141,7 +141,7 @@ class StoreBatch:
         """Look whether the files are there: None, or `MISSING`, or why one must not be written.
 
         Raises:
-            OSError: The records of integrity, or the header of a block, cannot be read.
+            OSError: The records of integrity cannot be read.
         """
         looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
@@ -151,8 +151,8 @@ class StoreBatch:
             expected, size = formats[index], found[index]
             outcome: Outcome | None
             try:
-                if index in unreadable:
-                    outcome = unreadable[index]
+                if (told := unreadable.get(index)) is not None:
+                    outcome = failure(told) if isinstance(told, OSError) else told
                 elif (
                     num_bytes != expected.chunk_size_bytes
                     and size != expected.file_size_bytes

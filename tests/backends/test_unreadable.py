@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.backends.file.folders import integrity_record
 from kvxfer.backends.object import S3Backend
 from kvxfer.cli import main
-from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from kvxfer.extras import MissingExtraError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey
@@ -287,6 +290,20 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
             assert all("secret_file" in outcome.reason for outcome in outcomes)
             assert folder.blocks() == before
             assert (await load(theirs, KEYS[:3]))[0] == [DONE] * 3
+
+
+async def test_a_header_that_cannot_be_read_fails_its_own_block_alone(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with folder.open("keyed") as backend:
+        await fill(backend, KEYS[:1])
+    async with folder.open("fast") as backend:
+        failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        monkeypatch.setattr(integrity_record, "_read_head", failing)
+        outcomes = await backend.store([KEYS[0], OWN], MEMORY.describe(0, [0, 1]))
+        assert statuses(outcomes) == [FAILED, DONE]
+        with pytest.raises(BackendUnavailableError, match="Input/output error"):
+            await backend.lookup([KEYS[0]])
 
 
 FAST = Digester(Integrity.FAST)

@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -63,10 +64,6 @@ class Pages:
         return len(rows)
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def pages() -> Iterator[Pages]:
     made = Pages()
@@ -87,7 +84,7 @@ def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
     for direction in (STORE, LOAD):
         for _ in range(NUM_ROWS):
             with pytest.raises(KeyboardInterrupt):
-                pages.move(direction, then=interrupt)
+                pages.move(direction, then=Mock(side_effect=KeyboardInterrupt))
             until(lambda: pages.num_free() == NUM_ROWS)
         assert pages.move(STORE) == [True] * 6
 

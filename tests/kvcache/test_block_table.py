@@ -317,12 +317,8 @@ def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None
     reordered, order = builder.reorder(batch)
     assert order.tolist() == [0, 1, 2]
     assert reordered.positions.tolist() == batch.positions.tolist()
-
-
-def test_what_is_no_order_of_the_batch_is_refused() -> None:
     twice: Any = [0, 0]
-    reordering = ReorderingBuilder(lambda _: twice)
-    builder = MultiGroupMetadataBuilder([reordering], make_tables(1, 2))
+    builder = MultiGroupMetadataBuilder([ReorderingBuilder(lambda _: twice)], make_tables(1, 2))
     with pytest.raises(BatchOrderError, match=r"group 0: .* not an order of 2 requests"):
         builder.reorder(TokenBatch.of([[0], [0]]))
 

@@ -103,29 +103,33 @@ class IntegrityRecord:
         elif not self._has(kind):
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
 
-    def unreadable(self, keys: Sequence[BlockKey], sizes: Sequence[Size]) -> dict[int, Outcome]:
+    def unreadable(
+        self, keys: Sequence[BlockKey], sizes: Sequence[Size]
+    ) -> dict[int, Outcome | OSError]:
         """Find the blocks that are there, by their sizes, and that this process cannot read.
 
         Returns:
-            The outcome of each, by its index in `keys`.
+            The outcome of each, or the error of its header, by its index in `keys`.
 
         Raises:
-            OSError: The records or a header cannot be read.
+            OSError: The records cannot be read.
         """
         there = [index for index, size in enumerate(sizes) if isinstance(size, int)]
         if not there:
             return {}
         if self._has_other_secret():
             return dict.fromkeys(there, OTHER_SECRET)
-        found: dict[int, Outcome] = {}
+        found: dict[int, Outcome | OSError] = {}
         if self._other_kinds() or self._has_other_keys():
             for index in there:
-                header = header_in(_read_head(self._folder, keys[index]))
                 try:
+                    header = header_in(_read_head(self._folder, keys[index]))
                     if header:
                         require_readable(header, self._digester)
                 except OtherIntegrityError as exc:
                     found[index] = Outcome(Status.FAILED, reason=str(exc))
+                except OSError as exc:
+                    found[index] = exc
         return found
 
     def _note_own_kind(self) -> None:
