@@ -153,7 +153,7 @@ NAMESPACE = kvxfer.Namespace(model="m", parallel={"tp_size": 2})
         ("make_block_key", "content_hash", "a"),
         ("make_block_key", "content_hash", b""),
         ("make_block_key", "group", 2**32),
-        ("LoadOrCompute", "max_load_ratio", 0),
+        *(("LoadOrCompute", "max_load_ratio", each) for each in (0, 10**400)),
         ("TransferEngine.load", "timeout_s", -1),
         ("KVCacheConfig", "null_block_id", 6),
         ("Retention", "ttl_s", "soon"),
