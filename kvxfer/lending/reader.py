@@ -695,8 +695,8 @@ class Reader:
                 places = Descriptors.concatenate([each for *_, each in batch])
                 all_rows = [(part, row) for part, rows, _ in batch for row in rows.tolist()]
                 for start, stop in places.cut(RUN_BYTES):
-                    run = all_rows[start:stop], places.select(start, stop)
-                    tasks.create_task(self._load_in_place(workers[rank], *run))
+                    some = all_rows[start:stop], places.select(start, stop)
+                    tasks.create_task(self._load_in_place(workers[rank], *some))
 
     async def _load_in_place(
         self, worker: Endpoint, run: Sequence[tuple[_Part, int]], places: Descriptors
