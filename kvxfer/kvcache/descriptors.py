@@ -127,6 +127,8 @@ class Descriptors:
         """
         stop = require_integer("stop", stop, maximum=self.num_blocks)
         start = require_integer("start", start, maximum=stop)
+        if stop - start == self.num_blocks:
+            return self
         first, last = int(self.block_offsets[start]), int(self.block_offsets[stop])
         return Descriptors(
             addresses=self.addresses[first:last],

@@ -86,7 +86,7 @@ def cut_runs(
     Yields:
         Start and stop (exclusive) of each run, in order.
     """
-    ends = np.cumsum(sizes, dtype=np.int64)
+    ends = np.add.accumulate(sizes, dtype=np.int64)
     start, done = 0, 0
     while start < len(ends):
         stop = max(start + 1, int(ends.searchsorted(done + max_bytes, side="right")))
@@ -97,6 +97,6 @@ def cut_runs(
 
 def cut_evenly(sizes: Column, num_runs: int) -> Iterator[tuple[int, int]]:
     """Cut a sequence of items into at most `num_runs` runs of about equal bytes; see `cut_runs`."""
-    ends = np.cumsum(sizes, dtype=np.int64)
+    ends = np.add.accumulate(sizes, dtype=np.int64)
     limits = ends[-1] * np.arange(1, num_runs + 1) // num_runs
     yield from pairwise([0, *dict.fromkeys((ends.searchsorted(limits) + 1).tolist())])

@@ -122,7 +122,8 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     checksums: list[int] = []
     if blocks.num_bytes > len(blocks) * MAX_LOCKED_BYTES:
         return [_checksum(*views) for views in view_blocks(blocks)]
-    if blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
+    in_one_piece = len(blocks) == blocks.num_blocks
+    if in_one_piece or blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
         for start, stop in blocks.cut(SLICE_BYTES):
             checksums += [_checksum(*views) for views in view_blocks(blocks.select(start, stop))]
             os.sched_yield()

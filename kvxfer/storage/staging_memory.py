@@ -246,11 +246,11 @@ class StagingMemory:
 
 
 def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:
-    ends = np.cumsum([aligned(size) for size in sizes])
-    assert ends[-1] <= buffer.nbytes
-    offsets = np.concatenate(([0], ends[:-1])).astype(np.uint64)
-    addresses = np.uint64(buffer.ctypes.data) + offsets
-    return Descriptors.of_pieces(addresses, sizes, starts, owners=(buffer,))
+    begin = buffer.ctypes.data
+    *addresses, end = accumulate((aligned(size) for size in sizes), initial=begin)
+    assert end <= begin + buffer.nbytes
+    pieces, lengths = (np.array(each, np.uint64) for each in (addresses, sizes))
+    return Descriptors.of_pieces(pieces, lengths, np.array(starts, np.int64), owners=(buffer,))
 
 
 def allocate_aligned(num_bytes: int) -> Buffer:

@@ -1,6 +1,7 @@
 """Scenario of threads that move pages through rows of memory, each call by its deadline."""
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from math import inf
 from random import Random
 from typing import Any, ClassVar
@@ -97,13 +98,12 @@ class _Rows(RowPool):
         super().__init__(range(num_rows))
         self.bytes = memory.caches.tensors[0].tensor.numpy().view(np.uint8)[:, :ROW_BYTES]
         self.canaries: dict[int, int] = {}
-        self.first_asked: dict[object, float] = {}  # of the call of a thread
+        self.asked_at: dict[object, float] = {}  # of the call of a thread
         self._simulation = simulation
         self._seal(range(num_rows))
 
     def take(self, most: int, timeout_s: float) -> list[int]:
-        thread = self._simulation.runtime.scheduler.current
-        self.first_asked.setdefault(thread, self._simulation.now)
+        self.asked_at.setdefault(self._simulation.runtime.scheduler.current, self._simulation.now)
         rows = super().take(most, timeout_s)
         for row in rows:
             canary = self.canaries.pop(row, None)
@@ -181,11 +181,8 @@ class _Run:
         self._pages.close()
         if self._simulation.now - began > CLOSE_S + SLACK_S:
             self._simulation.fail("late", f"close took {self._simulation.now - began:.3f} s")
-        try:
+        with suppress(ClosedError):
             self._pages.lookup(KEYS, inf)
-        except ClosedError:
-            pass
-        else:
             self._simulation.fail("a closed store answers")
         runtime.sleep(QUIET_S)
         for what in TiersScenario().leftovers(self._engine, self._opened):
@@ -203,12 +200,12 @@ class _Run:
         """Move pages; they are the caller's again when the call has ended."""
         inside, has_ended = self._find_purging(), False
         thread = self._simulation.runtime.scheduler.current
-        self._rows.first_asked.pop(thread, None)
+        self._rows.asked_at.pop(thread, None)
 
         def copy(indices: Sequence[int], rows: Sequence[int]) -> None:
             if has_ended:
                 self._simulation.fail("pages were copied after a call")
-            began = self._rows.first_asked[thread]  # before, a thread may stand still
+            began = self._rows.asked_at[thread]  # before, a thread may stand still
             for purge_began, purge_ended in self._purges:
                 if began < purge_began and purge_ended < self._simulation.now:
                     self._simulation.fail("pages were copied beyond a purge", direction.name)

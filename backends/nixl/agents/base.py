@@ -50,7 +50,7 @@ class Fragments:
                 lengths.shape,
                 f"one for each of {local.shape} local and {remote.shape} remote addresses",
             )
-        if np.all(lengths):
+        if lengths.all():
             return cls(local, remote, lengths)
         there = lengths > 0
         return cls(local[there], remote[there], lengths[there])

@@ -246,16 +246,12 @@ class DataConnection:
 
     def _move(self, views: list[memoryview], stop: float, *, send: bool) -> None:
         for start in range(0, len(views), MAX_VIEWS):
-            some = views[start : start + MAX_VIEWS]
-            ends = np.cumsum([len(view) for view in some])
-            total, done = int(ends[-1]), 0
-            while done < total:
+            left = views[start : start + MAX_VIEWS]
+            while left:
                 self._set_deadline(stop)
-                first = int(np.searchsorted(ends, done, side="right"))
-                left = int(ends[first]) - done
-                count = self._move_some([some[first][-left:], *some[first + 1 :]], send=send)
+                count = self._move_some(left, send=send)
                 self._require_more(count, between_frames=False)
-                done += count
+                left = _behind(left, count)
 
     def _move_some(self, views: list[memoryview], *, send: bool) -> int:
         if isinstance(self._socket, ssl.SSLSocket):  # knows no lists of buffers
@@ -307,6 +303,15 @@ def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
     )
     method: Callable[..., Any] = getattr(owner, name)
     return method
+
+
+def _behind(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Cut off the leading `num_bytes`."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []
 
 
 def _columns(request: Read) -> tuple[Addresses, Addresses]:
