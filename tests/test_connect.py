@@ -4,13 +4,11 @@ import re
 import tomllib
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-import torch
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.connect import (
@@ -22,8 +20,6 @@ from kvxfer.connect import (
     parse_backend,
 )
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -40,22 +36,6 @@ KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
 @pytest.fixture
 def memory() -> BlockMemory:
     return BlockMemory(PAGES, num_blocks=8)
-
-
-def named(memory: BlockMemory) -> CanonicalKVCaches:
-    """Make the caches of `memory` as an engine that names its layers registers them."""
-    groups = [
-        [
-            replace(ref, layer_names=(f"layers.{ref.tensor_idx}",), layout="token dim")
-            for ref in refs
-        ]
-        for refs in memory.caches.group_data_refs
-    ]
-    specs = [
-        FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=8, dtype=torch.float16),
-        FullAttentionSpec(tokens_per_block=8, num_kv_heads=1, head_dim=8, dtype=torch.float16),
-    ]
-    return CanonicalKVCaches(memory.caches.tensors, groups, specs)
 
 
 def test_a_url_and_a_mapping_say_the_same() -> None:
@@ -130,29 +110,6 @@ def test_credentials_are_refused_by_name_and_no_error_tells_them(backend: Any, w
     told = "".join(traceback.format_exception(caught.value))
     assert HIDE_AND_SEEK not in told
     assert HIDE_AND_SEEK not in repr(caught.value.value)
-
-
-def test_every_detail_of_the_caches_is_in_the_fingerprint(memory: BlockMemory) -> None:
-    caches = named(memory)
-    refs, more = caches.group_data_refs
-    others = [
-        replace(caches, group_data_refs=[[refs[0], change], more])
-        for change in (
-            replace(refs[1], page_size_bytes=32),
-            replace(refs[1], layout="dim token"),
-            replace(refs[1], layer_names=("layers.9",)),
-        )
-    ]
-    others += [
-        replace(caches, group_data_refs=[refs[::-1], more]),
-        replace(caches, group_data_refs=[refs], group_specs=caches.group_specs[:1]),
-        replace(caches, group_specs=caches.group_specs[::-1]),
-    ]
-    namespaces = [
-        complete_namespace(Namespace(model="model"), each, 1) for each in [caches, *others]
-    ]
-    namespaces.append(complete_namespace(Namespace(model="model"), caches, 2))
-    assert len({namespace.fingerprint for namespace in namespaces}) == 1 + len(others) + 1
 
 
 def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: BlockMemory) -> None:

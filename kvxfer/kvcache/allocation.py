@@ -23,6 +23,7 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    join_refs,
     layer_boxes,
 )
 from kvxfer.kvcache.config import KVCacheConfig
@@ -290,7 +291,8 @@ def allocate_canonical(
         caches=CanonicalKVCaches(
             tensors=(rows,),
             group_data_refs=tuple(
-                (_join([views[name][1] for name in group.layer_names]),) for group in config.groups
+                (join_refs([views[name][1] for name in group.layer_names]),)
+                for group in config.groups
             ),
             group_specs=tuple(group.spec for group in config.groups),
             null_block_id=config.null_block_id,
@@ -452,16 +454,6 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
         strides["layer"] = page_elements
     strides["block"] = page_elements * sizes["layer"]
     return strides
-
-
-def _join(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
-    return CanonicalKVCacheRef(
-        tensor_idx=0,
-        page_size_bytes=max(ref.page_size_bytes for ref in refs),
-        layer_names=tuple(name for ref in refs for name in ref.layer_names),
-        layout=refs[0].layout,
-        boxes=tuple(box for ref in refs for box in ref.boxes),
-    )
 
 
 def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:

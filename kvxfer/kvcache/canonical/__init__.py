@@ -6,6 +6,7 @@ from kvxfer.kvcache.canonical.caches import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     canonicalize,
+    join_refs,
     memory_regions,
 )
 from kvxfer.kvcache.canonical.layer_pages import layer_boxes
@@ -16,6 +17,7 @@ __all__ = [
     "CanonicalKVCaches",
     "attest",
     "canonicalize",
+    "join_refs",
     "layer_boxes",
     "memory_regions",
 ]

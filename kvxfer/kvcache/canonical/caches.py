@@ -57,7 +57,7 @@ class CanonicalKVCacheRef:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
         page_size_bytes: The un-padded page: the first bytes of each row that carry data.
         layer_names: Layers whose data this is; empty if unknown.
-        layout: Axes of the page as `KVLayout` writes them; empty if unknown.
+        layout: Axes of the page as `KVLayout` writes them, see `join_refs`; empty if unknown.
         boxes: Meaning of the bytes of the page, layer by layer; empty if unknown.
     """
 
@@ -186,21 +186,46 @@ def _refs(
 ) -> tuple[CanonicalKVCacheRef, ...]:
     """Make one ref for each row that a group uses, in the order of its layers."""
     row_of = {id(page): index for index, row in enumerate(rows) for page in row.members}
-    used: dict[int, list[LayerPages]] = {}
+    used: dict[int, list[CanonicalKVCacheRef]] = {}
     for page in (page for page in pages if page.group == group):
-        used.setdefault(row_of[id(page)], []).append(page)
-    return tuple(_ref(index, rows[index], members) for index, members in used.items())
+        index = row_of[id(page)]
+        used.setdefault(index, []).append(_ref(index, page, page.address - rows[index].address))
+    return tuple(map(join_refs, used.values()))
 
 
-def _ref(tensor_idx: int, row: Row, members: Sequence[LayerPages]) -> CanonicalKVCacheRef:
-    names = dict.fromkeys(name for page in members for name in page.layer_names)
-    layouts = dict.fromkeys(page.layout for page in members)
+def _ref(tensor_idx: int, page: LayerPages, start: int) -> CanonicalKVCacheRef:
     return CanonicalKVCacheRef(
         tensor_idx=tensor_idx,
-        page_size_bytes=max(p.address - row.address + p.data_size_bytes for p in members),
-        layer_names=tuple(names),
-        layout=" | ".join(layouts),
-        boxes=tuple(box.moved(p.address - row.address) for p in members for box in p.boxes),
+        page_size_bytes=start + page.data_size_bytes,
+        layer_names=page.layer_names,
+        layout=page.layout,
+        boxes=tuple(box.moved(start) for box in page.boxes),
+    )
+
+
+def join_refs(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
+    """Join refs to pages of one row into one ref.
+
+    Its layout says where they begin, unless each follows the one before it, or all are in equal
+    steps: caches with other bytes at equal tokens have other layouts.
+    """
+    layouts = [ref.layout for ref in refs]
+    layout = layouts[0] if len({*layouts}) == 1 else " | ".join(layouts)
+    starts = [
+        min(box.offset_bytes for box in ref.boxes if box.layer_name == name)
+        for ref in refs
+        for name in ref.layer_names
+    ]
+    step = max(1, starts[-1] // max(1, len(starts) - 1))
+    in_a_row = [0, *(ref.page_size_bytes for ref in refs[:-1])]
+    if len(starts) > 1 and starts not in (in_a_row, [*range(0, len(starts) * step, step)]):
+        layout += f" at {', '.join(map(str, starts))}"
+    return CanonicalKVCacheRef(
+        tensor_idx=refs[0].tensor_idx,
+        page_size_bytes=max(ref.page_size_bytes for ref in refs),
+        layer_names=tuple(dict.fromkeys(name for ref in refs for name in ref.layer_names)),
+        layout=layout,
+        boxes=tuple(box for ref in refs for box in ref.boxes),
     )
 
 

@@ -213,15 +213,17 @@ def _joined_pages(cache: RegisteredCache, num_blocks: int) -> LayerPages:
     spec, (place,) = cache.spec, cache.positions[0]
     step = cache.readings[0].strides[0] * cache.tensors[0].element_size()
     address = _spans(cache)[0][0]
+    starts = [tensor.data_ptr() - address for tensor in cache.tensors]
+    turned = f" at {', '.join(map(str, starts))}" if starts != sorted(starts) else ""
     boxes = [
-        box.moved(tensor.data_ptr() - address)
-        for index, tensor in enumerate(cache.tensors)
+        box.moved(start)
+        for index, start in enumerate(starts)
         for box in _read_contents(cache, index, {}, (place,))
     ]
     return LayerPages(
         group=place.group,
         layer_names=(place.layer_name,),
-        layout=" + ".join(map(str, cache.readings)),
+        layout=" + ".join(map(str, cache.readings)) + turned,
         storage=cache.tensors[0].untyped_storage(),
         address=address,
         num_blocks=num_blocks,
