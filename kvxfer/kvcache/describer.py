@@ -38,7 +38,7 @@ class BlockDescriber:
 
     Raises:
         InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
-            there is not one mapping per group.
+            there is not one mapping per group, or one is of other caches.
     """
 
     def __init__(
@@ -64,6 +64,11 @@ class BlockDescriber:
             maximum=1 if mappings else most,
             expected="1, since pages say how many blocks they have" if mappings else "",
         )
+        for group, mapping in enumerate(mappings):
+            found, size = mapping.block_size_bytes, self.block_size_bytes(group)
+            if found != size:
+                name = f"mappings[{group}].block_size_bytes"
+                raise InvalidArgumentError(name, found, f"{size}, the bytes of a block")
         self._pages = tuple(
             _PageTemplate(template.memory, mapping)
             for template, mapping in zip(self._groups, mappings, strict=False)

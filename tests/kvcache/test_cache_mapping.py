@@ -304,6 +304,8 @@ def test_blocks_are_checked_as_they_are_without_mappings() -> None:
         BlockDescriber(CACHES, mappings=[*mappings, *mappings])
     with pytest.raises(InvalidArgumentError, match="blocks_per_chunk"):
         BlockDescriber(CACHES, mappings=mappings, blocks_per_chunk=2)
+    with pytest.raises(InvalidArgumentError, match=r"mappings\[0\].block_size_bytes is 128"):
+        BlockDescriber(CACHES, mappings=map_caches(caches_of(spec=ONE_HEAD), TWO))
 
 
 MLA = MLASpec(tokens_per_block=TOKENS, head_dim=DIM, dtype=torch.float16)
