@@ -1,6 +1,7 @@
 """Scrubber: looks for bytes that changed in the slots of a host pool, in the background."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from weakref import ref
 
@@ -53,7 +54,7 @@ class Scrubber:
         """Start the thread, once there is anything to read; without effect when called again."""
         if not self._is_started:
             self._is_started = True
-            self._threads.start(self._run)
+            self._threads.start(self._run, threading.get_ident())
 
     async def aclose(self) -> bool:
         """Stop the thread; return whether it has ended within `CLOSE_TIMEOUT_S`."""
@@ -76,7 +77,10 @@ class Scrubber:
         self.num_bytes += num_bytes
         return num_bytes
 
-    def _run(self) -> None:
+    def _run(self, starter: int) -> None:
+        if threading.get_ident() == starter:  # no thread can be started, and this never ends
+            logger.warning("blocks in host memory are not scrubbed: there is no thread for it")
+            return
         slots: Sequence[int] = ()
         while not self._stop.wait(BATCH_S if slots else ROUND_S):
             pool = self._pool()

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.host import (
     HostBackend,
     HostConfig,
@@ -143,14 +145,16 @@ async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
         assert backend.pool.slots[0].tobytes() != payload
 
 
-async def test_a_key_of_another_group_and_a_block_of_another_size_are_refused() -> None:
-    memory, larger = BlockMemory([[512]], num_blocks=8), BlockMemory([[1024]], num_blocks=8)
-    async with HostBackend(HostConfig(capacity=CAPACITY), memory.namespace()) as backend:
-        with pytest.raises(InvalidArgumentError, match="group"):
-            await backend.store([make_block_key(b"block", 1)], memory.describe(0, [1]))
-        with pytest.raises(InvalidArgumentError, match="1024"):
-            await backend.store([make_block_key(b"block", 0)], larger.describe(0, [1]))
-        assert await backend.lookup([make_block_key(b"block", 0)]) == [False]
+class NoThreads(runtime.Runtime):
+    def start_thread(self, *given: Any, **more: Any) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_a_store_ends_also_where_no_thread_can_be_started(memory: BlockMemory) -> None:
+    with runtime.use(NoThreads()):
+        async with open_host(memory) as backend:
+            key, _ = await store_one(memory, backend)
+            assert await backend.lookup([key]) == [True]
 
 
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
