@@ -192,12 +192,14 @@ class SharedSegment(MappedMemory):
         """Become the only owner of the segment: the process that keeps the index.
 
         Raises:
-            InvalidArgumentError: Another process owns it, e.g. an engine with the same name.
+            InvalidArgumentError: Another process owns it, e.g. an engine with the same name; this
+                one has closed it.
         """
         whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, whole_file)
         except BlockingIOError as exc:
+            self.close()
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ class HostPool:
             header = msgspec.json.encode(described)
             self._memory = SharedSegment(name, header, shape.num_bytes, touched=not claim)
             if claim:
-                _claim(self._memory)
+                self._memory.claim()
         copy_engine.attach([self._memory.region])
         self._tags, self._data = shape.divide(self._memory.memory)
         self._address = self._data.ctypes.data
@@ -484,14 +484,6 @@ class HostPool:
         if self.integrity is MemoryIntegrity.OFF:
             return 0
         return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
-
-
-def _claim(segment: SharedSegment) -> None:
-    try:
-        segment.claim()
-    except BaseException:
-        segment.close()
-        raise
 
 
 def _key_digest(key: BlockKey) -> int:
