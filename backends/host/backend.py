@@ -163,14 +163,13 @@ class HostBackend(LendingBackend, ImmediateMover):
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
             if plan.keys and blocks.device != HOST:
                 return self._begin_device_store(plan, keys, blocks)
-            stored = False
+            stored: list[BlockKey] = []
             try:
                 if plan.keys:
                     self.pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
-                stored = True
+                stored = plan.keys
             finally:
-                self._index.finish_store(plan.keys, stored=stored)
-                self._reports.added(plan.keys if stored else [])
+                self._end_store(plan.keys, stored)
         return Begun(self._outcomes(keys, plan))
 
     def _begin_device_store(
@@ -181,7 +180,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
             copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
         except BaseException:
-            self._index.finish_store(plan.keys, stored=False)
+            self._end_store(plan.keys, ())
             raise
 
         stored: list[BlockKey] = []
@@ -194,8 +193,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             with self._lock:
                 for key in plan.keys:
                     del self._begun[key]
-                self._index.finish_store(plan.keys, stored=bool(stored))
-                self._reports.added(stored)
+                self._end_store(plan.keys, stored)
 
         begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
         self._begun |= dict.fromkeys(plan.keys, begun)
@@ -426,12 +424,19 @@ class HostBackend(LendingBackend, ImmediateMover):
             try:
                 yield stored
             finally:
-                kept = set(stored)
                 with self._lock:
-                    arrived = [key for key in keys if key in kept]
-                    self._index.finish_store(arrived, stored=True)
-                    self._reports.added(arrived)
-                    self._index.finish_store([key for key in keys if key not in kept], stored=False)
+                    self._end_store(keys, stored)
+
+    def _end_store(self, keys: Sequence[BlockKey], stored: Sequence[BlockKey]) -> None:
+        """Make blocks readable that are stored, and drop the others; called with the lock."""
+        kept = set(stored)
+        arrived = [key for key in keys if key in kept]
+        left = {key: self._index.slot_of(key) for key in keys if key not in kept}
+        self._index.finish_store(arrived, stored=True)
+        self._reports.added(arrived)
+        self._index.finish_store([*left], stored=False)
+        if lost := self.pool.lost.intersection(left.values()):
+            self._index.keep_out(lost)
 
     async def _begin_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]

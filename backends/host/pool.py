@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.host.memory import HEADER_BYTES, PrivateMemory, SharedMemory, SharedSegment
 from kvxfer.checks import INT64_MAX
 from kvxfer.copy_engine.engine import Copy, CopyEngine
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status, positions_done
@@ -21,6 +21,8 @@ from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 """Version of the layout of a segment; processes of another version do not share it."""
@@ -100,6 +102,7 @@ class HostPool:
 
     Attributes:
         generations: Generations of the slots; of use where this process alone writes them.
+        lost: Slots that a lost device may still write to, never to be used again.
 
     Raises:
         InvalidArgumentError: The memory exists with another shape, or for another namespace, or
@@ -133,6 +136,7 @@ class HostPool:
         self._tags, self._data = shape.divide(self._memory.memory)
         self._address = self._data.ctypes.data
         self.generations = Generations(shape.num_slots)
+        self.lost: set[int] = set()
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -158,8 +162,7 @@ class HostPool:
             InvalidArgumentError: A block does not fit into a part.
         """
         copy, finish = self.begin_write(slots, keys, blocks, part=part)
-        if not copy.has_ended():
-            copy.wait()
+        copy.wait()
         return finish()
 
     def begin_write(
@@ -177,7 +180,8 @@ class HostPool:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
         self._open(slots, part)
-        copy = self._copy_engine.begin(blocks, self.describe(slots, starts, stops, part=part))
+        target = self.describe(slots, starts, stops, part=part)
+        copy = _SlotCopy(self.lost, slots, partial(self._copy_engine.begin, blocks, target))
         finish = self._hash_and_tag
         return copy, partial(finish, slots, keys, starts.tolist(), stops.tolist(), part)
 
@@ -484,6 +488,25 @@ class HostPool:
         if self.integrity is MemoryIntegrity.OFF:
             return 0
         return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
+
+
+class _SlotCopy(Copy):
+    """Copy to slots that is begun here; they are `lost` with the device that makes it."""
+
+    def __init__(self, lost: set[int], slots: Sequence[int], begin: Callable[[], Copy]) -> None:
+        self._lost, self._slots = lost, slots
+        self._copy = self._noting(begin)
+
+    def has_ended(self) -> bool:
+        """See `Copy.has_ended`."""
+        return self._noting(self._copy.has_ended)
+
+    def _noting(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except DeviceLostError:
+            self._lost.update(self._slots)
+            raise
 
 
 def _key_digest(key: BlockKey) -> int:

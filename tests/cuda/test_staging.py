@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 import kvxfer
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents import TransferAgent
 from kvxfer.connect import complete_namespace
@@ -191,12 +192,12 @@ async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_
     assert gpu.get("registered_bytes") == 0
 
 
-async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(
-    gpu: SimulatedGpu, engine_caches: EngineCaches
+@pytest.mark.parametrize("integrity", ["fenced", "full"])
+async def test_a_device_that_is_lost_in_the_middle_leaves_memory_and_slots_unsafe(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, integrity: str
 ) -> None:
-    async with kvxfer.connect(
-        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
-    ) as engine:
+    url = f"host://?capacity=4MiB&integrity={integrity}"
+    async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
         batches = gpu.get("num_batches")
         gpu.set("paused", 1)
         store = asyncio.create_task(engine.store(KEYS[:20], [range(20)]))
@@ -208,6 +209,8 @@ async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(
         gpu.set("paused", 0)
         await engine.drain()
         assert await engine.lookup(KEYS[:20]) == [False] * 20
+        assert isinstance(host := engine.backend, HostBackend)
+        assert host._index.num_free_slots == host.num_slots - 20, "they may still be written to"
 
 
 @pytest.mark.parametrize("is_looked_up", [False, True])

@@ -162,7 +162,7 @@ TABLE = """
 -        return Begun(outcomes, copy, partial(self.unpin, found))
 +        return Begun(outcomes, copy)
 @@ tiers 20 a store is not told
--                    self._reports.added(arrived)
+-        self._reports.added(arrived)
 @@ tiers 40 an eviction is not told
 -{Removal.REPLACED: replaced, **plan.evicted_by()}
 +{Removal.REPLACED: replaced}
