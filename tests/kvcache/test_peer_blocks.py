@@ -32,7 +32,7 @@ from kvxfer.kvcache.portable import (
     describe_caches,
     match_caches,
 )
-from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
+from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from tests.examples import examples
 from tests.kvcache.zoo_engines import (
     COPIES,
@@ -297,7 +297,8 @@ def test_blocks_that_would_take_long_to_map_are_refused() -> None:
 
 def opaque_caches() -> CanonicalKVCaches:
     tensor = CanonicalKVCacheTensor(torch.zeros(3, 96, dtype=torch.int8), 96)
-    spec = MambaSpec(tokens_per_block=32, shapes=((12, 4),), dtypes=(torch.float16,))
+    of_layer = MambaSpec(tokens_per_block=32, shapes=((12, 4),), dtypes=(torch.float16,))
+    spec = UniformTypeKVCacheSpecs(tokens_per_block=32, layer_specs={"layers.0": of_layer})
     return CanonicalKVCaches((tensor,), ((CanonicalKVCacheRef(0, 96, ("layers.0",)),),), (spec,))
 
 

@@ -20,7 +20,6 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable.cache_mapping import payload_boxes
 from kvxfer.kvcache.portable.worker_shard import WorkerShard, is_state
-from kvxfer.kvcache.spec import MambaSpec
 from kvxfer.text import printable
 
 MAX_DESCRIPTION_BYTES = 1 << 20
@@ -196,7 +195,7 @@ def describe_caches(
                 payload_size_bytes=sum(ref.page_size_bytes for ref in refs),
                 boxes=tuple(boxes),
                 opaque="" if boxes else opaque,
-                has_states=any(map(is_state, boxes)) or isinstance(spec, MambaSpec),
+                has_states=not any("token" in form.axis_sizes for form in spec.cache_tensors),
             )
         )
     return CacheDescription(shard=shard, groups=tuple(groups))
