@@ -161,19 +161,13 @@ class BlockIndex:
         """
         _require_distinct(keys)
         plan = StorePlan(keys=[], slots=[], evicted=[], reasons=[], refused=[], present=[])
-        absent: list[BlockKey] = []
-        idle: list[BlockKey] = []
+        absent = [key for key in keys if key not in self._entries]
+        plan.present.extend(key for key in keys if key in self._entries)
         policy = self._policy.active()
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None:
-                absent.append(key)
-                continue
-            plan.present.append(key)
-            if self.state(key) is BlockState.READY:
-                idle.append(key)
-        for key in reversed(idle):
+        for key in reversed(plan.present):
             policy.touch(key)
+        idle = [key for key in plan.present if self.state(key) is BlockState.READY]
+        for key in idle:
             policy.hold(key)
         for key in absent:
             if not (self._free_slots or self._next_slot < self.num_slots or len(policy)):

@@ -179,9 +179,15 @@ def index(request: pytest.FixtureRequest) -> BlockIndex:
     return BlockIndex(NUM_SLOTS, request.param(NUM_SLOTS))
 
 
-def test_the_tail_of_a_prefix_is_evicted_before_its_head(index: BlockIndex) -> None:
+@pytest.mark.parametrize("pinned", [[], [key(3)]])
+def test_the_tail_of_a_prefix_is_evicted_before_its_head_unless_it_was_stored_again(
+    index: BlockIndex, pinned: list[BlockKey]
+) -> None:
     store(index, [0, 1, 2, 3])
-    assert store(index, [4]) == [key(3)]
+    index.pin(pinned)
+    store(index, [3] if pinned else [])
+    index.unpin(pinned)
+    assert store(index, [4]) == [key(2 if pinned else 3)]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
