@@ -102,10 +102,6 @@ class IsolatedTier:
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
         return not (is_late or self._share.is_spent)
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Look up which of `keys` are present; none when the backend fails or is late."""
-        return await self.ask(keys) or set()
-
     async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
         """Look up which of `keys` are present; None when the backend fails or is late."""
         if not keys:
@@ -113,19 +109,20 @@ class IsolatedTier:
         if not self._may_call(Operation.LOOKUP, keys):
             return None
         what, began = f"lookup of {len(keys)} blocks", runtime.monotonic()
-        call = self.backend.lookup(keys)
-        found = await self._await_answer(
-            Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call
-        )
-        is_answer, status = found is not None and len(found) == len(keys), Status.DONE
-        if found is None or not is_answer:
+        call, timeout_s = self._look_up(keys), self._timeouts.lookup_s
+        there = await self._await_answer(Operation.LOOKUP, what, keys, timeout_s, call)
+        status = Status.DONE
+        if there is None:
             is_late = self._suspension.is_on(runtime.monotonic())
-            found, status = [False] * len(keys), Status.TIMED_OUT if is_late else Status.FAILED
+            status = Status.TIMED_OUT if is_late else Status.FAILED
         if self.reports:
-            seconds = runtime.monotonic() - began
+            found, seconds = [key in (there or ()) for key in keys], runtime.monotonic() - began
             self.reports.tell(Asked(self.reports.tier, keys, found, seconds, status))
-        there = {key for key, is_there in zip(keys, found, strict=True) if is_there}
-        return there if is_answer else None
+        return there
+
+    async def _look_up(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        found = await self.backend.lookup(keys)  # below, what is no answer for each key raises
+        return {key for key, is_there in zip(keys, found, strict=True) if is_there}
 
     def moving(self, operation: Operation, cause: Cause = Cause.REQUEST) -> Move:
         """Make a store or load of the backend; every block is `FAILED` when the backend fails.

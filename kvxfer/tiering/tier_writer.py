@@ -197,7 +197,7 @@ class TierWriter:
     ) -> None:
         """Copy the blocks of a batch that their tier still has and the target does not have."""
         old = [key for key, block in batch.items() if not (block.is_new or key in self._in_part)]
-        known = await self._target.lookup(old)
+        known = await self._target.ask(old) or set()
         wanted = [index for index, key in enumerate(batch) if key not in known]
         keys, buffer = [key for key in batch if key not in known], buffer.take(wanted)
         if not keys:

@@ -422,9 +422,9 @@ class TieredBackend(Backend):
         Returns:
             For each key that was found, the name of its tier.
         """
-        found = dict.fromkeys(await self._first.lookup(keys), self._first.reports.tier)
+        found = dict.fromkeys(await self._first.ask(keys) or (), self._first.reports.tier)
         for tier in self._lower:
-            below = await tier.lookup([key for key in keys if key not in found])
+            below = await tier.ask([key for key in keys if key not in found]) or set()
             verified = await self._promote(tier, [key for key in keys if key in below])
             found |= {key: tier.reports.tier for key in keys if key in verified}
         return found
@@ -443,7 +443,7 @@ class TieredBackend(Backend):
                     logger.warning("%s: no staging buffer comes back in time", tier.name)
                     break
                 await held.enter_async_context(self._locks.acquire(batch))
-                promoted = await self._first.lookup(batch)  # by another call meanwhile
+                promoted = await self._first.ask(batch) or set()  # by another call meanwhile
                 verified |= promoted
                 if wanted := [index for index, key in enumerate(batch) if key not in promoted]:
                     blocks = staged.blocks.take(wanted)

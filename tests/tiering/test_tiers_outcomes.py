@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
@@ -52,6 +53,13 @@ async def test_of_several_outcomes_the_most_telling_one_is_given(
     async with TieredBackend(tiers, namespace) as backend:
         [outcome] = await backend.load(KEYS[:1], memory.describe(0, [0]))
         assert outcome == Outcome(Status(expected))
+
+
+async def test_a_tier_whose_answer_means_nothing_has_no_block(memory: BlockMemory) -> None:
+    tiers = [open_dict(memory.namespace()), open_dict(memory.namespace())]
+    async with TieredBackend(tiers, memory.namespace()) as backend:
+        with patch.object(tiers[1], "lookup", AsyncMock(return_value=8)):
+            assert await backend.lookup(KEYS) == [False] * 8
 
 
 async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -> None:
