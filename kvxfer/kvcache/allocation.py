@@ -267,7 +267,8 @@ def allocate_canonical(
     Raises:
         AllocationRefusedError: A condition does not hold; has the list of `why_not_canonical`.
         InvalidArgumentError: There is not one backend and one kernel block per group, a backend
-            contradicts itself, or `pinned` is set for device memory or without CUDA.
+            contradicts itself, `pinned` is set for device memory or without CUDA, or there is not
+            as much memory.
     """
     device, pinned = require_device("device", device), require_flag("pinned", pinned)
     if pinned and device.type != "cpu":
@@ -280,9 +281,12 @@ def allocate_canonical(
         raise AllocationRefusedError(refusals)
     _, _, spec = request.layers[0]
     row_bytes = len(request.config.layer_positions) * spec.page_size_bytes
-    buffer = torch.zeros(
-        config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
-    )
+    num_bytes = config.num_blocks * row_bytes
+    try:
+        buffer = torch.zeros(num_bytes, dtype=torch.int8, device=device, pin_memory=pinned)
+    except (RuntimeError, TypeError) as exc:  # TypeError: a number that torch does not have
+        expected = f"blocks of {row_bytes} bytes for which {device} has room"
+        raise InvalidArgumentError("config.num_blocks", config.num_blocks, expected) from exc
     rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
     views = {name: _view(buffer, request, group, name) for group, name, _ in request.layers}
     return CanonicalAllocation(

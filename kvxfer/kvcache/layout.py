@@ -151,9 +151,12 @@ def fitting_readings(
         return []
     padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
     readings: dict[tuple[str, ...], LayoutReading] = {}
+    tokens = form.axis_sizes.get("token", 1)
+    ratios = sorted({max(1, size // num_blocks) for size in tensor.shape})  # one is of the blocks
     for candidate in candidates:
-        tokens = form.axis_sizes.get("token", 1)
-        for ratio in _divisors(tokens) if "token" in candidate.factors else [tokens]:
+        for ratio in ratios if "token" in candidate.factors else [tokens]:
+            if tokens % ratio:
+                continue
             known = _known_sizes(form.axis_sizes, num_blocks, num_layers, ratio)
             reading = _fit(tensor, candidate, known, ratio, padded_elements)
             if reading is not None:
@@ -360,7 +363,3 @@ def same_bytes(actual: torch.dtype, expected: torch.dtype) -> bool:
     if expected.itemsize == 1 and (actual in plain or expected in plain):
         return actual.itemsize == 1
     return actual == expected
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

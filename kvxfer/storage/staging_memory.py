@@ -9,7 +9,7 @@ from itertools import accumulate, count, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -254,8 +254,15 @@ def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> De
 
 
 def allocate_aligned(num_bytes: int) -> Buffer:
-    """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`."""
-    memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`.
+
+    Raises:
+        InvalidArgumentError: There is not as much.
+    """
+    try:
+        memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    except (MemoryError, ValueError) as exc:  # numpy counts no more than 2**63
+        raise InvalidArgumentError("staging_bytes", num_bytes, f"memory: {exc}") from exc
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[start : start + num_bytes]
 

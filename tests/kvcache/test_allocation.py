@@ -230,6 +230,9 @@ def test_misuse_is_no_refusal(options: dict[str, Any], argument: str) -> None:
         why_not_canonical(**arguments | options)
     with pytest.raises(InvalidArgumentError, match="memory"):
         AttentionLayout("block kv token head dim", "block layer kv token head")
+    for num_blocks in (1 << 40, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match=f"config.num_blocks is {num_blocks}"):
+            allocate_canonical(replace(ALONE, num_blocks=num_blocks), [NHD])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which pins memory")

@@ -199,7 +199,8 @@ def test_what_cannot_be_mapped_is_refused_by_its_axis(
     [
         (lambda: WorkerShard(num_kv_heads=6, tp_size=4), "tp_size"),
         (lambda: map_caches(caches_of(), replace(FOUR, dcp_size=2)), "dcp_size"),
-        (lambda: map_caches(caches_of(), ALONE, num_shards=3), "num_shards"),
+        (lambda: map_caches(caches_of(), ALONE, num_shards=1 << 40), "num_shards"),
+        (lambda: map_caches(caches_of(), ALONE, tokens_per_page=1 << 60), "tokens_per_page"),
         (lambda: map_caches(unknown(), ALONE), "caches"),
         (lambda: unknown(group_specs=(SPEC, SPEC)), "group_specs"),
         (lambda: map_one(caches_of(), axes={"k": ("token", "head", "dim")}), "axes of 'k'"),

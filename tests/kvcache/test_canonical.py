@@ -475,6 +475,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
     )
     negated, three = torch._neg_view(nhd()), dense(3, NUM_BLOCKS, 16, 3, 8)
     k, v, other = three
+    huge = config_of((replace(SPEC, tokens_per_block=1 << 60), "a"))
     invalid, unknown = InvalidArgumentError, UnknownLayoutError
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
     return {
@@ -494,6 +495,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
         "two layouts of a tensor": lambda: told(invalid, a=ALL_LAYERS[0], b=f"layer {NHD}"),
         "tokens outermost": lambda: word("token block kv head dim", invalid, "outside 'block'"),
         "too few axes": lambda: word("block token head dim", invalid, "exactly the axes"),
+        "more tokens than can be tried": lambda: ({"a": nhd()}, huge, {}, unknown, "got"),
         "a gap": lambda: of_states(first, second.as_strided(second.shape, second.stride(), 10)),
         "two allocations": lambda: of_states(
             first, torch.zeros(NUM_BLOCKS, 75)[:, :50].view(NUM_BLOCKS, 2, 5, 5)

@@ -113,6 +113,9 @@ def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> N
         TieredBackend([only_host, OnlyCuda(None, namespace)], namespace)
     with pytest.raises(InvalidArgumentError, match="at least one backend"):
         TieredBackend([], namespace)
+    for num_bytes in (1 << 55, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match="staging_bytes"):
+            TieredBackend([both], namespace, staging_bytes=num_bytes)
 
 
 @pytest.mark.parametrize("is_tiered", [True, False])

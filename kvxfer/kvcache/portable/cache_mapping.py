@@ -37,7 +37,7 @@ def map_caches(
         caches: Caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
         shard: Position of this worker in the model.
         tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's, over all
-            workers that share its tokens; by default the same.
+            workers that share its tokens, and no more than all blocks have; by default the same.
         num_shards: Equal shares of the heads, stored under separate keys. A worker must hold whole
             shares, so choose the largest number of workers that will divide the heads.
         state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
@@ -76,6 +76,11 @@ def map_caches(
                 raise PageMappingError("token", "no spec", "the tokens of a block")  # noqa: TRY301
             tokens_per_block = spec.tokens_per_block * shard.num_token_shares
             tokens = tokens_per_page or tokens_per_block
+            most = tokens_per_block * min(len(caches.tensors[r.tensor_idx].tensor) for r in refs)
+            if tokens > most:
+                raise InvalidArgumentError(
+                    "tokens_per_page", tokens, f"at most {most}, all blocks'"
+                )
             page = portable_page(boxes, shard, num_tokens=tokens, num_shards=num_shards, axes=axes)
             mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
         except PageMappingError as exc:

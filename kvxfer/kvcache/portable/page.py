@@ -121,7 +121,7 @@ def portable_page(
     parts: dict[str, list[PageBox]] = {}
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
         parts.setdefault(name, []).append(box)
-    shards: list[list[PortableTensor]] = [[] for _ in range(num_shards)]
+    shards: dict[int, list[PortableTensor]] = {}
     for name in sorted(parts, key=natural_order):
         same, box = parts[name], parts[name][0]
         sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
@@ -138,9 +138,9 @@ def portable_page(
             first=(0,) * len(order),
             encoding=box.encoding,
         )
-        for each, share in zip(shards, _share_heads(tensor, num_shards), strict=False):
-            each.append(share)
-    return PortablePage(tuple(tuple(each) for each in shards if each))
+        for index, share in enumerate(_share_heads(tensor, num_shards)):
+            shards.setdefault(index, []).append(share)
+    return PortablePage(tuple(map(tuple, shards.values())))
 
 
 def _usual_axes(box: PageBox) -> tuple[str, ...]:
