@@ -476,6 +476,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
     negated, three = torch._neg_view(nhd()), dense(3, NUM_BLOCKS, 16, 3, 8)
     k, v, other = three
     huge = config_of((replace(SPEC, tokens_per_block=1 << 60), "a"))
+    scaled = nhd().as_subclass(type("Scaled", (torch.Tensor,), {"is_quantized": True}))
     invalid, unknown = InvalidArgumentError, UnknownLayoutError
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
     return {
@@ -488,6 +489,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
         "negated values": lambda: pair(
             nhd(), [nhd()[:, 0], negated[:, 1]], unknown, "'b': got a negated"
         ),
+        "values with a scale": lambda: pair(nhd(), scaled, unknown, "'b': got a quantized"),
         "layers apart": lambda: ({"a": nhd(), "b": nhd()}, apart, {}, LayoutError, "'a' and 'b'"),
         "a layout of nothing": lambda: word(NHD, invalid, "layouts", name="b"),
         "a layout that does not fit": lambda: word(SPLIT, unknown, SPLIT),

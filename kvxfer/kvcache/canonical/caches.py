@@ -158,7 +158,7 @@ def canonicalize(
             are on several devices or on the meta device, or a layout names the wrong axes.
         AmbiguousLayoutError: A tensor fits two layouts.
         UnknownLayoutError: A tensor fits no layout of its spec; also when a page is not
-            contiguous, or the tensor is a view that conjugates or negates.
+            contiguous, or the tensor conjugates, negates or scales its bytes.
         OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
             layer, such as its keys and its values, share any.
         PageBoundsError: Padded pages reach beyond the storage.

@@ -64,7 +64,7 @@ def read_registered(
             tensors are on several devices or on none.
         AmbiguousLayoutError: A tensor fits two layouts.
         UnknownLayoutError: A tensor fits no layout of its spec, or its bytes are not its elements,
-            as in a view that conjugates or negates.
+            as in a view that conjugates or negates, or one with scales of its own.
     """
     require_instance("kv_caches", kv_caches, Mapping)
     require_instance("config", config, KVCacheConfig)
@@ -104,8 +104,9 @@ def _require_usable_tensors(kv_caches: KVCaches) -> None:
                 raise InvalidArgumentError(
                     argument, f"{tensor.layout} on {tensor.device}", "a strided tensor with memory"
                 )
-            if tensor.is_conj() or tensor.is_neg():
+            if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
                 view = "conjugated" if tensor.is_conj() else "negated"
+                view = "quantized" if tensor.is_quantized else view
                 found = f"a {view} view of {describe_tensor(tensor)}"
                 raise UnknownLayoutError(name, found, ["a tensor whose bytes are its elements"])
             devices.add(tensor.device)
