@@ -21,7 +21,7 @@ from kvxfer.copy_engine.cpu_methods import (
     CPUMethod,
     CPUMethods,
 )
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.row_copies import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -84,23 +84,21 @@ class CPUCopyEngine(CopyEngine):
         self._methods = methods or MEASURED
         self._pool = DaemonThreads("kvxfer-copy", self.num_threads)
 
-    def copy(self, source: Descriptors, destination: Descriptors) -> None:
-        """See `CopyEngine.copy`."""
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+        """See `CopyEngine.begin`."""
         for name, side in (("source", source), ("destination", destination)):
             if side.device.type != "cpu":
                 raise InvalidArgumentError(f"{name}.device", str(side.device), "cpu")
         num_pieces = max(len(source.addresses), len(destination.addresses))
         if num_pieces <= FEW_PAIRS and source.num_bytes <= ALONE_BYTES:
             _copy_each(pair_fragments(source, destination))
-            return
-        if _are_small(source, destination):
+        elif _are_small(source, destination):
             require_same_blocks(source, destination)
             shares = _share_blocks(source, destination, self._num_shares)
             self._run([partial(_copy_small, *share) for share in shares])
-            return
-        pairs = _in_order(pair_fragments(source, destination))
-        if pairs.num_pairs:
+        elif (pairs := _in_order(pair_fragments(source, destination))).num_pairs:
             self._copy_pairs(pairs)
+        return Copy()
 
     def gather(self, block: Descriptors, address: int) -> None:
         """Copy one block to contiguous memory, as `copy` does; large fragments without detours.

@@ -91,10 +91,6 @@ class CudaCopyEngine(CopyEngine):
                 said = f"{region.num_bytes} bytes at {region.address:#x} of {region.device}"
                 raise InvalidArgumentError("memory", said, f"memory of {self.device}")
 
-    def copy(self, source: Descriptors, destination: Descriptors) -> None:
-        """See `CopyEngine.copy`. One side must be in host memory."""
-        self.begin(source, destination).wait()
-
     def time(self, source: Descriptors, destination: Descriptors) -> float:
         """Copy as `copy` does; return the seconds that the device took, by its own clock."""
         batch = self.begin(source, destination, times=True)
@@ -102,7 +98,7 @@ class CudaCopyEngine(CopyEngine):
         return batch.seconds if isinstance(batch, Batch) else 0.0
 
     def begin(self, source: Descriptors, destination: Descriptors, *, times: bool = False) -> Copy:
-        """See `CopyEngine.begin`."""
+        """See `CopyEngine.begin`. One side must be in host memory."""
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
         pairs = pair_fragments(source, destination)

@@ -45,12 +45,8 @@ class DeviceCopyEngine(CopyEngine):
             if region.device != HOST:
                 self._gpu(region.device).attach([region])
 
-    def copy(self, source: Descriptors, destination: Descriptors) -> None:
-        """See `CopyEngine.copy`. Copies between two GPUs are refused."""
-        self.begin(source, destination).wait()
-
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
-        """See `CopyEngine.begin`."""
+        """See `CopyEngine.begin`. Copies between two GPUs are refused."""
         if source.device == destination.device == HOST:
             return self._cpu.begin(source, destination)
         device = destination.device if source.device == HOST else source.device

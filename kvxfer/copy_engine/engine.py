@@ -61,7 +61,6 @@ class CopyEngine(ABC):
             InvalidArgumentError: A region is not in the memory of its device.
         """
 
-    @abstractmethod
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy every block of `source` to the same block of `destination`; blocks the thread.
 
@@ -73,14 +72,14 @@ class CopyEngine(ABC):
             DeviceError: The driver of a device refused to copy.
             DeviceLostError: The device is gone, and with it the content of its memory.
         """
+        self.begin(source, destination).wait()
 
+    @abstractmethod
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
         """Begin to copy as `copy` does; blocks only where the calling thread makes the copy.
 
         When it raises, what was begun has ended; errors as `copy`.
         """
-        self.copy(source, destination)
-        return Copy()
 
     @abstractmethod
     def close(self) -> None:

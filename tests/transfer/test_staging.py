@@ -13,7 +13,7 @@ import torch
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
@@ -51,13 +51,13 @@ class PretendedCopyEngine(CopyEngine):
         self.begun: list[int] = []
         self._cpu = CPUCopyEngine(num_threads=1)
 
-    def copy(self, source: Descriptors, destination: Descriptors) -> None:
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
         assert {source.device, destination.device} == {HOST, DEVICE}
         self.begun.append(source.num_bytes)
         if self.error is not None:
             raise self.error
         sides = (dataclasses.replace(side, device=HOST) for side in (source, destination))
-        self._cpu.copy(*sides)
+        return self._cpu.begin(*sides)
 
     def close(self) -> None:
         self._cpu.close()
