@@ -14,10 +14,9 @@ import torch
 
 from benchmarks.batches import describe
 from benchmarks.report import BenchRow, compare, time_in_turn
-from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.copy_stream import CopyStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.devices import open_gpu
+from kvxfer.copy_engine.devices import measure_methods, open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
 from kvxfer.kvcache.descriptors import Descriptors

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.copy_stream import ComputeStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches

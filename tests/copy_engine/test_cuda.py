@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cuda import CudaCopyEngine
+from kvxfer.copy_engine.devices import measure_methods
 from kvxfer.copy_engine.method_table import MEASURED_BYTES, CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError, KVXferError

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import copy_stream
-from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.copy_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaStream
 from kvxfer.copy_engine.engine import CopyEngine

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 import kvxfer
 from kvxfer.copy_engine import devices, pinned_memory
-from kvxfer.copy_engine.calibration import measure_methods
-from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.copy_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent, CudaStream
-from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.devices import DeviceCopyEngine, measure_methods
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgumentError

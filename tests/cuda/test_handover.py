@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig, local_node
-from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.copy_stream import ComputeStream
 from kvxfer.errors import BackendUnavailableError, DeviceUnavailableError
 from kvxfer.kvcache import WorkerShard
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
