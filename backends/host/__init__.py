@@ -1,7 +1,6 @@
 """Host memory backend."""
 
-from kvxfer.backends.host.backend import HostBackend
-from kvxfer.backends.host.config import HostConfig
+from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.backends.host.slots import SlotMover, keys_in_slots, slot_key
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity

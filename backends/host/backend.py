@@ -8,14 +8,17 @@ from functools import partial
 from itertools import compress
 from weakref import WeakMethod
 
+import msgspec
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.backends.host.scrubber import Scrubber
-from kvxfer.checks import require_instance
+from kvxfer.checks import require_instance, require_number
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -31,9 +34,10 @@ from kvxfer.storage.backend import (
 )
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_begun
+from kvxfer.storage.eviction.retaining_policy import BoundedConfig
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.index import BlockIndex, StorePlan
-from kvxfer.storage.integrity import MemoryIntegrity
+from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import (
@@ -58,7 +62,47 @@ INLINE_BLOCKS = 256
 """Most bytes of lent parts of blocks to hash, and most tags to check, on the event loop itself:
 that takes less time than two thread switches."""
 
+DEFAULT_SCRUB_MIB_PER_S = 64.0
+"""Rate of the scrubber: half a percent of a core, and all of 100 GiB in 27 minutes."""
+
 logger = logging.getLogger(__name__)
+
+
+class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `host://`, with the attributes of `BoundedConfig`.
+
+    Attributes:
+        capacity: Bytes of host memory, tags included; reserved when the backend opens.
+        integrity: See `MemoryIntegrity`; `fenced` by default, which is `full` where the memory is
+            `shared`: other processes write there.
+        methods: Fragment sizes below which a kernel copies to and from a GPU, such as
+            `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
+        scrub_mib_per_s: MiB that are read in a second, in the background, to find blocks that have
+            changed in memory; 0 for none. See `Scrubber`.
+        shared: Whether other processes can map the memory, as those that `kvxfer serve --pool`
+            serves; it is not in huge pages then.
+    """
+
+    integrity: MemoryIntegrity = MemoryIntegrity.FENCED
+    methods: str | None = None
+    scrub_mib_per_s: float = DEFAULT_SCRUB_MIB_PER_S
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        integrity: object = self.integrity
+        if isinstance(integrity, Integrity):  # as other backends have it
+            integrity.require_keyless()
+            integrity = MemoryIntegrity(integrity.value)
+        if self.shared and integrity is MemoryIntegrity.FENCED:
+            integrity = MemoryIntegrity.FULL
+        msgspec.structs.force_setattr(self, "integrity", integrity)
+        super().__post_init__()
+        require_number("scrub_mib_per_s", self.scrub_mib_per_s, "MiB, 0 or more")
+        MethodTable.parse(self.methods)
+
+    def open_copy_engine(self) -> CopyEngine:
+        """Open the engine that copies to and from the pool."""
+        return DeviceCopyEngine(methods=MethodTable.parse(self.methods))
 
 
 class HostBackend(LendingBackend, ImmediateMover):

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.backends.host.backend import HostBackend
-from kvxfer.backends.host.config import HostConfig
+from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
