@@ -17,7 +17,7 @@ from kvxfer.checks import (
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
-from kvxfer.kvcache.cache_tensor import (
+from kvxfer.kvcache.layout import (
     ATTENTION_LAYOUTS,
     LATENT_LAYOUTS,
     SEPARATE_LAYOUTS,

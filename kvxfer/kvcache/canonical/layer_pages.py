@@ -7,9 +7,8 @@ from itertools import pairwise, product
 import torch
 
 from kvxfer.errors import LayoutError, PageBoundsError
-from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.canonical.registered import LayerPlace, RegisteredCache
-from kvxfer.kvcache.layout import describe_tensor
+from kvxfer.kvcache.layout import CacheTensorForm, describe_tensor
 from kvxfer.kvcache.page_box import Digit, PageBox
 
 Axes = Iterable[tuple[str, int, int]]

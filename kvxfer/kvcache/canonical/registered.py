@@ -8,9 +8,9 @@ import torch
 
 from kvxfer.checks import require_instance, require_sequence
 from kvxfer.errors import InvalidArgumentError, UnknownLayoutError
-from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
+    CacheTensorForm,
     KVLayout,
     LayoutReading,
     describe_tensor,
