@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -278,14 +277,14 @@ def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
         for tensor in (each.tensor for each in caches.tensors)
         for start in [tensor.data_ptr()]
     )
-    regions = []
-    for device, on_device in groupby(spans, key=lambda span: span[0]):
-        joined: list[tuple[int, int]] = []
-        for _, start, stop in on_device:
-            if joined and start < joined[-1][1]:  # rows of several tensors interleave
-                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-            else:
-                joined.append((start, stop))
-        place = torch.device(device)
-        regions += [MemoryRegion(start, stop - start, caches, place) for start, stop in joined]
-    return regions
+    joined: list[tuple[str, int, int]] = []
+    for device, start, stop in spans:
+        before, first, last = joined[-1] if joined else ("", 0, 0)
+        if device == before and start < last:  # rows of several tensors interleave
+            joined[-1] = (device, first, max(stop, last))
+        else:
+            joined.append((device, start, stop))
+    return [
+        MemoryRegion(start, stop - start, caches, torch.device(device))
+        for device, start, stop in joined
+    ]

@@ -12,7 +12,6 @@ from kvxfer.checks import (
     require_instance,
     require_instances,
     require_integer,
-    require_positive,
     require_text,
 )
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PageMappingError
@@ -69,13 +68,13 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     has_states: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("tokens_per_block", _count(self, "tokens_per_block", MAX_INDEX)),
-            ("payload_size_bytes", _count(self, "payload_size_bytes", MAX_PAYLOAD_BYTES)),
-            ("opaque", require_text("opaque", self.opaque)),
-            ("has_states", require_flag("has_states", self.has_states)),
-        ):
-            msgspec.structs.force_setattr(self, name, value)
+        counts = {"tokens_per_block": MAX_INDEX, "payload_size_bytes": MAX_PAYLOAD_BYTES}
+        for name, maximum in counts.items():
+            count = require_integer(name, getattr(self, name), minimum=1, maximum=maximum)
+            msgspec.structs.force_setattr(self, name, count)
+        msgspec.structs.force_setattr(self, "opaque", require_text("opaque", self.opaque))
+        has_states = require_flag("has_states", self.has_states)
+        msgspec.structs.force_setattr(self, "has_states", has_states)
         require_instances("boxes", self.boxes, PageBox)
         msgspec.structs.force_setattr(self, "boxes", tuple(self.boxes))
         if self.has_states:
@@ -237,11 +236,6 @@ def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
     if max(end, box.num_bytes) > payload_size_bytes:
         expected = f"at most {payload_size_bytes} bytes of payload"
         raise InvalidArgumentError(name, f"bytes up to {max(end, box.num_bytes)}", expected)
-
-
-def _count(group: GroupDescription, name: str, maximum: int) -> int:
-    count = require_positive(name, getattr(group, name))
-    return require_integer(name, count, maximum=maximum)
 
 
 def _encode_dtype(value: Any) -> str:
