@@ -72,10 +72,9 @@ async def call_backend(
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
-        outcomes = list(await await_call(move(keys, blocks)))
+        return _one_each(name, await await_call(move(keys, blocks)), len(keys))
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
-    return _one_each(name, outcomes, len(keys))
 
 
 def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
@@ -92,11 +91,10 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
     Errors and the name are as those of `call_backend`.
     """
     try:
-        given = begun.poll()
-        outcomes = None if given is None else list(given)
+        outcomes = begun.poll()
+        return None if outcomes is None else _one_each(name, outcomes, num_keys)
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, num_keys)
-    return None if outcomes is None else _one_each(name, outcomes, num_keys)
 
 
 async def wait_for_begun(begun: Begun) -> list[Outcome]:
@@ -129,8 +127,8 @@ def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
     return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys
 
 
-def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome]:
-    if len(outcomes) != num_keys:
+def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcome]:
+    if len(outcomes := list(given)) != num_keys:
         reason = f"{name} gave {len(outcomes)} outcomes for {num_keys} keys"
         return [Outcome(Status.FAILED, reason=reason)] * num_keys
     return outcomes

@@ -91,11 +91,3 @@ def test_what_a_copy_that_fails_held_is_given_back(call: str) -> None:
     with pytest.raises(RuntimeError, match="no copy"):
         getattr(Begun((), copy, given_back), call)()
     given_back.assert_called_once_with()
-
-
-async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> None:
-    async def store(*_: object) -> Any:
-        return None
-
-    assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
-    assert begin_call(lambda *_: None, KEYS, BLOCKS) is None
