@@ -367,12 +367,8 @@ class TieredBackend(Backend):
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
         """Make a call in every tier at once: none waits for one that hangs or fails."""
-
-        async def call_one(tier: IsolatedTier) -> None:
-            await await_call(call(tier))
-
-        ended = await asyncio.gather(*map(call_one, self._tiers), return_exceptions=True)
-        for error in filter(None, ended):
+        calls = [await_call(call(tier)) for tier in self._tiers]
+        for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
             raise error
 
     async def aclose(self) -> None:

@@ -75,10 +75,6 @@ class WriteBackQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting) + len(self._taken) + len(self._put_off)
 
-    def __contains__(self, key: object) -> bool:
-        """Whether a block waits; also one that was added anew while it is being copied."""
-        return key in self._waiting or key in self._put_off
-
     @property
     def num_taken(self) -> int:
         """Blocks that are being copied."""

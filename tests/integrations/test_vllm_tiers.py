@@ -117,7 +117,7 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
     assert scheduler.lookup([key], "another") == [MISS]
     assert scheduler.store([key], version=1) == [key]
     inner.refuses = False
-    scheduler.until(lambda: key not in scheduler.manager._write_back and key in inner)
+    scheduler.until(lambda: not len(scheduler.manager._write_back) and key in inner)
     scheduler.forget()
     assert scheduler.resolve([key], "later") == [HIT]
     assert scheduler.bytes_of(key) == payloads_of(key, version=1)
