@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,6 +40,8 @@ from kvxfer.kvcache.spec import (
     MLASpec,
     UniformTypeKVCacheSpecs,
 )
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.test_canonical import states
@@ -179,7 +182,7 @@ UNMAPPED: list[tuple[Callable[[], object], str, str]] = [
     (lambda: map_caches(caches_of(**IN_FOUR), ALONE, tokens_per_page=8), "token", "of 6; .* 8"),
     (lambda: map_caches(states_of(), TWO, state_heads=(None, "s0")), "head", "without heads"),
     (lambda: map_caches(states_of(), OF_TOKENS, state_heads=("s0",) * 2), "token", "no shares"),
-    (lambda: map_one(caches_of(), FOUR).shards, "head", "use more shards"),
+    (lambda: PortableBackend(Mock(Backend), map_caches(caches_of(), FOUR)), "head", "more shards"),
     (lambda: map_caches(unknown(group_specs=(SPEC,)), ALONE), "layout", r"bytes of \['layers.0'\]"),
 ]
 

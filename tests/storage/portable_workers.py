@@ -55,9 +55,7 @@ class Worker:
             named.copy_(blocks)
 
 
-def make_worker(
-    layout: str, *, rank: int, tp_size: int, tokens_per_block: int, num_shards: int = 4
-) -> Worker:
+def make_worker(layout: str, *, rank: int, tp_size: int, tokens_per_block: int) -> Worker:
     heads = max(1, HEADS // tp_size)
     num_blocks = TOKENS // tokens_per_block
     sizes = {"block": num_blocks, "kv": 2, "token": tokens_per_block, "head": heads, "dim": DIM}
@@ -71,7 +69,7 @@ def make_worker(
     config = kvxfer.KVCacheConfig(num_blocks, (kvxfer.KVCacheGroup(spec, LAYERS),))
     caches = kvxfer.canonicalize(views, config, layouts=dict.fromkeys(LAYERS, layout))
     shard = kvxfer.WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=tp_size)
-    mappings = kvxfer.map_caches(caches, shard, tokens_per_page=PAGE, num_shards=num_shards)
+    mappings = kvxfer.map_caches(caches, shard, tokens_per_page=PAGE, num_shards=HEADS)
     return Worker(shard, layout, views, caches, mappings, num_blocks)
 
 

@@ -27,7 +27,7 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PageMappingError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.spec import AttentionSpec
@@ -190,15 +190,6 @@ def test_namespaces_say_how_elements_are_scaled(opaque: str) -> None:
         assert (mappings[0].page.shards[0][0].axes == ("byte",)) is bool(opaque)
         fingerprints.add(portable_namespace(NAMESPACE, mappings).fingerprint)
     assert len(fingerprints) == 2
-
-
-def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:
-    worker = make_worker(
-        "block kv token head dim", rank=0, tp_size=2, tokens_per_block=16, num_shards=1
-    )
-    with pytest.raises(PageMappingError, match="use more shards") as caught:
-        worker.connect("host://?capacity=1MiB")
-    assert caught.value.axis == "head"
 
 
 def worker_over_host() -> tuple[Worker, HostBackend]:

@@ -2,8 +2,6 @@
 
 import hashlib
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,12 +90,3 @@ def test_keys_are_equal_only_where_all_that_they_name_is(
     for key, name in named:
         for other, other_name in named:
             assert (key == other) == (name == other_name)
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [TOKENS, tuple(TOKENS), np.array(TOKENS, np.int8), np.repeat(TOKENS, 2)[::2]],
-    ids=["list", "tuple", "int8", "strided"],
-)
-def test_tokens_may_be_integers_of_any_type(tokens: object) -> None:
-    assert PromptKeys(tokens).block_keys(0, 4, 10) == PromptKeys(TOKENS).block_keys(0, 4, 10)  # type: ignore[arg-type]
