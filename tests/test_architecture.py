@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/explain": 889,
     "kvxfer/face": 424,
     "kvxfer/integrations": 10_134,
-    "kvxfer/kvcache": 5_683,
+    "kvxfer/kvcache": 5_681,
     "kvxfer/lending": 1_473,
     "kvxfer/pages": 2_279,
     "kvxfer/replay": 1_659,

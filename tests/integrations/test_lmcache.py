@@ -554,7 +554,7 @@ def test_pieces_left_over_go_after_a_pause(adapter: FaultyAdapter, memory: Memor
 def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Mock()
     monkeypatch.setattr(KVXferL2Adapter, "open_backend", opened)
-    with pytest.raises(MemoryError):
+    with pytest.raises(InvalidArgumentError, match="staging_bytes is "):
         KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
     assert not opened.called
     monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))

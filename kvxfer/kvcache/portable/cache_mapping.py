@@ -78,9 +78,7 @@ def map_caches(
             tokens = tokens_per_page or tokens_per_block
             most = tokens_per_block * min(len(caches.tensors[r.tensor_idx].tensor) for r in refs)
             if tokens > most:
-                raise InvalidArgumentError(
-                    "tokens_per_page", tokens, f"at most {most}, all blocks'"
-                )
+                raise InvalidArgumentError("tokens_per_page", tokens, f"at most {most}")
             page = portable_page(boxes, shard, num_tokens=tokens, num_shards=num_shards, axes=axes)
             mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
         except PageMappingError as exc:
