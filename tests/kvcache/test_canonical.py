@@ -476,7 +476,9 @@ def refused() -> dict[str, Callable[[], Refused]]:
     negated, three = torch._neg_view(nhd()), dense(3, NUM_BLOCKS, 16, 3, 8)
     k, v, other = three
     huge = config_of((replace(SPEC, tokens_per_block=1 << 60), "a"))
-    scaled = nhd().as_subclass(type("Scaled", (torch.Tensor,), {"is_quantized": True}))
+    scaled: torch.Tensor = nhd().as_subclass(
+        type("Scaled", (torch.Tensor,), {"is_quantized": True})
+    )
     invalid, unknown = InvalidArgumentError, UnknownLayoutError
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
     return {

@@ -487,9 +487,9 @@ class World:
             else:
                 left.append(at)
         if left:
-            parts, ids = tuple(batch.parts[at] for at in left), [batch.block_ids[at] for at in left]
+            parts, taken = tuple(batch.parts[i] for i in left), [batch.block_ids[i] for i in left]
             stores = [batch.stores[at] for at in left] if batch.is_store else []
-            self._unsafe.append(Batch(parts, batch.is_store, ids, batch.began, stores))
+            self._unsafe.append(Batch(parts, batch.is_store, taken, batch.began, stores))
 
     def take_unsafe(self) -> list[Batch]:
         """Take the batches whose memory was not safe, to release them after a drain."""
