@@ -1,5 +1,6 @@
 """Report of a replay: what was asked, what each cache gives, and tables of that for a terminal."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -101,10 +102,11 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
     if timed:
         header += [f"{policy} saves" for policy in policies]
     table = [header]
-    for num_slots in dict.fromkeys(row.num_slots for row in rows):
-        chosen = {row.policy: row for row in rows if row.num_slots == num_slots}
-        first = next(iter(chosen.values()))
-        cells = [format_size(first.capacity_bytes or 0)] if sized else []
+    grid: dict[tuple[int | None, int], dict[str, CapacityRow]] = defaultdict(dict)
+    for row in rows:
+        grid[row.capacity_bytes, row.num_slots][row.policy] = row
+    for (capacity, num_slots), chosen in grid.items():
+        cells = [format_size(capacity or 0)] if sized else []
         cells.append(f"{num_slots:,}")
         cells += [percent(chosen[policy].hit_rate) for policy in policies]
         if timed:

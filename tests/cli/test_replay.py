@@ -47,6 +47,11 @@ def test_json_has_all_of_the_tables(run: Run) -> None:
     assert report["recommendation"]["row"]["backend"]
 
 
+def test_capacities_of_equally_many_blocks_have_a_row_each(run: Run) -> None:
+    printed = run("replay", *SIZED, "--capacities", "16500KiB,16600KiB")[1]
+    assert re.findall(r"^16\.\d MiB", printed, re.MULTILINE) == ["16.1 MiB", "16.2 MiB"]
+
+
 def test_a_synthetic_trace_can_be_kept(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "chats \udcff.jsonl"  # a name that is not UTF-8
     keep = ["--save", str(path), "--tokens-per-block", "32", "--json"]
