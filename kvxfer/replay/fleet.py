@@ -14,7 +14,7 @@ from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine
 from kvxfer.replay.report import align, percent
 from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers, TierPlan
-from kvxfer.replay.trace import Trace, previous_references
+from kvxfer.replay.trace import Trace, known_heads, previous_references
 from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import make_block_key
 from kvxfer.units import ByteSize, format_size
@@ -163,14 +163,12 @@ def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
         np.random.default_rng(seed).integers(fleet.engines, size=trace.num_requests).tolist()
     )
     if fleet.routing == "prefix":
-        previous, lengths = previous_references(trace), np.diff(trace.bounds)
-        firsts = trace.bounds[:-1][lengths > 0]
-        known = np.add.reduceat(previous >= 0, firsts)
-        last = previous[firsts + np.maximum(known, 1) - 1]
+        previous = previous_references(trace)
+        known = known_heads(trace, previous)
+        requests = np.flatnonzero((known > 0) & (known * 2 >= np.diff(trace.bounds)))
+        last = previous[trace.bounds[requests] + known[requests] - 1]
         sources = np.searchsorted(trace.bounds, last, side="right") - 1
-        follows = known * 2 >= lengths[lengths > 0]
-        requests = np.flatnonzero(lengths > 0)[follows].tolist()
-        for request, source in zip(requests, sources[follows].tolist(), strict=True):
+        for request, source in zip(requests.tolist(), sources.tolist(), strict=True):
             engines[request] = engines[source]
     return engines
 

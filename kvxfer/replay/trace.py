@@ -186,11 +186,17 @@ def previous_references(trace: Trace) -> NDArray[np.int64]:
     return previous
 
 
+def known_heads(trace: Trace, previous: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the known blocks at the head of each prompt, by the previous references of all."""
+    new = np.append(np.flatnonzero(previous < 0), trace.num_references)
+    begins, ends = trace.bounds[:-1], trace.bounds[1:]
+    heads: NDArray[np.int64] = np.minimum(new[np.searchsorted(new, begins)], ends) - begins
+    return heads
+
+
 def count_ceiling(trace: Trace) -> int:
     """Count the hits of a cache that never evicts: known blocks at the head of each prompt."""
-    new = np.append(np.flatnonzero(previous_references(trace) < 0), trace.num_references)
-    begins, ends = trace.bounds[:-1], trace.bounds[1:]
-    return int((np.minimum(new[np.searchsorted(new, begins)], ends) - begins).sum())
+    return int(known_heads(trace, previous_references(trace)).sum())
 
 
 def write_trace(path: Path, trace: Trace) -> None:

@@ -65,5 +65,8 @@ def test_requests_of_a_chat_stay_at_an_engine_that_has_it() -> None:
     assert engines[0] == engines[2] == engines[4] == engines[6]
     assert engines[1] == engines[3] == engines[7]
     assert len(set(engines)) == 3
+    behind_new_ones = trace_of([[7, 8], [1, 2, 7, 8], [9]])
+    anywhere = route(behind_new_ones, Fleet(), 0)
+    assert route(behind_new_ones, Fleet(routing="prefix"), 0) == anywhere
     with pytest.raises(InvalidArgumentError, match="seed is -1"):
         route(trace, Fleet(), -1)
