@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import nan
 from typing import Literal
 
 import msgspec
@@ -24,8 +25,8 @@ PEERS = NixlConfig(address="localhost:1")
 
 COUNTS = ("holders", "engines", "replicas", "groups", "connections", "max_connections")
 MAX_COUNT = 10**6
-KEYS_AT_A_TIME = 2048
-"""Keys that are ranked together, so that their weights fit in the caches of a processor."""
+WEIGHTS_AT_A_TIME = 1 << 21
+"""Weights of keys that are ranked together, so that they fit in the caches of a processor."""
 
 MESSAGES_OF_A_LOOKUP, MESSAGES_OF_A_STORE, MESSAGES_OF_A_HEARTBEAT = 2, 4, 2
 """Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup
@@ -106,9 +107,10 @@ class SimulatedHolders(SimulatedTier):
         self.num_lookups, self.num_stores = [0] * len(names), [0] * len(names)
         keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
         endpoints = [Endpoint(f"holder-{name}", 7000) for name in names]
+        step = max(1, WEIGHTS_AT_A_TIME // len(endpoints))
         parts = [
-            rank(keys[start : start + KEYS_AT_A_TIME], endpoints, replicas)
-            for start in range(0, num_blocks, KEYS_AT_A_TIME)
+            rank(keys[start : start + step], endpoints, replicas)
+            for start in range(0, num_blocks, step)
         ]
         self.placement = np.concatenate(parts, axis=1).astype(np.int32)
 
@@ -214,7 +216,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         hits_holders: Hits at holders.
         hits_pool: Hits in one pool as large as all holders, of the same engines.
         num_connections: Connections that a holder needs, for all engines of its group.
-        holders: Figures of holders.
+        holders: Figures of holders; without those of a second for a trace of one moment.
     """
 
     fleet: dict[str, int | str]
@@ -251,7 +253,7 @@ def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) 
         hits_holders=theirs / trace.num_references,
         hits_pool=pooled / trace.num_references,
         num_connections=fleet.num_connections,
-        holders=_spreads(holders, max(trace.duration_s, 1e-3), block, fleet),
+        holders=_spreads(holders, trace.duration_s or nan, block, fleet),
     )
 
 
@@ -279,6 +281,7 @@ def _spreads(
     return [
         Spread(name, float(each.mean()), float(np.percentile(each, 99)), float(each.max()))
         for name, each in figures.items()
+        if not np.isnan(each).any()
     ]
 
 

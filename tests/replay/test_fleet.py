@@ -1,5 +1,7 @@
 """Fleets in simulation: what their holders keep and are asked."""
 
+from unittest import mock
+
 import msgspec
 import pytest
 
@@ -38,12 +40,24 @@ def test_one_engine_above_one_holder_has_the_hits_of_two_tiers(chats: Trace) -> 
     assert (store.num_read, store.num_written) == (lower.num_read, lower.num_written)
 
 
-def test_blocks_are_placed_as_engines_place_them() -> None:
+def test_blocks_are_placed_as_engines_place_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked = mock.Mock(wraps=rank)
+    monkeypatch.setattr("kvxfer.replay.fleet.rank", ranked)
+    monkeypatch.setattr("kvxfer.replay.fleet.WEIGHTS_AT_A_TIME", 100)
     fleet = Fleet(holders=7, engines=7, groups=2, replicas=2)
     keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(500)]
     for placed, holders in zip(make_holders(fleet, 1, 500), (range(4), range(4, 7)), strict=True):
         endpoints = [Endpoint(f"holder-{holder}", 7000) for holder in holders]
         assert placed.placement.tolist() == rank(keys, endpoints, 2).tolist()
+    numbers = [len(call.args[0]) * len(call.args[1]) for call in ranked.mock_calls]
+    assert max(numbers) <= 100, "however many holders there are"
+
+
+def test_a_trace_of_one_moment_has_no_figures_of_a_second() -> None:
+    trace = trace_of([[0, 1], [0, 1]], seconds_apart=0)
+    report = study_fleet(trace, Machine(bytes_per_token=16384), parse_fleet(SMALL))
+    names = [row.name for row in report.holders]
+    assert names == ["blocks kept", "messages/s of heartbeats", "connections"]
 
 
 def test_every_engine_of_a_group_is_connected_to_its_holders(chats: Trace) -> None:
