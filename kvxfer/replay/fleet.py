@@ -123,7 +123,7 @@ class SimulatedHolders(SimulatedTier):
         """Ask the holders of blocks."""
         for home in set(self.placement[:, blocks].ravel().tolist()):
             self.num_lookups[home] += 1
-        return self.find(blocks)
+        return super().lookup(blocks)
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
         """Read blocks, each from the first holder that has it."""

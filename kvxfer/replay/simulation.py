@@ -50,13 +50,9 @@ class SimulatedTier:
         """Whether a block is there; not a use of it."""
         return block in self._index
 
-    def find(self, blocks: Sequence[int]) -> list[int]:
+    def lookup(self, blocks: Sequence[int]) -> list[int]:
         """Find the blocks that are there; not a use of them."""
         return [block for block in blocks if block in self]
-
-    def lookup(self, blocks: Sequence[int]) -> list[int]:
-        """Find the blocks that are there, as a lookup of the real backend does."""
-        return self.find(blocks)
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
         """Read blocks that are there; the first is used last. A copy to a lower tier is no use."""
@@ -115,13 +111,14 @@ class SimulatedTiers:
 
     def _look_up(self, blocks: Sequence[int]) -> dict[int, int]:
         """Find the tier of each block; what lower tiers have is promoted."""
-        found_in = dict.fromkeys(self._first.find(blocks), 0)
+        found_in = dict.fromkeys(self._first.lookup(blocks), 0)
         for index, tier in enumerate(self._lower, start=1):
             below = tier.lookup([block for block in blocks if block not in found_in])
             if below:
                 tier.load(below)
+                num_before = self._first.num_written
                 self._first.store(below)
-                tier.num_promoted += len(below)
+                tier.num_promoted += self._first.num_written - num_before
                 found_in |= dict.fromkeys(below, index)
         return found_in
 
@@ -145,7 +142,7 @@ class SimulatedTiers:
 
     def _store(self, blocks: Sequence[int]) -> None:
         """Store blocks in the first tier with room, and write the new ones to those below it."""
-        there = set(self._first.find(blocks))
+        there = set(self._first.lookup(blocks))
         left = list(blocks)
         for tier in self._lower:
             held = tier.lookup([block for block in left if block not in there])
@@ -156,7 +153,7 @@ class SimulatedTiers:
             if not left:
                 return
             tier.store(left)
-            stored = tier.find(left)
+            stored = [block for block in left if block in tier]
             for target in self._tiers[index + 1 :]:
                 target.lookup([block for block in stored if block in there])
                 if missing := [block for block in stored if block not in target]:

@@ -44,3 +44,6 @@ def test_host_memory_is_simulated_as_the_index_of_the_real_one_decides(
     (tier,) = simulate(trace_of(requests), [TierPlan("host", policy, num_slots)])
     expected = index_hits(list(trace_of(requests).requests()), policy, num_slots)
     assert (tier.num_hits, tier.num_written, tier.num_evicted) == expected
+    lower = TierPlan("file", policy, 24)
+    host, file = simulate(trace_of(requests), [TierPlan("host", policy, num_slots), lower])
+    assert file.num_promoted <= host.num_written
