@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 POLICIES = ("lru", "arc")
 KINDS = ("multi-turn", "agentic", "rag")
 SHARES = (64, 32, 16, 8, 4, 2, 1)
-MAX_TOKENS_PER_BLOCK = 10**9
 MAX_BYTES_PER_TOKEN = 10**12
 PREFILL_TOKENS_PER_S = 1e-3, 1e12
 
@@ -97,6 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _trace(arguments: argparse.Namespace) -> "Trace":
     from kvxfer.replay import make_synthetic, parse_workload, read_trace, write_trace
+    from kvxfer.telemetry.trace_recorder import MAX_TOKENS_PER_BLOCK
 
     tokens = arguments.tokens_per_block
     _require("tokens_per_block", tokens, 1, MAX_TOKENS_PER_BLOCK)
@@ -117,11 +117,11 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
 def _machine(arguments: argparse.Namespace) -> "Machine":
     from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token
 
-    _require("bytes_per_token", arguments.bytes_per_token, 1, MAX_BYTES_PER_TOKEN)
     _require("prefill_tokens_per_s", arguments.prefill_tokens_per_s, *PREFILL_TOKENS_PER_S)
     per_token = arguments.bytes_per_token
     if per_token is None and arguments.model is not None:
         per_token = bytes_per_token(arguments.model)
+    _require("bytes_per_token", per_token, 1, MAX_BYTES_PER_TOKEN)
     bandwidths = {**DEFAULT_BANDWIDTHS}
     for medium in bandwidths:
         if text := getattr(arguments, f"{medium}_bandwidth"):

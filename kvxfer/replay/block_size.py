@@ -106,5 +106,6 @@ def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:
     if config.get("head_dim") is not None:
         head_dim = number("head_dim")
     else:
-        head_dim = number("hidden_size") // number("num_attention_heads")
+        quotient = number("hidden_size") // number("num_attention_heads")
+        head_dim = require_positive(f"head_dim in {path}", quotient)
     return num_layers * 2 * num_kv_heads * head_dim

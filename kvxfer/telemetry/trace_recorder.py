@@ -21,6 +21,9 @@ DEFAULT_TOKENS_PER_BLOCK = 512
 Source: https://github.com/kvcache-ai/Mooncake, `FAST25-release/traces`.
 """
 
+MAX_TOKENS_PER_BLOCK = 10**9
+"""Most tokens of a block: those of all prompts together fit in 64 bits."""
+
 VARIABLE = "KVXFER_TRACE"
 """Environment variable: file to which an engine appends its requests."""
 
@@ -33,6 +36,7 @@ MAX_BYTES = 1 << 30
 CLOSE_TIMEOUT_S = 2.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS_PER_BLOCK)]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Count]
-    tokens_per_block: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] = DEFAULT_TOKENS_PER_BLOCK
+    tokens_per_block: _Tokens = DEFAULT_TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
