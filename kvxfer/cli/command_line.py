@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ FAILED = 2
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """Exit statuses after SIGINT, and after the reader closed the pipe: 128 + signal, as in shells."""
 WIDTH = 80
+
+T = TypeVar("T")
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -37,6 +40,14 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with status 2 and one line that names what cannot be used."""
         self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
+def show(result: T, form: Callable[[T], str], *, as_json: bool) -> None:
+    """Print a result as JSON, or in its form for people."""
+    if as_json:
+        print_json(result)
+    else:
+        print(form(result))
 
 
 def print_json(value: object) -> None:
@@ -67,23 +78,35 @@ def exit_statuses(done: str, bad: str = "") -> str:
 
 
 def run_command(program: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; an error is printed as one line."""
+    """Run a command and return its exit status; an error is printed as one line.
+
+    What the output's encoding lacks is escaped. Nothing is printed where the output was closed.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    said = ""
     try:
         status = command()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe; nothing more must be written to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+    except BrokenPipeError:  # the reader closed the pipe
+        status = PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as exc:
-        said = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
-    except KVXferError as exc:
-        said = str(exc)
-    else:
-        return status
-    sys.stderr.write(f"{program}: {printable(said)}\n")
-    return FAILED
+        status, said = FAILED, f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+    except (KVXferError, MemoryError) as exc:
+        status, said = FAILED, str(exc) or "there is not enough memory"
+    try:
+        print(end="", flush=True)
+    except OSError as exc:  # nothing more must be written to it, at the end of the process either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = FAILED
+        if isinstance(exc, BrokenPipeError):
+            status = PIPE_CLOSED
+        elif not said:
+            said = str(exc)
+    if said and sys.stderr is not None:
+        sys.stderr.write(f"{program}: {printable(said)}\n")
+    return status
 
 
 @contextlib.contextmanager

@@ -194,12 +194,35 @@ def test_a_signal_between_two_files_leaves_the_count_right(
 
 
 @pytest.mark.processes
-def test_a_reader_who_has_seen_enough_causes_no_traceback(store: Store) -> None:
-    store.fill()
+@pytest.mark.parametrize(
+    ("redirected", "status", "shown", "said"),
+    [
+        ("", 0, b"  mod\\xe8le  ", b""),
+        (">&-", 0, b"", b""),
+        (">/dev/full", 2, b"", b"kvxfer ls: [Errno 28] No space left on device\n"),
+        (">&{}", 128 + signal.SIGPIPE, b"", b""),  # 1 would be a bad block
+    ],
+)
+def test_output_that_is_ascii_closed_full_or_read_no_more_causes_no_traceback(
+    store: Store, redirected: str, status: int, shown: bytes, said: bytes
+) -> None:
+    store.fill(model="modèle")
     reader, writer = os.pipe()
     os.close(reader)
-    command = [*COMMAND, "ls", str(store.root)]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    shell = ["bash", "-c", f'"$@" {redirected.format(writer)}', "bash"]
+    result = subprocess.run(
+        [*shell, *COMMAND, "ls", str(store.root)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        pass_fds=[writer],
+        capture_output=True,
+        check=False,
+    )
     os.close(writer)
-    assert result.returncode == 128 + signal.SIGPIPE, "1 would be a bad block"
-    assert not result.stderr
+    assert (result.returncode, result.stderr) == (status, said)
+    assert shown in result.stdout
+
+
+@pytest.mark.processes
+def test_an_error_that_nobody_can_be_told_is_no_bad_block() -> None:
+    command = ["bash", "-c", '"$@" 2>&-', "bash", *COMMAND, "fsck", "/nowhere"]
+    assert subprocess.run(command, check=False).returncode == 2
