@@ -1,11 +1,11 @@
 """Command `kvxfer explain`: why a request missed, block by block."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json, wrap
+from kvxfer.cli.command_line import CommandLine, exit_statuses, show, wrap
 from kvxfer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -14,23 +14,6 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Explain a request, or blocks by their keys; return 0."""
-    arguments = _parser().parse_args(argv)
-    from kvxfer.explain import explain
-    from kvxfer.telemetry.journal import VARIABLE, journal_folder
-
-    folder = arguments.journal or journal_folder()
-    if not folder:
-        expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
-        raise InvalidArgumentError("journal", folder, expected)
-    reports = explain(arguments.what, Path(folder))
-    if arguments.json:
-        print_json(reports)
-    else:
-        print("\n\n".join("\n".join(_lines(report)) for report in reports))
-    return 0
-
-
-def _parser() -> CommandLine:
     parser = CommandLine(
         prog="kvxfer explain",
         description="Say of every block of a request, or of every key, where it came from, or why "
@@ -51,18 +34,30 @@ def _parser() -> CommandLine:
         help="folder of the journal; default: KVXFER_JOURNAL",
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    return parser
+    arguments = parser.parse_args(argv)
+
+    from kvxfer.explain import explain
+    from kvxfer.telemetry.journal import VARIABLE, journal_folder
+
+    folder = arguments.journal or journal_folder()
+    if not folder:
+        expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
+        raise InvalidArgumentError("journal", folder, expected)
+    reports = explain(arguments.what, Path(folder))
+    show(reports, lambda found: "\n\n".join(map(_format, found)), as_json=arguments.json)
+    return 0
 
 
-def _lines(report: "Report") -> Iterator[str]:
-    yield from wrap(_summary(report), "")
+def _format(report: "Report") -> str:
+    lines = wrap(_summary(report), "")
     groups = {run.group for run in report.runs}
     labels = [_label(run, with_group=len(groups) > 1) for run in report.runs]
     width = max(map(len, labels), default=0) + 2
     for label, run in zip(labels, report.runs, strict=True):
-        yield from wrap(run.text, label.ljust(width))
+        lines += wrap(run.text, label.ljust(width))
     for note in report.notes:
-        yield from wrap(note, "note: ")
+        lines += wrap(note, "note: ")
+    return "\n".join(lines)
 
 
 def _summary(report: "Report") -> str:

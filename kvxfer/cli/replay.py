@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json
+from kvxfer.cli.command_line import CommandLine, exit_statuses, show
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
@@ -24,39 +24,25 @@ PREFILL_TOKENS_PER_S = 1e-3, 1e12
 def main(argv: Sequence[str]) -> int:
     """Replay a trace and print what caches give; return 0."""
     arguments = _parse(argv)
-    from kvxfer.replay import (
-        Report,
-        format_report,
-        parse_budget,
-        plan_capacities,
-        plan_list,
-        recommend,
-        summarise,
-    )
+    from kvxfer import replay
+    from kvxfer.replay import fleet
 
     trace = _trace(arguments)
     machine = _machine(arguments)
     if arguments.fleet is not None:
-        from kvxfer.replay.fleet import format_fleet, parse_fleet, study_fleet
-
-        study = study_fleet(trace, machine, parse_fleet(arguments.fleet), seed=arguments.seed)
-        if arguments.json:
-            print_json(study)
-        else:
-            print(format_fleet(study))
+        asked = fleet.parse_fleet(arguments.fleet)
+        study = fleet.study_fleet(trace, machine, asked, seed=arguments.seed)
+        show(study, fleet.format_fleet, as_json=arguments.json)
         return 0
-    budget = parse_budget(arguments.budget) if arguments.budget else None
-    report = Report(
-        trace=summarise(trace),
+    budget = replay.parse_budget(arguments.budget) if arguments.budget else None
+    report = replay.Report(
+        trace=replay.summarise(trace),
         machine=machine,
-        capacities=plan_capacities(trace, machine, *_grid(arguments, trace, machine)),
-        lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
-        recommendation=recommend(trace, machine, budget) if budget else None,
+        capacities=replay.plan_capacities(trace, machine, *_grid(arguments, trace, machine)),
+        lists=[replay.plan_list(trace, machine, backend) for backend in arguments.backend],
+        recommendation=replay.recommend(trace, machine, budget) if budget else None,
     )
-    if arguments.json:
-        print_json(report)
-    else:
-        print(format_report(report))
+    show(report, replay.format_report, as_json=arguments.json)
     return 0
 
 

@@ -6,14 +6,14 @@ A store is a folder, or a bucket that a URL names.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json
+from kvxfer.cli.command_line import CommandLine, exit_statuses, show
 from kvxfer.cli.service import stopping_between_steps
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import printable
@@ -22,7 +22,6 @@ from kvxfer.units import ByteSize, Duration, format_duration, format_size
 if TYPE_CHECKING:
     import argparse
 
-    from kvxfer.backends.object import BucketStore, ObjectConfig
     from kvxfer.pages.maintenance import (
         BlockCheck,
         BlockStore,
@@ -59,15 +58,12 @@ def ls(argv: Sequence[str]) -> int:
 
     from kvxfer.pages.maintenance import measure_usage
 
-    with _open_store(arguments.path) as store:
+    with _open_store(arguments.path) as (store, _):
         if arguments.keys:
             _print_keys(store)
             return 0
         usages = measure_usage(store)
-    if arguments.json:
-        print_json(usages)
-    else:
-        print(_format_table(usages))
+    show(usages, _format_table, as_json=arguments.json)
     return 0
 
 
@@ -161,15 +157,12 @@ def fsck(argv: Sequence[str]) -> int:
     from kvxfer.pages.maintenance import StoreCheck
 
     check = _block_check(arguments)
-    with _open_store(arguments.path) as store:
+    with _open_store(arguments.path) as (store, _):
         checked = StoreCheck(store, check)
         report = _verify(checked, repair=arguments.repair, quiet=arguments.json)
         if arguments.repair:
             report.temporary_removed = checked.clean_up()
-    if arguments.json:
-        print_json(report)
-    else:
-        print(_summary(report))
+    show(report, _summary, as_json=arguments.json)
     return 1 if report.bad else 0
 
 
@@ -207,8 +200,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
 
 def _summary(report: Report) -> str:
     lines = [f"note: {printable(remark)}" for remark in report.remarks]
-    parts = [f"{report.good} good", f"{len(report.bad)} bad"]
-    for number, what in (
+    numbers = (
         (report.keyed, "not verified: keyed"),
         (report.sealed, "not verified: sealed"),
         (report.unchecked, "without a checksum"),
@@ -216,10 +208,9 @@ def _summary(report: Report) -> str:
         (report.quarantined, "in quarantine before"),
         (report.quarantined_now, "put in quarantine"),
         (report.temporary_removed, "temporary files removed"),
-    ):
-        if number:
-            parts.append(f"{number} {what}")
-    return "\n".join([*lines, ", ".join(parts)])
+    )
+    checked = f"{report.good} good", f"{len(report.bad)} bad", *_nonzero(numbers)
+    return "\n".join([*lines, ", ".join(checked)])
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -240,11 +231,11 @@ def inspect(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     from kvxfer.pages.header import BlockFileError
-    from kvxfer.pages.maintenance import inspect_file
+    from kvxfer.pages.maintenance import inspect_file, split_path
 
     check = _block_check(arguments)
     try:
-        with _open_file(arguments.file) as (store, path):
+        with _open_store(arguments.file, split_path) as (store, path):
             found = inspect_file(store, path, check)
     except BlockFileError as exc:
         sys.stderr.write(f"kvxfer inspect: {printable(f'{arguments.file}: {exc}')}\n")
@@ -325,7 +316,7 @@ def gc(argv: Sequence[str]) -> int:
         capacity_bytes = ByteSize.parse(arguments.capacity, name="capacity")
     if arguments.max_age:
         max_age_s = Duration.parse(arguments.max_age, name="max-age")
-    with _open_store(arguments.path) as store, stopping_between_steps() as check:
+    with _open_store(arguments.path) as (store, _), stopping_between_steps() as check:
         collection = GarbageCollection(
             store, capacity_bytes=capacity_bytes, max_age_s=max_age_s, check=check
         )
@@ -342,9 +333,13 @@ def _removed_line(removed: "RemovedCounts", mood: str = "") -> str:
         (removed.num_excess, "beyond the capacity"),
         (removed.num_folders, "namespaces without blocks"),
     )
-    said = ", ".join(f"{number} {what}" for number, what in numbers if number)
+    said = ", ".join(_nonzero(numbers))
     freed, left = format_size(removed.num_bytes), format_size(removed.num_bytes_left)
     return f"{mood}removed: {said or 'nothing'}; {freed} {mood}freed, {left} {mood}left"
+
+
+def _nonzero(numbers: Iterable[tuple[int, str]]) -> Iterator[str]:
+    return (f"{number} {what}" for number, what in numbers if number)
 
 
 def _add_secret(parser: CommandLine) -> None:
@@ -360,50 +355,29 @@ def _block_check(arguments: "argparse.Namespace") -> "BlockCheck":
 
 
 @contextlib.contextmanager
-def _open_store(argument: str) -> "Iterator[BlockStore]":
-    """Open a store.
+def _open_store(
+    argument: str, split: Callable[[str], tuple[str, str]] | None = None
+) -> "Iterator[tuple[BlockStore, str]]":
+    """Open a store, or that of a block file, whose path is split into a root and the path below.
 
     Raises:
         InvalidArgumentError: It is a URL, and not one of a bucket.
         BackendUnavailableError: The client of the bucket cannot be opened.
     """
-    from kvxfer.backends.file.folder_store import FolderStore
-
     if "://" not in argument:
-        yield FolderStore(Path(argument))
-    else:
-        with _opened(_bucket(argument)) as store:
-            yield store
+        from kvxfer.backends.file.folder_store import FolderStore
 
-
-@contextlib.contextmanager
-def _open_file(argument: str) -> "Iterator[tuple[BlockStore, str]]":
-    """Open the store of a block file, and yield its path below the root, too; errors as above."""
-    from kvxfer.backends.file.folder_store import FolderStore
-    from kvxfer.pages.maintenance import split_path
-
-    if "://" not in argument:
-        root, path = split_path(str(Path(argument).absolute()))
+        root, path = split(str(Path(argument).absolute())) if split else (argument, "")
         yield FolderStore(Path(root)), path
-    else:
-        config = _bucket(argument)
-        root, path = split_path(config.path)
-        with _opened(msgspec.structs.replace(config, path=root)) as store:
-            yield store, path
-
-
-def _bucket(url: str) -> "ObjectConfig":
-    from kvxfer.backends.object import ObjectConfig
+        return
+    from kvxfer.backends.object import BucketStore, ObjectConfig
     from kvxfer.connect import parse_backend
 
-    _, config = parse_backend(url)
+    _, config = parse_backend(argument)
     if not isinstance(config, ObjectConfig):
-        kind = url.partition("://")[0]
+        kind = argument.partition("://")[0]
         raise InvalidArgumentError("path", f"{kind}://", "a folder, or one of s3://, gs://, az://")
-    return config
-
-
-def _opened(config: "ObjectConfig") -> "contextlib.closing[BucketStore]":
-    from kvxfer.backends.object import BucketStore
-
-    return contextlib.closing(BucketStore(config))
+    root, path = split(config.path) if split else (config.path, "")
+    config = msgspec.structs.replace(config, path=root)
+    with contextlib.closing(BucketStore(config)) as store:
+        yield store, path

@@ -160,18 +160,16 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
         marks = [each for each in happened if each.kind in _MARKS]
         last = (marks or happened)[-1]
         places.append(last.place)
-        failed_s = history.failed_s(key, last.place, last.at_s)
-        if last.kind is Kind.FOUND and failed_s is not None:
-            explainer = Explainer(history, last.place)
-            blocks.append(explainer.explain(key, failed_s, since_s=last.at_s))
-            continue
-        if last.kind is Kind.FOUND:
-            when = time.strftime("%H:%M:%S", time.localtime(last.at_s))
-            found = f"from {last.tier}, looked up last at {when}"
-            blocks.append(_plain(key, Answer.FOUND, last.tier, found))
-            continue
         since_s = max((each.at_s for each in marks[:-1]), default=0.0)
         until_s = last.at_s if marks else history.ends_s
+        if last.kind is Kind.FOUND:
+            failed_s = history.failed_s(key, last.place, last.at_s)
+            if failed_s is None:
+                when = time.strftime("%H:%M:%S", time.localtime(last.at_s))
+                found = f"from {last.tier}, looked up last at {when}"
+                blocks.append(_plain(key, Answer.FOUND, last.tier, found))
+                continue
+            since_s, until_s = last.at_s, failed_s
         explained = Explainer(history, last.place).explain(key, until_s, since_s=since_s)
         if not marks:
             held = [cause for cause in explained.causes if cause.answer is Answer.UNKNOWN]

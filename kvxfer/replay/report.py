@@ -10,8 +10,6 @@ from kvxfer.replay.trace import Trace, count_ceiling
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
-SIGNIFICANT_S = 1.0
-
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Trace in numbers; those of `Trace`.
@@ -178,7 +176,7 @@ def _bytes(number: float | None) -> str:
 def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return f"{seconds:.2f} s" if abs(seconds) >= SIGNIFICANT_S else f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _duration(seconds: float) -> str:
