@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.command_line import CommandLine, exit_statuses, print_json, wrap
+from kvxfer.cli.command_line import CommandLine, exit_statuses, show, wrap
 from kvxfer.text import printable
 from kvxfer.units import Duration
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvxfer.doctor import Finding
 
 NAME_WIDTH = 15
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0
+MIN_TIMEOUT_S = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,43 +22,6 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 when something was found; 0 otherwise.
     """
-    arguments = _parser().parse_args(argv)
-    timeout_s = Duration.parse(
-        arguments.timeout, name="timeout", minimum_s=MIN_TIMEOUT_S, maximum_s=MAX_TIMEOUT_S
-    )
-
-    from kvxfer.doctor import (
-        Severity,
-        compare,
-        environment_backends,
-        examine,
-        is_comparable,
-        read_backends,
-        read_hash_name,
-    )
-    from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
-
-    names: list[str] = arguments.url
-    if len(names) == 2 and all(map(is_comparable, names)):
-        findings = compare(names, timeout_s=timeout_s)
-    else:
-        backends: list[BackendChoice] = [] if names else environment_backends()
-        hash_name: str = DEFAULT_HASH
-        for name in names:
-            if "://" in name:
-                backends.append(name)
-            else:
-                backends += read_backends(name)
-                hash_name = read_hash_name(name)
-        findings = examine(backends, timeout_s=timeout_s, hash_name=hash_name)
-    if arguments.json:
-        print_json(findings)
-    else:
-        print("\n".join(_lines(findings)))
-    return int(any(finding.severity is not Severity.OK for finding in findings))
-
-
-def _parser() -> CommandLine:
     parser = CommandLine(
         prog="kvxfer doctor",
         description="Find what silently costs hits or speed: on this machine, in the environment "
@@ -81,7 +44,29 @@ def _parser() -> CommandLine:
         "--timeout", default="10s", metavar="TIME", help="time for each check; default 10s"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    return parser
+    arguments = parser.parse_args(argv)
+
+    from kvxfer import doctor
+    from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
+
+    timeout_s = Duration.parse(
+        arguments.timeout, name="timeout", minimum_s=MIN_TIMEOUT_S, maximum_s=doctor.MAX_TIMEOUT_S
+    )
+    names: list[str] = arguments.url
+    if len(names) == 2 and all(map(doctor.is_comparable, names)):
+        findings = doctor.compare(names, timeout_s=timeout_s)
+    else:
+        backends: list[BackendChoice] = [] if names else doctor.environment_backends()
+        hash_name: str = DEFAULT_HASH
+        for name in names:
+            if "://" in name:
+                backends.append(name)
+            else:
+                backends += doctor.read_backends(name)
+                hash_name = doctor.read_hash_name(name)
+        findings = doctor.examine(backends, timeout_s=timeout_s, hash_name=hash_name)
+    show(findings, lambda found: "\n".join(_lines(found)), as_json=arguments.json)
+    return int(any(finding.severity is not doctor.Severity.OK for finding in findings))
 
 
 def _lines(findings: "Sequence[Finding]") -> Iterator[str]:

@@ -1,11 +1,12 @@
 """Examination of a machine and its stores and peers, and comparison of two engines."""
 
 from kvxfer.doctor.configuration import environment_backends, read_backends, read_hash_name
-from kvxfer.doctor.examination import PlannedCheck, examine, run_checks
+from kvxfer.doctor.examination import MAX_TIMEOUT_S, PlannedCheck, examine, run_checks
 from kvxfer.doctor.finding import Check, Finding, Severity, error, ok, warning
 from kvxfer.doctor.sharing import compare, is_comparable
 
 __all__ = [
+    "MAX_TIMEOUT_S",
     "Check",
     "Finding",
     "PlannedCheck",

@@ -1,8 +1,9 @@
-"""Examination: one table of checks, each of which is made within a deadline."""
+"""Examination: the checks of a machine and of backends, each made within a deadline."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -21,61 +22,16 @@ from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
 
+MAX_TIMEOUT_S = 86400.0
 MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
 
-
-_Run = Callable[..., Finding | Iterable[Finding]]
-
-CHECKS: Mapping[str, Sequence[tuple[Check, str, _Run]]] = {
-    "machine": (
-        (
-            Check.HASH_SEED,
-            "environment",
-            lambda *given: machine.check_hash_seed(hash_name=given[2]),
-        ),
-        (Check.OPEN_FILES, "limits", lambda *_: machine.check_open_files()),
-        (
-            Check.LOCKED_MEMORY,
-            "limits",
-            lambda host, held, _: machine.check_locked_memory(host + held),
-        ),
-        (Check.CPUS, "control groups", lambda *_: machine.check_cpus()),
-        (Check.MEMORY, "control groups", lambda host, held, _: machine.check_memory(host + held)),
-        (
-            Check.SHARED_MEMORY,
-            str(SHARED_MEMORY),
-            lambda host, *_: machine.check_shared_memory(host),
-        ),
-        (Check.HUGE_PAGES, "kernel", lambda *_: machine.check_huge_pages()),
-        (Check.PACKAGE, "packages", lambda *_: machine.check_packages()),
-        (Check.NIXL, "package", lambda *_: machine.check_nixl()),
-        (Check.CUDA, "driver", lambda *_: machine.check_cuda()),
-        (Check.VLLM, "package", lambda *_: machine.check_vllm()),
-        (Check.VLLM_PLUGIN, "package", lambda *_: machine.check_plugin()),
-    ),
-    "file": (
-        (Check.STORE_FOLDER, "", places.check_folder),
-        (Check.STORE_SECRET, "", places.check_secret),
-        (Check.STORE_SPACE, "", places.check_space),
-        (Check.STORE_INODES, "", places.check_inodes),
-        (Check.STORE_MEDIUM, "", places.check_medium),
-        (Check.DIRECT_IO, "", places.check_direct_io),
-        (Check.IO_URING, "", places.check_io_uring),
-    ),
-    "peer": ((Check.PEER, "", places.check_peer),),
-    "directory": ((Check.DISCOVERY, "", places.check_discovery),),
-    "pool": ((Check.POOL, "", places.check_pool),),
-    "bucket": ((Check.BUCKET, "", places.check_bucket),),
-    "mooncake": ((Check.MOONCAKE, "", places.check_mooncake),),
-}
-"""Checks of each kind of thing: the name, the subject where that is not the thing's URL, and the
-check itself, of what `_things` lists: of the machine, the bytes that an engine keeps in host memory
-and lends, and the hash of its keys."""
-
-NUM_STEPS = {Check.PEER: 6, Check.BUCKET: 5}
+STEPS_OF_PEER, STEPS_OF_BUCKET = 6, 5
 """Times that the deadline of a check may pass: two connections to a peer of three steps; of a
 bucket a list, two stores, a removal, and one to spare."""
+
+Run: TypeAlias = Callable[[], Finding | Iterable[Finding]]
+"""Makes a check; may block, and fail in any way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +39,12 @@ class PlannedCheck:
     """Check that is to be made.
 
     Attributes:
-        run: Makes the check; may block, and fail in any way.
         num_steps: Times that its deadline may pass.
     """
 
     name: Check
     subject: str
-    run: Callable[[], Finding | Iterable[Finding]]
+    run: Run
     num_steps: int = 1
 
 
@@ -110,14 +65,8 @@ def examine(
         InvalidArgumentError: A URL or mapping cannot be used.
     """
     configs = [parse_backend(each)[1] for each in backends]
-    host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
-    held_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
-    this = ("machine", "", (host_bytes, held_bytes, hash_name))
-    planned = [
-        PlannedCheck(name, subject or url, partial(run, *given), NUM_STEPS.get(name, 1))
-        for kind, url, given in (this, *_things(configs, timeout_s))
-        for name, subject, run in CHECKS[kind]
-    ]
+    planned = list(_checks_of_machine(configs, hash_name))
+    planned += (check for each in configs for check in _checks_of_backend(each, timeout_s))
     return run_checks(planned, timeout_s=timeout_s)
 
 
@@ -136,34 +85,59 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
         try:
             found = runtime.result(future, max(0.0, stop - runtime.monotonic()))
         except TimeoutError:
-            found = [_late(check, timeout_s * check.num_steps)]
+            found = [_late(check, timeout_s)]
         findings += found
     threads.shutdown()
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _things(
-    configs: Iterable[msgspec.Struct], timeout_s: float
-) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-    """List the kind and URL of what is examined, and what its checks take."""
-    for config in configs:
-        match config:
-            case NixlConfig() if config.discover:
-                yield "directory", config.discover, (config, timeout_s)
-            case NixlConfig():
-                hasty = places.hasten(config, timeout_s)
-                yield from (("peer", f"nixl://{each}", (hasty, each)) for each in config.peers)
-            case FileConfig():
-                yield "file", f"file://{config.path}", (config,)
-            case PoolConfig():
-                yield "pool", f"pool://{config.path}", (config,)
-            case ObjectConfig():
-                hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
-                yield "bucket", config.url, (hurried,)
-            case MooncakeConfig():
-                short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
-                yield "mooncake", f"mooncake://{config.address}", (short,)
+def _checks_of_machine(configs: Sequence[msgspec.Struct], hash_name: str) -> Iterator[PlannedCheck]:
+    """Plan the checks of a machine that is to have the memory of these backends."""
+    host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
+    lent_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
+    needed = host_bytes + lent_bytes
+    checks: Iterable[tuple[Check, str, Run]] = (
+        (Check.HASH_SEED, "environment", partial(machine.check_hash_seed, hash_name=hash_name)),
+        (Check.OPEN_FILES, "limits", machine.check_open_files),
+        (Check.LOCKED_MEMORY, "limits", partial(machine.check_locked_memory, needed)),
+        (Check.CPUS, "control groups", machine.check_cpus),
+        (Check.MEMORY, "control groups", partial(machine.check_memory, needed)),
+        (Check.SHARED_MEMORY, str(SHARED_MEMORY), partial(machine.check_shared_memory, host_bytes)),
+        (Check.HUGE_PAGES, "kernel", machine.check_huge_pages),
+        (Check.PACKAGE, "packages", machine.check_packages),
+        (Check.NIXL, "package", machine.check_nixl),
+        (Check.CUDA, "driver", machine.check_cuda),
+        (Check.VLLM, "package", machine.check_vllm),
+        (Check.VLLM_PLUGIN, "package", machine.check_plugin),
+    )
+    return (PlannedCheck(*each) for each in checks)
+
+
+def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[PlannedCheck]:
+    match config:
+        case NixlConfig() if config.discover:
+            check = partial(places.check_discovery, config, timeout_s)
+            yield PlannedCheck(Check.DISCOVERY, config.discover, check)
+        case NixlConfig():
+            hasty = places.hasten(config, timeout_s)
+            for each in config.peers:
+                reach = partial(places.check_peer, hasty, each)
+                yield PlannedCheck(Check.PEER, f"nixl://{each}", reach, STEPS_OF_PEER)
+        case FileConfig():
+            for name, check_file in places.FILE_CHECKS.items():
+                yield PlannedCheck(name, f"file://{config.path}", partial(check_file, config))
+        case PoolConfig():
+            check = partial(places.check_pool, config)
+            yield PlannedCheck(Check.POOL, f"pool://{config.path}", check)
+        case ObjectConfig():
+            hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
+            check = partial(places.check_bucket, hurried)
+            yield PlannedCheck(Check.BUCKET, config.url, check, STEPS_OF_BUCKET)
+        case MooncakeConfig():
+            short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
+            check = partial(places.check_mooncake, short)
+            yield PlannedCheck(Check.MOONCAKE, f"mooncake://{config.address}", check)
 
 
 def _collect(check: PlannedCheck) -> list[Finding]:
@@ -183,8 +157,9 @@ def _collect(check: PlannedCheck) -> list[Finding]:
 
 
 def _late(check: PlannedCheck, timeout_s: float) -> Finding:
+    longer_s = min(10 * timeout_s, MAX_TIMEOUT_S)
     return error(
-        f"does not answer within {timeout_s:g} s",
+        f"does not answer within {timeout_s * check.num_steps:.7g} s",
         why="Whatever hangs here hangs in an engine, too: its requests wait for a deadline.",
-        mend=f"kvxfer doctor --timeout {10 * timeout_s:g}s ...  # if it is only slow",
+        mend=f"kvxfer doctor --timeout {longer_s:.7g}s ...  # if it is only slow",
     ).of(check.name, check.subject)

@@ -86,3 +86,8 @@ def warning(found: str, *, why: str, mend: str) -> Finding:
 def error(found: str, *, why: str, mend: str) -> Finding:
     """Make the finding of something that costs all hits, or keeps an engine from starting."""
     return Finding(severity=Severity.ERROR, found=found, why=why, mend=mend)
+
+
+def capacity_of(num_bytes: int) -> str:
+    """Propose a capacity of so many bytes, in whole MiB where it has one."""
+    return f"capacity={num_bytes >> 20}MiB" if num_bytes >> 20 else f"capacity={num_bytes}"

@@ -19,7 +19,7 @@ from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS
 from kvxfer.copy_engine.cuda_driver import CudaDriver
-from kvxfer.doctor.finding import Check, Finding, error, ok, warning
+from kvxfer.doctor.finding import Check, Finding, capacity_of, error, ok, warning
 from kvxfer.engine_side.vllm_keys import (
     DEFAULT_HASH,
     DEFAULT_SEED_SINCE,
@@ -54,12 +54,10 @@ def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Finding:
     needed = max(needed_bytes, DEFAULT_STAGING_BYTES)
     if needed <= available.num_bytes:
         return ok(shown)
-    return error(
-        f"{shown}, {format_size(needed)} needed",
-        why="Host memory is reserved when it is opened: an engine that asks for more does not "
-        "start.",
-        mend=f"capacity={available.num_bytes >> 20}MiB, or a larger limit in {available.limit}",
-    )
+    why = "Host memory is reserved when it is opened: an engine that asks for more does not start."
+    mend = f"a larger limit in {available.limit}"
+    mend = f"{capacity_of(available.num_bytes)}, or {mend}" if available.num_bytes else mend
+    return error(f"{shown}, {format_size(needed)} needed", why=why, mend=mend)
 
 
 def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) -> Finding:

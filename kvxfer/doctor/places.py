@@ -3,7 +3,7 @@
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
-from kvxfer.doctor.finding import Check, Finding, error, ok, warning
+from kvxfer.doctor.finding import Check, Finding, capacity_of, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -64,7 +64,8 @@ def check_secret(config: FileConfig) -> Finding:
         return error(
             str(exc),
             why="The store is not opened without its secret and the package for it.",
-            mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE",
+            mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE; "
+            "chmod 600 SECRET_FILE",
         )
     return ok(f"integrity={config.integrity.value}")
 
@@ -85,7 +86,7 @@ def check_space(config: FileConfig) -> Finding:
     why = "Blocks are evicted long before the capacity is reached, or none is stored at all."
     if not usable:
         return error(limits, why=why, mend=f"df {standing_folder(config)}  # and make room")
-    return warning(limits, why=why, mend=f"capacity={usable >> 20}MiB")
+    return warning(limits, why=why, mend=capacity_of(usable))
 
 
 def check_inodes(config: FileConfig) -> Finding:
@@ -118,7 +119,7 @@ def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
             f"{kind} at {point}",
             why="Files in memory are lost at a restart of the machine, and take what host:// "
             "could use without the way through a file system.",
-            mend=f"host://?capacity={config.capacity >> 20}MiB",
+            mend=f"host://?{capacity_of(config.capacity)}",
         )
     if kind in _OF_CONTAINERS:
         return warning(
@@ -159,6 +160,18 @@ def check_io_uring(config: FileConfig) -> Finding:
             "seccomp=PROFILE; engine=posix where this is meant",
         )
     return ok("works")
+
+
+FILE_CHECKS: Mapping[Check, Callable[[FileConfig], Finding]] = {
+    Check.STORE_FOLDER: check_folder,
+    Check.STORE_SECRET: check_secret,
+    Check.STORE_SPACE: check_space,
+    Check.STORE_INODES: check_inodes,
+    Check.STORE_MEDIUM: check_medium,
+    Check.DIRECT_IO: check_direct_io,
+    Check.IO_URING: check_io_uring,
+}
+"""Checks of a store in files."""
 
 
 def standing_folder(config: FileConfig) -> Path:
@@ -341,7 +354,7 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
     assert probe.round_trip_s is not None
     model, fingerprint = probe.namespace.model, probe.namespace.fingerprint
     yield ok(
-        f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2g} ms; "
+        f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2f} ms; "
         f"{model!r}, namespace {fingerprint}"
     )
     yield _judge_carrier(config, probe).of(Check.PEER_CARRIER)

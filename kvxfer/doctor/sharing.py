@@ -11,7 +11,7 @@ from kvxfer.backends.file import BlockTree
 from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
-from kvxfer.doctor.examination import NUM_STEPS, PlannedCheck, run_checks
+from kvxfer.doctor.examination import STEPS_OF_PEER, PlannedCheck, run_checks
 from kvxfer.doctor.finding import Check, Finding, error, ok
 from kvxfer.doctor.places import hasten, refuse_peer
 from kvxfer.endpoint import Endpoint, split_url
@@ -126,9 +126,7 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
             refused.append(exc)
             return []
 
-    num_steps = sum(
-        NUM_STEPS[Check.PEER] if _is_peer(each) else STEPS_OF_VLLM for each in arguments
-    )
+    num_steps = sum(STEPS_OF_PEER if _is_peer(each) else STEPS_OF_VLLM for each in arguments)
     planned = PlannedCheck(Check.SHARING, " ".join(arguments), run, num_steps)
     findings = run_checks([planned], timeout_s=timeout_s)
     for problem in refused:

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, error, ok, run_checks, warning
 from kvxfer.doctor.machine import (
     check_cpus,
@@ -21,6 +23,7 @@ from kvxfer.doctor.machine import (
     check_shared_memory,
     check_vllm,
 )
+from kvxfer.units import Duration
 from tests.backends.file_store import mounted
 from tests.doctor.findings import ERROR, OK, WARNING, expect, make_root
 
@@ -179,21 +182,14 @@ def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> N
     expect(check_vllm(lambda: version), severity)
 
 
-class Driver:
-    def __init__(self, *, has_batch: bool) -> None:
-        self.has_batch = has_batch
-
-    def __call__(self, index: int) -> Any:
-        return self
-
-
 def test_a_gpu_whose_driver_cannot_be_used_is_named(tmp_path: Path) -> None:
     expect(check_cuda(tmp_path), OK)
     (tmp_path / "nvidia0").touch()
     versions = tmp_path / "version"
     versions.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar\n")
     for has_batch, severity in ((True, OK), (False, WARNING)):
-        finding = check_cuda(tmp_path, Driver(has_batch=has_batch), versions)
+        driver = mock.Mock(return_value=mock.Mock(has_batch=has_batch))
+        finding = check_cuda(tmp_path, driver, versions)
         expect(finding, severity, "release 550.54.15")
     if not Path("/dev/nvidia0").exists():
         expect(check_cuda(tmp_path), ERROR, "cuda:0")
@@ -218,12 +214,8 @@ def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:
     def fail() -> Finding:
         raise RuntimeError("broken\x1b[2J")
 
-    several = [
-        ok("a"),
-        warning("b", why="w", mend="m"),
-        error("c", why="w", mend="m"),
-        error("d", why="w", mend="m"),
-    ]
+    told = {"why": "w", "mend": "m"}
+    several = [ok("a"), warning("b", **told), error("c", **told), error("d", **told)]
     runs: list[Any] = [lambda: iter(several), hang, fail]
     findings = run_checks([PlannedCheck(Check.NIXL, "it", each) for each in runs], timeout_s=1.0)
     may_end.set()
@@ -233,3 +225,13 @@ def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:
     expect(errors[2], ERROR, "does not answer within 1 s")
     expect(errors[3], ERROR, r"^cannot be examined: RuntimeError: broken\\x1b\[2J")
     assert [second.found, last.found] == ["b", "a"]
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 1440.0, 86400.0])
+def test_a_timeout_that_is_proposed_is_one_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    monkeypatch.setattr(runtime, "result", mock.Mock(side_effect=TimeoutError))
+    (late,) = run_checks([PlannedCheck(Check.PEER, "it", list, 6)], timeout_s=timeout_s)
+    proposed = late.mend.partition("--timeout ")[2].partition(" ")[0]
+    assert timeout_s <= Duration.parse(proposed, maximum_s=86400.0)

@@ -23,7 +23,6 @@ from tests.cli.stores import Store
 from tests.doctor.findings import ERROR, OK, WARNING, expect, make_root
 
 GIB = 1 << 30
-Check = Callable[[FileConfig], Finding]
 SOUND = (check_folder, check_secret, check_space, check_inodes)
 
 
@@ -72,6 +71,7 @@ def test_a_capacity_that_cannot_be_reached_is_named_with_what_can_be() -> None:
         expect_of(check_space, folder, OK, capacity=15 << 20)
         expect_of(check_space, folder, WARNING, "(?m)^capacity=15MiB$", capacity=GIB)
         expect_of(check_space, folder, ERROR, capacity=GIB, min_free=GIB)
+        expect_of(check_medium, folder, WARNING, "(?m)^host://.capacity=65536$", capacity=1 << 16)
         (folder / "filler").write_bytes(bytes(16 << 20))
         expect_of(check_space, folder, ERROR, "0 B free")
 
@@ -122,6 +122,6 @@ def test_a_file_system_without_direct_io_is_named_unless_it_is_meant() -> None:
 def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) -> None:
     keyed = {"integrity": Integrity.KEYED}
     for secret in ("", str(tmp_path / "gone")):
-        expect_of(check_secret, tmp_path, ERROR, **keyed, secret_file=secret)
+        expect_of(check_secret, tmp_path, ERROR, "chmod 600", **keyed, secret_file=secret)
     pytest.importorskip("blake3")
     expect_of(check_secret, tmp_path, OK, **keyed, secret_file=str(secret_file))
