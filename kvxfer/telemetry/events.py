@@ -1,5 +1,6 @@
 """Events: an observer that publishes which blocks come and go, in the form of vLLM's KV events."""
 
+import contextlib
 import logging
 import os
 from collections import defaultdict, deque
@@ -276,10 +277,14 @@ class EventPublisher(Observer):
         self._closing = False
         self._is_woken = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._context = zmq.Context()
-        self._publishing = self._context.socket(zmq.PUB)
         self._replays: EventReplays | None = None
-        try:
+        with contextlib.ExitStack() as opened:  # and closed again where not all can be opened
+            self._wakes, self._wake = os.pipe()
+            opened.callback(self._close_pipe)
+            os.set_blocking(self._wakes, False)
+            self._context = zmq.Context()
+            opened.callback(self._context.destroy, linger=0)
+            self._publishing = self._context.socket(zmq.PUB)
             self._publishing.set_hwm(buffer_batches)
             self.endpoint = _bind("endpoint", self._publishing, endpoint)
             self.replay = ""
@@ -287,13 +292,9 @@ class EventPublisher(Observer):
                 asked = self._context.socket(zmq.ROUTER)
                 self._replays = EventReplays(asked, self._sent, self._topic)
                 self.replay = _bind("replay", asked, replay)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
-        self._append(None, [])
-        self._thread = runtime.start_thread(self._run, name="kvxfer-events")
+            self._append(None, [])
+            self._thread = runtime.start_thread(self._run, name="kvxfer-events")
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         """Return the publisher, which is closed on exit."""
@@ -319,6 +320,9 @@ class EventPublisher(Observer):
             self._closing = True
             self._rouse()
         self._thread.join()
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
         os.close(self._wakes)
         os.close(self._wake)
 

@@ -10,13 +10,10 @@ import msgspec
 import zmq
 
 from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.telemetry.events import pack
 
 LIMIT_S = 10.0
 END = (1 << 64) - 1
-
-
-def pack(number: int) -> bytes:
-    return number.to_bytes(8, "big")
 
 
 class EventSubscriber:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -136,6 +137,20 @@ def test_an_address_that_is_taken_is_said_so(publisher: EventPublisher) -> None:
         EventPublisher(publisher.endpoint)
     with pytest.raises(BackendUnavailableError, match=f"at {publisher.replay}: .* in use"):
         EventPublisher(ANY_PORT, replay=publisher.replay)
+
+
+@pytest.mark.parametrize("call", ["os.pipe", "runtime.start_thread"])
+def test_an_address_stays_free_where_something_else_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with EventPublisher(ANY_PORT) as publisher:
+        address = publisher.endpoint
+    with monkeypatch.context() as patched:
+        fail = mock.Mock(side_effect=OSError("too many open files"))
+        patched.setattr(f"kvxfer.telemetry.events.{call}", fail)
+        with pytest.raises(OSError, match="too many open files"):
+            EventPublisher(address)
+    EventPublisher(address).close()
 
 
 @pytest.mark.parametrize("address", ["here", "tcp://127.0.0.1", "tcp://a:99999", "udp://a:1", ""])
