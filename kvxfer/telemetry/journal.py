@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from errno import ENOSPC
 from pathlib import Path
-from typing import IO, Any, TypeAlias, get_args
+from typing import IO, Annotated, Any, TypeAlias, get_args
 
 import msgspec
 
@@ -38,6 +38,9 @@ from kvxfer.storage.observer import (
 
 VARIABLE = "KVXFER_JOURNAL"
 """Environment variable: folder of the journal."""
+
+Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+"""Seconds since the epoch, which have a date."""
 
 SUFFIX = ".journal"
 VERSION = 2
@@ -78,7 +81,7 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     """
 
     version: int
-    at_s: float
+    at_s: Time
     process: str
     part: int
 
@@ -107,7 +110,7 @@ class Noted(msgspec.Struct, frozen=True, tag="event"):
         event: The event. If all blocks of a batch have one outcome or tier, that is written once.
     """
 
-    at_s: float
+    at_s: Time
     source: int
     kind: str
     event: Any
@@ -120,7 +123,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
         at_s: Time of the first of them.
     """
 
-    at_s: float
+    at_s: Time
     num_events: int
 
 
@@ -239,7 +242,7 @@ def _read(path: Path) -> Iterator[Record]:
                     event = msgspec.convert(record.event, _EVENTS[record.kind])
                     record = msgspec.structs.replace(record, event=event)
                 yield record
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError, InvalidArgumentError):
+    except (OSError, msgspec.MsgspecError, ValueError, KeyError, RecursionError):
         return  # removed meanwhile, or no more of it is understood
 
 

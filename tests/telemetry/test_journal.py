@@ -1,21 +1,24 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.observer import Added
 from kvxfer.telemetry import journal as journal_module
-from kvxfer.telemetry.journal import Journal, Lost, Noted, Record, Source, list_files
+from kvxfer.telemetry.journal import Began, Journal, Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
 
 KEYS = make_keys(4)
+NESTED = msgspec.msgpack.encode(Noted(1.0, 0, "Added", None))[:-1] + b"\x91" * 100_000
 CRASHING = """
 import os, signal, sys
 from kvxfer.storage.observer import Added
@@ -117,8 +120,17 @@ def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_p
     assert [each.event.keys for each in found if isinstance(each, Noted)] == [KEYS]
 
 
-def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
-    (tmp_path / "other.journal").write_bytes(b"\0\0\0\1\xc1")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\0\0\1\xc1",
+        len(NESTED).to_bytes(4, "big") + NESTED,
+        journal_module.encode_record(Began(journal_module.VERSION, math.inf, "process", 0)),
+    ],
+    ids=["no msgpack", "nested too deeply", "no time"],
+)
+def test_a_folder_without_a_journal_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "other.journal").write_bytes(data)
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidArgumentError, match="journal is"):
             list_files(folder)
