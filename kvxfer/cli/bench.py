@@ -180,6 +180,8 @@ def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
     """Objects of obstore as it comes, as many requests at a time as the backend makes."""
     import obstore
 
+    from kvxfer.backends.object.request_failure import request_failure
+
     client, requests = config.open_store(), asyncio.Semaphore(config.max_requests)
     name, rows = config.prefix + runtime.token_bytes(8).hex(), batch.source.reshape(-1, batch.size)
 
@@ -188,7 +190,11 @@ def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
             await ask(number)
 
     async def each(ask: Callable[[int], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(one(ask, number) for number in range(batch.num_blocks)))
+        """Make all requests to their end, also where one fails: what is stored can be removed."""
+        requested = (one(ask, number) for number in range(batch.num_blocks))
+        for found in await asyncio.gather(*requested, return_exceptions=True):
+            if found is not None:
+                raise request_failure("plain client", found) from found
 
     async def get(number: int) -> None:
         await (await obstore.get_async(client, f"{name}/{number}")).bytes_async()

@@ -1,8 +1,11 @@
 """`kvxfer bench`: its raw media, and that it leaves nothing behind."""
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 from kvxfer.backends.host import HostBackend
@@ -34,6 +37,25 @@ def test_object_storage_is_compared_with_a_plain_client(
         status, printed, _ = run("bench", url, *QUICK)
         assert (status, ROW.findall(printed)) == (0, ["plain client"] * 2)
         assert run("ls", url, "--keys")[:2] == (0, "")
+        left, put_of_backend = set[str](), obstore.put_async
+
+        async def put(client: Any, path: str, data: Any, **how: Any) -> None:
+            if how:
+                await put_of_backend(client, path, data, **how)
+            elif path.endswith("/0"):
+                raise ValueError("broken")
+            else:
+                await asyncio.sleep(0.1)
+                left.add(path)
+
+        async def delete(_client: object, path: str) -> None:
+            left.discard(path)
+            await asyncio.sleep(0.3)
+
+        monkeypatch.setattr("obstore.put_async", put)
+        monkeypatch.setattr("obstore.delete_async", delete)
+        assert run("bench", url, *QUICK)[::2] == (2, "kvxfer bench: plain client: ValueError\n")
+        assert not left
 
 
 @pytest.mark.parametrize(
