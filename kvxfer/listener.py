@@ -1,19 +1,43 @@
 """Listener: accepts connections, serves each in a task, and bounds those that prove nothing."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from math import inf
 from typing import Any
 
 from kvxfer import runtime
+from kvxfer.endpoint import Endpoint
 from kvxfer.runtime import end_tasks
 
 ACCEPT_PAUSE_S = 0.1
 """Pause of a server that cannot accept a connection, for want of a descriptor."""
 
+BACKLOG = 128
+"""Connections that wait in the kernel's queue of a socket."""
+
 Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
 """Serves a connection, which does not block and which it owns; with the address of the client."""
+
+
+async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
+    """Listen at every address of an endpoint's host; port 0 becomes the real port.
+
+    Raises:
+        OSError: The address is in use, or is not one of this machine.
+    """
+    host, port = endpoint.host, endpoint.port
+    look_up = asyncio.get_running_loop().getaddrinfo
+    found = await look_up(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listening: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        for family, *_, address in dict.fromkeys(found):
+            made = runtime.listen((address[0], port, *address[2:]), family=family, backlog=BACKLOG)
+            listening.append(opened.enter_context(made))
+            port = made.getsockname()[1]
+        opened.pop_all()
+    return listening, Endpoint(host, port)
 
 
 class Listener:

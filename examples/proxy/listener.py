@@ -5,13 +5,10 @@ import logging
 import socket
 from collections.abc import Callable
 
-from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
+from kvxfer.listener import ACCEPT_PAUSE_S, listen_at
 
-ACCEPT_PAUSE_S = 0.1
-"""Pause of a server that cannot accept a connection, for want of room or of a descriptor."""
 LOG_PAUSE_S = 60.0
-BACKLOG = 128
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +58,10 @@ class Listener:
         Raises:
             OSError: The address is in use, or is not one of this machine.
         """
-        loop = asyncio.get_running_loop()
-        host, port = self.endpoint.host, self.endpoint.port
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        try:
-            for family, _, _, _, address in dict.fromkeys(found):
-                at = address[0], self.endpoint.port, *address[2:]
-                made = runtime.listen(at, family=family, backlog=BACKLOG)
-                self._listening.append(made)
-                made.setblocking(False)
-                self.endpoint = Endpoint(host, made.getsockname()[1])
-        except OSError:
-            self.stop()
-            raise
+        self._listening, self.endpoint = await listen_at(self.endpoint)
         for each in self._listening:
-            loop.add_reader(each, self._accept, each)
+            each.setblocking(False)
+            self._resume(each)
 
     def stop(self) -> None:
         """Accept no more connections; may be called again. Those that are open stay so."""

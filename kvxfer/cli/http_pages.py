@@ -12,7 +12,7 @@ from typing import Self
 from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.listener import Listener
+from kvxfer.listener import Listener, listen_at
 
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
@@ -20,7 +20,6 @@ MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 64
 """Connections of each address at a time; where there is no room, the oldest one is cut."""
 
-BACKLOG = 128
 LOG_PAUSE_S = 60.0
 
 logger = logging.getLogger(__name__)
@@ -62,19 +61,12 @@ class HTTPPages:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
-        host, port = self.endpoint.host, self.endpoint.port
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, address in dict.fromkeys(found):
-                at = address[0], self.endpoint.port, *address[2:]
-                listening = runtime.listen(at, family=family, backlog=BACKLOG)
-                self._listener.add(listening, self._answer)
-                self.endpoint = Endpoint(host, listening.getsockname()[1])
+            listening, self.endpoint = await listen_at(self.endpoint)
         except OSError as exc:
-            self._listener.stop()
             raise BackendUnavailableError(f"cannot listen at {self.endpoint}: {exc}") from exc
+        for each in listening:
+            self._listener.add(each, self._answer)
         return self
 
     async def __aexit__(self, *_: object) -> None:

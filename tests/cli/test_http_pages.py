@@ -18,12 +18,8 @@ async def ask(endpoint: Endpoint, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     writer.write(request)
     answer = b""
-    try:
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # it did not read all
         answer = await reader.read()
-    except ConnectionError:  # it did not read all of the request
-        pass
-    finally:
-        writer.close()
     return answer.partition(b"\r\n")[0]
 
 
