@@ -1,5 +1,7 @@
 """Benchmark of scattered copies on the CPU, against one plain copy of the same bytes."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -68,20 +70,13 @@ def _measure(
     }
     rows = []
     num_bytes = count * fragment
+    copy = partial(destination[:num_bytes].copy_, source[:num_bytes])
     for case, (sources, destinations, goal) in cases.items():
         pair = [
             describe(memory.data_ptr(), fragment, order, owner=memory)
             for memory, order in ((source, sources), (destination, destinations))
         ]
-        ours, plain = time_in_turn(
-            [
-                lambda p=pair: engine.copy(*p),  # type: ignore[misc]
-                lambda: destination[:num_bytes].copy_(source[:num_bytes]),
-            ],
-            rounds=rounds,
-        )
-        to_rate = [seconds / num_bytes * 1e9 for seconds in ours]
-        plain_rate = [seconds / num_bytes * 1e9 for seconds in plain]
-        title = f"{case}, {fragment // KIB} KiB"
-        rows.append(compare(title, to_rate, plain_rate, unit="ns/B", goal=goal))
+        ours, plain = time_in_turn([partial(engine.copy, *pair), copy], rounds=rounds)
+        title, per_byte = f"{case}, {fragment // KIB} KiB", 1e9 / num_bytes
+        rows.append(compare(title, ours, plain, unit="ns/B", goal=goal, scale=per_byte))
     return rows

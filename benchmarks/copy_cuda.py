@@ -208,22 +208,11 @@ def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[Be
         _processor_seconds(partial(sides.gpu.copy, *pair), rounds) for pair in (one, many)
     )
     for_each = [(more - less) / count for more, less in zip(for_many, for_one, strict=True)]
+    limited, what = partial(compare, unit="us", goal="<= 1"), "against its budget"
+    case = f"processor time per 1000 fragments, {what}"
     return [
-        compare(
-            "processor time of a batch, against its budget",
-            for_one,
-            BATCH_BUDGET_S,
-            unit="us",
-            goal="<= 1",
-        ),
-        compare(
-            "processor time per 1000 fragments, against its budget",
-            for_each,
-            FRAGMENT_BUDGET_S,
-            unit="us",
-            goal="<= 1",
-            scale=1e9,
-        ),
+        limited(f"processor time of a batch, {what}", for_one, BATCH_BUDGET_S),
+        limited(case, for_each, FRAGMENT_BUDGET_S, scale=1e9),
     ]
 
 

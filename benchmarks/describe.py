@@ -1,5 +1,7 @@
 """Benchmark of describing blocks, against vLLM's own computation of pointers."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -18,9 +20,7 @@ def run(*, quick: bool) -> list[BenchRow]:
     Baseline: `compute_sub_block_ptrs` of vLLM for the same blocks, once per ref, as its worker
     calls it. Each pair of a block and a ref is one descriptor on both sides.
     """
-    from vllm.v1.kv_offload.cpu.gpu_worker import (
-        compute_sub_block_ptrs,
-    )
+    from vllm.v1.kv_offload.cpu.gpu_worker import compute_sub_block_ptrs
 
     tensors = [
         torch.zeros((NUM_BLOCKS, PAGE_SIZE_BYTES), dtype=torch.int8) for _ in range(NUM_REFS)
@@ -42,11 +42,7 @@ def run(*, quick: bool) -> list[BenchRow]:
     rows = []
     for case, block_ids in (("shuffled", shuffled), ("in order", np.arange(NUM_BLOCKS))):
         ours, theirs = time_in_turn(
-            [
-                lambda ids=block_ids: describer.describe(0, ids),  # type: ignore[misc]
-                lambda ids=block_ids: vllm(ids),  # type: ignore[misc]
-            ],
-            rounds=rounds,
+            [partial(describer.describe, 0, block_ids), partial(vllm, block_ids)], rounds=rounds
         )
         per_descriptor = 1e9 / (NUM_BLOCKS * NUM_REFS)
         name = f"{NUM_BLOCKS} blocks x {NUM_REFS} refs, {case}"
@@ -55,16 +51,8 @@ def run(*, quick: bool) -> list[BenchRow]:
         )
     quarter = shuffled[shuffled < NUM_BLOCKS // 4]
     few, many = time_in_turn(
-        [lambda: describer.describe(0, quarter), lambda: describer.describe(0, shuffled)],
-        rounds=rounds,
+        [partial(describer.describe, 0, each) for each in (quarter, shuffled)], rounds=rounds
     )
-    rows.append(
-        compare(
-            f"growth from {NUM_BLOCKS // 4} to {NUM_BLOCKS} blocks, per block",
-            [seconds / 4 for seconds in many],
-            few,
-            unit="us",
-            goal="<= 1.25",
-        )
-    )
-    return rows
+    case = f"growth from {NUM_BLOCKS // 4} to {NUM_BLOCKS} blocks, per block"
+    quarters = [seconds / 4 for seconds in many]
+    return [*rows, compare(case, quarters, few, unit="us", goal="<= 1.25")]

@@ -111,21 +111,11 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 def _rows(
     case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool
 ) -> list[BenchRow]:
+    goal, limit = HIT_GOAL if is_hit else "", "<= 1.0" if " 1 x " in case else ""
+    more, against = beyond(ours, copy), f"{case} beyond one copy, against 60 us"
     return [
-        compare(
-            f"{case} against one copy",
-            ours,
-            copy,
-            unit="us",
-            goal=HIT_GOAL if is_hit else "",
-        ),
-        compare(
-            f"{case} beyond one copy, against 60 us",
-            beyond(ours, copy),
-            FIXED_COST_S,
-            unit="us",
-            goal="<= 1.0" if " 1 x " in case else "",
-        ),
+        compare(f"{case} against one copy", ours, copy, unit="us", goal=goal),
+        compare(against, more, FIXED_COST_S, unit="us", goal=limit),
     ]
 
 

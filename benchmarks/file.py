@@ -94,10 +94,10 @@ class _Bench:
 
     def _contenders(self) -> dict[str, Callable[[], tuple[float, float]]]:
         contenders = {
-            "kvxfer": lambda: self._kvxfer(1),
-            "kvxfer, no checksums": lambda: self._kvxfer(1, integrity=Integrity.OFF),
-            "kvxfer, keyed": lambda: self._kvxfer(1, integrity=Integrity.KEYED),
-            "kvxfer, sealed": lambda: self._kvxfer(1, integrity=Integrity.SEALED),
+            "kvxfer": lambda: asyncio.run(self._kvxfer(1)),
+            "kvxfer, no checksums": lambda: asyncio.run(self._kvxfer(1, Integrity.OFF)),
+            "kvxfer, keyed": lambda: asyncio.run(self._kvxfer(1, Integrity.KEYED)),
+            "kvxfer, sealed": lambda: asyncio.run(self._kvxfer(1, Integrity.SEALED)),
         }
         if self._block_bytes in FIO_GOALS:
             if shutil.which("fio"):
@@ -105,11 +105,11 @@ class _Bench:
             else:
                 sys.stderr.write("fio is not installed: its rows are left out\n")
         if self._block_bytes in ONE_BATCH_GOALS:
-            contenders["kvxfer, batches"] = lambda: self._kvxfer(NUM_BATCHES)
+            contenders["kvxfer, batches"] = lambda: asyncio.run(self._kvxfer(NUM_BATCHES))
             contenders["vLLM"] = lambda: self._vllm(1)
             contenders["vLLM, batches"] = lambda: self._vllm(NUM_BATCHES)
         if self._block_bytes == 64 * KIB:
-            contenders["aiofiles"] = self._aiofiles
+            contenders["aiofiles"] = lambda: asyncio.run(self._aiofiles())
         return contenders
 
     def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[BenchRow]:
@@ -141,12 +141,9 @@ class _Bench:
             for which, direction in enumerate(("store", "load"))
         ]
 
-    def _kvxfer(
-        self, num_batches: int, *, integrity: Integrity = Integrity.FAST
+    async def _kvxfer(
+        self, num_batches: int, integrity: Integrity = Integrity.FAST
     ) -> tuple[float, float]:
-        return asyncio.run(self._kvxfer_round(num_batches, integrity))
-
-    async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
         keys = make_keys(self._num_blocks)
         namespace = make_namespace(self._block_bytes, model=f"bench-{integrity.value}")
         # A new folder, or the backend would still be indexing the files of all earlier rounds.
@@ -221,10 +218,7 @@ class _Bench:
         empty_files(folder.iterdir())
         return stored, loaded
 
-    def _aiofiles(self) -> tuple[float, float]:
-        return asyncio.run(self._aiofiles_round())
-
-    async def _aiofiles_round(self) -> tuple[float, float]:
+    async def _aiofiles(self) -> tuple[float, float]:
         """Measure the obvious code: per block a file opened, written or read, and closed."""
         folder = self._folder / "aiofiles"
         folder.mkdir(exist_ok=True)
@@ -265,25 +259,12 @@ class _Bench:
         return describe(address, self._block_bytes, places, owner=self._memory)
 
 
-class _Transfers(msgspec.Struct):
-    bw_bytes: int
-
-
-class _Job(msgspec.Struct):
-    read: _Transfers
-    write: _Transfers
-
-
-class _Report(msgspec.Struct):
-    jobs: list[_Job]
-
-
 def _fio_seconds(folder: Path, *, direction: str, block_bytes: int, total_bytes: int) -> float:
     """Time the better of one file at depth 16 and 16 jobs with a file each; io_uring, O_DIRECT.
 
     The files of a read are written first, which does not count.
     """
-    rates = []
+    rates: list[int] = []
     for num_jobs, depth in ((1, 16), (16, 1)):
         command = [
             "fio",
@@ -300,8 +281,8 @@ def _fio_seconds(folder: Path, *, direction: str, block_bytes: int, total_bytes:
             "--output-format=json",
         ]
         printed = subprocess.run(command, check=True, capture_output=True).stdout  # noqa: S603 - of this machine
-        (job,) = msgspec.json.decode(printed[printed.index(b"{") :], type=_Report).jobs
-        rates.append((job.read if direction == "read" else job.write).bw_bytes)
+        (job,) = msgspec.json.decode(printed[printed.index(b"{") :])["jobs"]
+        rates.append(job[direction]["bw_bytes"])
     return total_bytes / max(rates)
 
 

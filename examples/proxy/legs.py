@@ -20,14 +20,9 @@ EXTRA = "vllm_xargs"
 # What a router asks of a prefill engine; the answer has the values for the decode engine.
 # Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, and the proxy of
 # vLLM's tests, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
-_LENDING: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_LEND: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 # What else P computes: one token. OpenAI's responses name it in another way, and would be kept.
 _ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "stream": False}
 _ONE_TOKEN_OF_RESPONSE: Mapping[str, Any] = {
@@ -162,7 +157,7 @@ class Completion:
         for name in _NOT_FOR_PREFILL:
             fields.pop(name, None)
         chosen = {} if ticket is None else {"remote_request_id": ticket}
-        return msgspec.json.encode({**fields, PARAMS: {**_LENDING, **chosen}})
+        return msgspec.json.encode({**fields, PARAMS: {**_LEND, **chosen}})
 
     def decode_body(self, params: msgspec.Raw | None) -> bytes:
         """Make the body of the decode leg.
