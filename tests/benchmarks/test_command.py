@@ -1,12 +1,12 @@
 """`python -m benchmarks`: its output and exit status, and which ratios of rows meet their goals."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from benchmarks.command import BENCHES, main
@@ -21,32 +21,18 @@ BAD = BenchRow(case="bad", value=4.0, unit="s", baseline=2.0, ratio=0.5, spread=
 FREE = BenchRow(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.01, spread=0.0)
 
 
-class PretendedBench(ModuleType):
-    """Benchmark with given results."""
-
-    def __init__(self, rows: list[BenchRow]) -> None:
-        super().__init__("benchmarks.copy")
-        self.rows = rows
-        self.was_quick: list[bool] = []
-        self.wait_policies: list[str | None] = []
-
-    def run(self, *, quick: bool) -> list[BenchRow]:
-        self.was_quick.append(quick)
-        self.wait_policies.append(os.environ.get("OMP_WAIT_POLICY"))
-        return self.rows
-
-
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> PretendedBench:
-    module = PretendedBench([GOOD, BAD, FREE])
-    for name in ("copy", "vllm"):
-        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", module)
+def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put given results in the place of a benchmark, and keep the environment."""
+    module = ModuleType("benchmarks.copy")
+    monkeypatch.setattr(module, "run", lambda *, quick: [GOOD, BAD, FREE], raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks.copy", module)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    return module
 
 
+@pytest.mark.usefixtures("_bench")
 def test_json_is_a_list_of_objects_with_exactly_the_agreed_keys(
-    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["copy", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -55,9 +41,8 @@ def test_json_is_a_list_of_objects_with_exactly_the_agreed_keys(
     assert rows[2]["goal"] == ""
 
 
-def test_a_table_has_a_line_per_row_and_a_cell_per_key(
-    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("_bench")
+def test_a_table_has_a_line_per_row_and_a_cell_per_key(capsys: pytest.CaptureFixture[str]) -> None:
     main(["copy"])
     assert capsys.readouterr().out.splitlines() == [
         "| case | value | unit | baseline | ratio | spread | goal |",
@@ -68,9 +53,10 @@ def test_a_table_has_a_line_per_row_and_a_cell_per_key(
     ]
 
 
+@pytest.mark.usefixtures("_bench")
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_missed_goal_fails_only_a_check_and_is_named_on_stderr(
-    bench: PretendedBench, capsys: pytest.CaptureFixture[str], form: list[str]
+    capsys: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
     for arguments, status in ((["copy"], 0), (["copy", "--check"], 1)):
         assert main([*arguments, *form]) == status
@@ -110,10 +96,6 @@ def test_the_command_imports_no_torch_and_every_benchmark_is_a_module_without_en
 # Rows of a report
 
 
-def row(ratio: float, goal: str) -> BenchRow:
-    return BenchRow(case="a", value=1.0, unit="s", baseline=1.0, ratio=ratio, spread=0.0, goal=goal)
-
-
 @pytest.mark.parametrize(
     ("ratio", "goal", "meets"),
     [
@@ -136,7 +118,7 @@ def row(ratio: float, goal: str) -> BenchRow:
 def test_a_goal_is_met_on_its_own_side_of_the_limit(
     ratio: float, goal: str, *, meets: bool
 ) -> None:
-    assert row(ratio, goal).meets_goal is meets
+    assert msgspec.structs.replace(GOOD, ratio=ratio, goal=goal).meets_goal is meets
 
 
 @pytest.mark.parametrize(("goal", "ratio"), [(">= 1.0", 2.0), ("", 2.0), ("<= 1.0", 0.5)])

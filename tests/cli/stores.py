@@ -54,10 +54,7 @@ class Store:
         return namespace
 
     def path(self, namespace: Namespace, key: BlockKey) -> Path:
-        return self.root / self.relative(namespace, key)
-
-    def relative(self, namespace: Namespace, key: BlockKey) -> Path:
-        return path_of(Path(), namespace, key)
+        return path_of(self.root, namespace, key)
 
     def quarantined(self) -> set[str]:
         return {path.name for path in self.root.glob("*/quarantine/*")}

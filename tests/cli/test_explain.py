@@ -31,14 +31,9 @@ Note = Callable[..., None]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
-
-
-@pytest.fixture
-def note(folder: Path) -> Note:
+def note(tmp_path: Path) -> Note:
     def note(*events: Event) -> None:
-        journal = Journal(str(folder))
+        journal = Journal(str(tmp_path))
         observer = journal.observer(Namespace(model="model"))
         observer.watch("host", dict)
         observer.watch("file", dict)
@@ -60,10 +55,10 @@ REQUESTS: list[Event] = [
 
 
 def test_a_request_is_a_summary_and_a_line_for_each_run_of_equal_answers(
-    folder: Path, note: Note, run: Run
+    tmp_path: Path, note: Note, run: Run
 ) -> None:
     note(*REQUESTS)
-    status, printed, _ = run("explain", "--journal", folder, "cmpl-17")
+    status, printed, _ = run("explain", "--journal", tmp_path, "cmpl-17")
     lines = printed.splitlines()
     assert (status, max(map(len, lines)) <= 80) == (0, True)
     text = " ".join(line.strip() for line in lines)
@@ -75,7 +70,7 @@ def test_a_request_is_a_summary_and_a_line_for_each_run_of_equal_answers(
     assert "not in file: back-pressure (not written back) at " in text
     assert "file missed the deadline of a lookup at " in text
     # JSON has the keys; a part of the name is enough.
-    (report,) = json.loads(run("explain", "--journal", folder, "17", "--json")[1])
+    (report,) = json.loads(run("explain", "--journal", tmp_path, "17", "--json")[1])
     assert report["request"] == "cmpl-17"
     assert [key for each in report["runs"] for key in each["keys"]] == [k.hex() for k in KEYS]
     assert [each["answer"] for each in report["runs"]] == [
@@ -120,10 +115,10 @@ ANSWERS: list[tuple[list[Event], str, str]] = [
 
 @pytest.mark.parametrize(("events", "answer", "text"), ANSWERS)
 def test_a_key_that_was_missed_has_an_answer(
-    folder: Path, note: Note, run: Run, events: list[Event], answer: str, text: str
+    tmp_path: Path, note: Note, run: Run, events: list[Event], answer: str, text: str
 ) -> None:
     note(*events, LookedUp(KEY, [""], 0.1))
-    status, printed, _ = run("explain", "--journal", folder, KEYS[0].hex(), "--json")
+    status, printed, _ = run("explain", "--journal", tmp_path, KEYS[0].hex(), "--json")
     assert status == 0
     (report,) = json.loads(printed)
     assert report["missed"] == {answer: 1}
@@ -131,20 +126,20 @@ def test_a_key_that_was_missed_has_an_answer(
 
 
 def test_what_the_journal_lost_and_when_it_begins_are_said(
-    folder: Path, note: Note, run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, note: Note, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.telemetry.journal.MAX_WAITING_KEYS", 3)
     monkeypatch.setattr("kvxfer.telemetry.journal.WRITE_S", 60.0)
     note(*[LookedUp(KEY, [""], 0.1)] * 3)
-    lines = run("explain", "--journal", folder, KEYS[0].hex())[1].splitlines()
+    lines = run("explain", "--journal", tmp_path, KEYS[0].hex())[1].splitlines()
     notes = [line for line in lines if line.startswith("note")]
     assert "the journal begins at" in notes[0]
     assert "the journal lost 3 events at" in notes[1]
 
 
-def test_names_cannot_give_orders_to_the_terminal(folder: Path, note: Note, run: Run) -> None:
+def test_names_cannot_give_orders_to_the_terminal(tmp_path: Path, note: Note, run: Run) -> None:
     note(Requested("\x1b[2Ja", KEY, [""], "\x1b[2Jb"))
-    text = run("explain", "--journal", folder, "a")[1]
+    text = run("explain", "--journal", tmp_path, "a")[1]
     assert "\x1b" not in text
     assert "refused: \\x1b[2Jb" in text
 
@@ -158,9 +153,9 @@ def test_names_cannot_give_orders_to_the_terminal(folder: Path, note: Note, run:
     ],
 )
 def test_bad_input_is_one_line(
-    folder: Path, note: Note, run: Run, arguments: list[str], said: str
+    tmp_path: Path, note: Note, run: Run, arguments: list[str], said: str
 ) -> None:
     note(*REQUESTS)
-    status, printed, error = run("explain", "--journal", folder, *arguments)
+    status, printed, error = run("explain", "--journal", tmp_path, *arguments)
     assert (status, printed, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"kvxfer explain: {said}")

@@ -40,8 +40,8 @@ def test_a_damaged_file_is_named_and_repaired(
     store: Store, run: Run, damage: Damage, num_tensors: int, reason: str
 ) -> None:
     namespace = store.fill(num_tensors=num_tensors)
-    relative = store.relative(namespace, store.keys[3])
-    path = store.root / relative
+    path = store.path(namespace, store.keys[3])
+    relative = path.relative_to(store.root)
     assert run("fsck", store.root) == (0, f"{NUM_BLOCKS} good, 0 bad\n", "")
     assert run("inspect", path)[0] == 0
     damage(path)
@@ -117,11 +117,9 @@ def test_sealed_files_are_verified_with_their_key_only(
     secret, tenant = ["--secret-file", secret_file], ["--tenant", "ours"]
     command = ["fsck", store.root, "--repair"]
     path = store.path(namespace, store.keys[0])
+    sealed = f"0 good, 0 bad, {NUM_BLOCKS} not verified: sealed\n"
     for given in ([], secret):
-        assert run(*command, *given)[:2] == (
-            0,
-            f"0 good, 0 bad, {NUM_BLOCKS} not verified: sealed\n",
-        )
+        assert run(*command, *given)[:2] == (0, sealed)
         status, shown, _ = run("inspect", path, *given)
         assert (status, f"tensor        sealed: U8 [{DATA_BYTES}]\n" in shown) == (0, True)
         assert f"key           {store.keys[0].hex()} (group 0)\n" in shown

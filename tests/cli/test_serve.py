@@ -183,47 +183,42 @@ def test_with_a_tier_blocks_outlive_the_peer_and_events_tell_of_both(
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-@pytest.fixture
-def namespace(files: Store) -> Namespace:
+def namespace(store: Store) -> Namespace:
     """Namespace of a store of eight blocks, used one after the other, one of which is corrupt."""
-    namespace = files.fill()
-    corrupt = files.path(namespace, files.keys[CORRUPT])
+    namespace = store.fill()
+    corrupt = store.path(namespace, store.keys[CORRUPT])
     flip_bit(corrupt, 8 * corrupt.stat().st_size - 8)
-    for number, key in enumerate(files.keys):
-        os.utime(files.path(namespace, key), (1e9 + number, 1e9 + number))
+    for number, key in enumerate(store.keys):
+        os.utime(store.path(namespace, key), (1e9 + number, 1e9 + number))
     return namespace
 
 
-def expected(files: Store) -> list[bytes | None]:
+def expected(store: Store) -> list[bytes | None]:
     """Payloads of the intact blocks among those used last."""
-    first = len(files.keys) - NUM_WARM
+    first = len(store.keys) - NUM_WARM
     return [
         make_payload(key, DATA_BYTES) if number >= first and number != CORRUPT else None
-        for number, key in enumerate(files.keys)
+        for number, key in enumerate(store.keys)
     ]
 
 
 async def test_the_blocks_used_last_are_preloaded_and_evicted_last(
-    files: Store, namespace: Namespace, caplog: pytest.LogCaptureFixture
+    store: Store, namespace: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    config = FileConfig(path=str(files.root), capacity=ByteSize(1 << 26), min_free=ByteSize(1))
+    config = FileConfig(path=str(store.root), capacity=ByteSize(1 << 26), min_free=ByteSize(1))
     host = HostBackend(HostConfig(capacity=capacity_for(namespace, NUM_WARM - 1)), namespace)
     async with TieredBackend([host, FileBackend(config, namespace)], namespace) as tiers:
         assert await preload(tiers, NUM_WARM, timeout_s=30.0) == NUM_WARM - 1
-        there = await host.lookup(files.keys)
-        assert there == [payload is not None for payload in expected(files)]
+        there = await host.lookup(store.keys)
+        assert there == [payload is not None for payload in expected(store)]
         assert "preloaded 4 of the 5 blocks used last" in caplog.text
-        assert files.keys[CORRUPT].hex() in caplog.text, "the corrupt one is named"
+        assert store.keys[CORRUPT].hex() in caplog.text, "the corrupt one is named"
         other = make_block_key(b"another block", 0)
         blocks = BlockMemory(peers.PAGES, num_blocks=1).describe(0, [0])
         assert [outcome.done for outcome in await host.store([other], blocks)] == [True]
         kept = [number for number, each in enumerate(there) if each]
-        assert await host.lookup(files.keys) == [each in kept[1:] for each in range(8)]
+        assert await host.lookup(store.keys) == [each in kept[1:] for each in range(8)]
         assert await preload(tiers, 1, timeout_s=0.0) == 0
         assert "cut off after 0 s" in caplog.text
 
@@ -231,7 +226,7 @@ async def test_the_blocks_used_last_are_preloaded_and_evicted_last(
 @processes
 @pytest.mark.parametrize("kind", ["pool", "peer"])
 def test_what_is_served_has_the_blocks_in_memory_when_it_is_ready(
-    files: Store, namespace: Namespace, tmp_path: Path, kind: str
+    store: Store, namespace: Namespace, tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "pool.sock"
 
@@ -239,21 +234,21 @@ def test_what_is_served_has_the_blocks_in_memory_when_it_is_ready(
         async with PoolBackend(PoolConfig(path=str(path)), namespace) as engine:
             return await peers.load(engine)
 
-    described = files.root / namespace.fingerprint / "namespace.json"
-    tier = f"file://{files.root}?capacity=64MiB&min_free=1MiB"
+    described = store.root / namespace.fingerprint / "namespace.json"
+    tier = f"file://{store.root}?capacity=64MiB&min_free=1MiB"
     warm = ["--tier", tier, "--namespace", str(described), "--warm", str(NUM_WARM)]
     with serving(*SMALL, *warm, pool=path if kind == "pool" else None) as served:
         assert "preloaded 4 of the 5 blocks used last" in "".join(served.said), "before it is ready"
         assert served.readiness() == 200
-        shutil.rmtree(files.root)
+        shutil.rmtree(store.root)
         if kind == "pool":
-            assert asyncio.run(load_from_pool()) == expected(files)
+            assert asyncio.run(load_from_pool()) == expected(store)
         else:
             assert "settled namespace" in "".join(served.said), "before it listened"
             other = peers.namespace("example/other")
             told = "differ in model: ours is 'example/model', theirs is 'example/other'"
             assert told in asyncio.run(is_refused(served, config_of(served), other))
-            assert asyncio.run(load(config_of(served))) == expected(files)
+            assert asyncio.run(load(config_of(served))) == expected(store)
         assert served.end() == 0
     assert not path.exists()
 

@@ -139,17 +139,14 @@ class Routed:
 
 
 @contextlib.asynccontextmanager
-async def routed(
-    num_prefill: int = 1, num_decode: int = 1, **options: Any
-) -> AsyncIterator[Routed]:
+async def routed(num_decode: int = 1, **options: Any) -> AsyncIterator[Routed]:
     """Start engines and a proxy in front of them."""
     async with contextlib.AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(FakeEngine()) for _ in range(num_prefill + num_decode)
+        prefill, *decode = [
+            await stack.enter_async_context(FakeEngine()) for _ in range(1 + num_decode)
         ]
-        prefill, decode = engines[:num_prefill], engines[num_prefill:]
         config = ProxyConfig(
-            prefill=tuple(engine.url for engine in prefill),
+            prefill=(prefill.url,),
             decode=tuple(engine.url for engine in decode),
             listen=f"{HOST}:0",
             **{"drain_timeout_s": 0.0, **options},
@@ -157,5 +154,5 @@ async def routed(
         proxy = await stack.enter_async_context(Proxy(config))
         timeout = aiohttp.ClientTimeout(total=LIMIT_S)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        yield Routed(proxy, prefill, decode, session)
+        yield Routed(proxy, [prefill], decode, session)
     assert proxy.metrics.num_under_way == 0

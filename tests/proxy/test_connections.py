@@ -19,14 +19,12 @@ SHORT_S = 0.05
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    endpoint: Endpoint, sent: bytes
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(endpoint: Endpoint, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     try:
         writer.write(sent)
         async with asyncio.timeout(LIMIT_S):
-            yield reader, writer
+            yield reader
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -46,7 +44,7 @@ async def test_half_a_body_is_refused_long_before_the_time_of_a_request(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "BODY_TIMEOUT_S", SHORT_S)
-    async with routed(timeout_s=600.0) as it, connected(it.proxy.endpoint, sent) as (reader, _):
+    async with routed(timeout_s=600.0) as it, connected(it.proxy.endpoint, sent) as reader:
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
 
 
@@ -54,7 +52,7 @@ async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(server, "IDLE_TIMEOUT_S", SHORT_S)
     async with routed() as it:
         for more in (b"", HALF_HEAD):  # which nobody takes for a beginning
-            async with connected(it.proxy.endpoint, HEALTH + more) as (reader, _):
+            async with connected(it.proxy.endpoint, HEALTH + more) as reader:
                 assert (await read_to_the_end(reader)).startswith(b"HTTP/1.1 200 ")
 
 
@@ -70,9 +68,9 @@ async def test_silent_connections_make_room_and_requests_under_way_go_on(
         silent = [
             await stack.enter_async_context(connected(it.proxy.endpoint, sent)) for _ in range(12)
         ]
-        async with connected(it.proxy.endpoint, HEALTH) as (reader, _):
+        async with connected(it.proxy.endpoint, HEALTH) as reader:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        await read_to_the_end(silent[0][0])  # it was closed, as the oldest
+        await read_to_the_end(silent[0])  # it was closed, as the oldest
         it.decode[0].may_go_on.set()
         assert await response.read() == b"".join(PIECES)
 
@@ -85,7 +83,7 @@ async def test_the_end_of_an_answer_is_seen_by_a_client_of_http_1_0(
     async with routed() as it:
         body = json.dumps({**BODY, "stream": stream}).encode()
         head = b"POST /v1/completions HTTP/1.0\r\n%b\r\nContent-Length: %d\r\n\r\n"
-        async with connected(it.proxy.endpoint, head % (kept, len(body)) + body) as (reader, _):
+        async with connected(it.proxy.endpoint, head % (kept, len(body)) + body) as reader:
             told, _, content = (await reader.readuntil(b"\r\n\r\n")).lower().partition(b"\r\n\r\n")
             if b"content-length: " in told:
                 length = int(told.partition(b"content-length: ")[2].split(b"\r\n")[0])

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -32,33 +31,22 @@ class Exported:
         return {span.name: span for span in self._exporter.get_finished_spans()}
 
 
-@pytest.fixture
-def exported() -> Exported:
-    return Exported()
-
-
-@pytest.fixture
-def memory() -> BlockMemory:
-    return BlockMemory([[64]], num_blocks=4)
-
-
-def opened(memory: BlockMemory, exported: Exported) -> TransferEngine:
-    return connect(
+def test_so_they_are_when_the_engine_has_a_loop_of_its_own(memory: BlockMemory) -> None:
+    exported = Exported()
+    engine = connect(
         "host://?capacity=1MiB",
         memory.caches,
         namespace=Namespace(model="model", revision="1"),
         observers=[Spans(exported.provider)],
     )
 
+    async def use() -> None:
+        with exported.tracer.start_as_current_span("request"):
+            await engine.store(KEYS[:2], [[0, 1]])
+            await engine.lookup(KEYS)
 
-async def use(engine: TransferEngine, exported: Exported) -> None:
-    """Store and look up within a span of the program."""
-    with exported.tracer.start_as_current_span("request"):
-        await engine.store(KEYS[:2], [[0, 1]])
-        await engine.lookup(KEYS)
-
-
-def check(exported: Exported) -> None:
+    asyncio.run(use())
+    engine.close()
     spans = exported.spans()
     request = spans["request"]
     assert set(spans) == {"request", "kvxfer.store", "kvxfer.store host", "kvxfer.lookup"}
@@ -67,21 +55,13 @@ def check(exported: Exported) -> None:
         assert span.parent.span_id == request.get_span_context().span_id, name
         assert request.start_time <= span.start_time <= span.end_time <= request.end_time, name
     batch, move = spans["kvxfer.store"].attributes, spans["kvxfer.store host"].attributes
-    assert [batch[f"kvxfer.{name}"] for name in ("blocks", "bytes", "done")] == [2, 128, 2]
+    assert [batch[f"kvxfer.{name}"] for name in ("blocks", "bytes", "done")] == [2, 8192, 2]
     assert (move["kvxfer.tier"], move["kvxfer.cause"]) == ("host", "request")
     assert dict(spans["kvxfer.lookup"].attributes or {}) == {"kvxfer.blocks": 3, "kvxfer.hits": 2}
 
 
-def test_so_they_are_when_the_engine_has_a_loop_of_its_own(
-    memory: BlockMemory, exported: Exported
-) -> None:
-    engine = opened(memory, exported)
-    asyncio.run(use(engine, exported))
-    engine.close()
-    check(exported)
-
-
-async def test_a_batch_that_failed_is_an_error(memory: BlockMemory, exported: Exported) -> None:
+async def test_a_batch_that_failed_is_an_error(memory: BlockMemory) -> None:
+    exported = Exported()
     rates = FaultRates(failure=1.0)
     faulty = FaultyBackend(DictBackend(None, memory.namespace()), seed=0, rates=rates)
     spans = Spans(exported.provider)

@@ -16,14 +16,18 @@ def request(*blocks: int, arrival_s: float = 1.75) -> RecordedRequest:
     return RecordedRequest(arrival_s, 16 * len(blocks) + 3, 16, hashes)
 
 
+def record(path: Path, *requests: RecordedRequest, **how: int) -> None:
+    recorder = TraceRecorder(str(path), **how)
+    for each in requests:
+        recorder.record(each)
+    recorder.close()
+    recorder.close()
+
+
 def test_recorded_requests_are_a_trace_with_their_equal_blocks(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    for requests in ([request(1, 2), request(1, 3, arrival_s=2)], [request(1, 2, arrival_s=4)]):
-        recorder = TraceRecorder(str(path))
-        for each in requests:
-            recorder.record(each)
-        recorder.close()
-        recorder.close()
+    record(path, request(1, 2), request(1, 3, arrival_s=2))
+    record(path, request(1, 2, arrival_s=4))
     trace = read_trace(path)
     assert list(trace.requests()) == [[0, 1], [0, 2], [0, 1]]
     assert trace.timestamps_ms.tolist() == [1750, 2000, 4000]
@@ -34,10 +38,7 @@ def test_recorded_requests_are_a_trace_with_their_equal_blocks(tmp_path: Path) -
 def test_a_file_that_cannot_be_written_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
-    for _ in range(3):
-        recorder.record(request(1))
-    recorder.close()
+    record(tmp_path / "no" / "such" / "folder", *[request(1)] * 3)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "no requests are recorded" in caplog.text
 
@@ -47,9 +48,7 @@ def test_a_file_does_not_grow_beyond_its_bound(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     for _ in range(50):
-        recorder = TraceRecorder(str(path), max_bytes=1000)
-        recorder.record(request(1, 2, 3))
-        recorder.close()
+        record(path, request(1, 2, 3), max_bytes=1000)
     assert 500 < path.stat().st_size <= 1000
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert "the trace has its 1000 bytes" in caplog.text
@@ -57,9 +56,7 @@ def test_a_file_does_not_grow_beyond_its_bound(
 
 def test_a_request_that_the_disk_takes_in_part_is_left_out_wholly(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    first = TraceRecorder(str(path))
-    first.record(request(1, 2))
-    first.close()
+    record(path, request(1, 2))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     full = TraceRecorder(str(path))
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
@@ -68,7 +65,5 @@ def test_a_request_that_the_disk_takes_in_part_is_left_out_wholly(tmp_path: Path
         full.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    after = TraceRecorder(str(path))
-    after.record(request(1, 4))
-    after.close()
+    record(path, request(1, 4))
     assert list(read_trace(path).requests()) == [[0, 1], [0, 2]]
