@@ -136,7 +136,7 @@ def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times()
 
 def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> None:
     loads = LoadOrCompute(1.0, prefill_tokens_per_s=10_000)  # two chunks: 20 ms
-    prefill = PrefillSpeed(loads, 0, 100)
+    prefill = PrefillSpeed(loads, {0: 100})
     scheduler = start(broken(Operation.LOAD, delay=1.0, delay_s=0.2), prefill=prefill)
     wanted = keys_of(2)
     scheduler.store(wanted)
@@ -157,19 +157,24 @@ def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> No
 
 def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(clock: Clock) -> None:
     loads = LoadOrCompute(1.0)
-    speed = PrefillSpeed(loads, 0, 100)
+    speed = PrefillSpeed(loads, {0: 100, 1: 50})
     for is_asynchronous in (False, True) * 3:  # each step computes 300 tokens in half a second
         speed.begin_step()
-        speed.compute([*keys_of(3), *keys_of(3, group=1)])
+        speed.compute([*keys_of(1), *keys_of(6, group=1)])  # of group 0 a window is kept
         if is_asynchronous:
             speed.begin_step()  # planned before the first one has ended
-            speed.compute(keys_of(3, first=3))
+            speed.compute(keys_of(4, first=3, group=1))
+            speed.compute([*keys_of(1, first=9), *keys_of(2, first=9, group=1)])  # another prompt
             clock.now += 0.5
             speed.end_step()
         clock.now += 0.5
         speed.end_step()
         clock.now += 100.0  # no request
     assert loads.prefill_tokens_per_s == pytest.approx(600)
+    loads.loaded(1000, 1.0)
+    wanted = [*keys_of(1), *keys_of(6, group=1)]
+    pays = [speed.load_pays(wanted, each, queued_bytes=0) for each in (490, 510)]
+    assert pays == [True, False]  # half a second, as computing
 
 
 # Wishes of requests of how long their chunks are kept.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -79,45 +79,44 @@ class PrefillSpeed:
 
     The chunks that a step computes are passed to be stored right after it was planned, and vLLM
     asks for the metrics when the step has ended. With asynchronous scheduling a step is planned
-    before the one before it has ended: then its time is that between the two ends. Only chunks of
-    one group are counted, of `tokens_per_chunk` tokens; `loads` is told what was computed.
+    before the one before it has ended: then its time is that between the two ends. Chunks of one
+    group are counted, that with the most tokens: vLLM passes all of a prompt where attention is
+    full, and else only the last ones. `loads` is told what was computed.
     """
 
-    def __init__(self, loads: LoadOrCompute, group: int, tokens_per_chunk: int) -> None:
-        self._group = group
-        self._tokens_per_chunk = tokens_per_chunk
+    def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
         self.loads = loads
-        self._steps: deque[list[float]] = deque(maxlen=MAX_STEPS)  # begin, and tokens
+        self._tokens_per_chunk = tokens_per_chunk  # of each group
+        self._steps: deque[tuple[float, Counter[int]]] = deque(maxlen=MAX_STEPS)  # begin, tokens
         self._ended_s = 0.0
 
     def begin_step(self) -> None:
         """Note that a step was planned."""
-        self._steps.append([runtime.monotonic(), 0])
+        self._steps.append((runtime.monotonic(), Counter()))
 
     def compute(self, keys: Sequence[BlockKey]) -> None:
         """Note chunks that the last step computes."""
         if self._steps:
-            self._steps[-1][1] += self._count_tokens(keys)
+            self._steps[-1][1].update(self._count_tokens(keys))
 
     def load_pays(self, keys: Sequence[BlockKey], num_bytes: int, *, queued_bytes: int) -> bool:
         """Whether to load chunks; see `LoadOrCompute.pays`."""
-        num_tokens = self._count_tokens(keys)
-        return not num_tokens or self.loads.pays(
-            keys, num_bytes, num_tokens, queued_bytes=queued_bytes
-        )
+        num_tokens = max(self._count_tokens(keys).values())
+        return self.loads.pays(keys, num_bytes, num_tokens, queued_bytes=queued_bytes)
 
     def end_step(self) -> None:
         """Note that the first step has ended."""
         if not self._steps:
             return
-        began_s, num_tokens = self._steps.popleft()
+        began_s, tokens = self._steps.popleft()
         now = runtime.monotonic()
-        if num_tokens:
-            self.loads.computed(int(num_tokens), now - max(began_s, self._ended_s))
+        if tokens:
+            self.loads.computed(max(tokens.values()), now - max(began_s, self._ended_s))
         self._ended_s = now
 
-    def _count_tokens(self, keys: Sequence[BlockKey]) -> int:
-        return self._tokens_per_chunk * sum(group_of(key) == self._group for key in keys)
+    def _count_tokens(self, keys: Sequence[BlockKey]) -> Counter[int]:
+        groups = Counter(map(group_of, keys))
+        return Counter({group: n * self._tokens_per_chunk[group] for group, n in groups.items()})
 
 
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):

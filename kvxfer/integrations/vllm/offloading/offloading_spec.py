@@ -106,8 +106,9 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             undo.callback(pool.close)
             num_slots = pool.shape.num_slots
             if self._lower and self._loads is not None:
-                tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
-                prefill = PrefillSpeed(self._loads, group_ids(self.config)[0], tokens_per_chunk)
+                sizes = [self.blocks_per_chunk * g.tokens_per_block for g in self.config.groups]
+                ids = group_ids(self.config)
+                prefill = PrefillSpeed(self._loads, dict(zip(ids, sizes, strict=True)))
             if self._lower:
                 tier = self._open_lower_tier(pool, workers, prefill)
                 undo.callback(tier.close)
