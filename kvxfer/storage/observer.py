@@ -383,7 +383,7 @@ class Reports:
         cause: Cause = Cause.REQUEST,
     ) -> None:
         """Tell that a batch was moved, or not; there are no sizes where they are not known."""
-        if self:
+        if self and keys:
             seconds, bytes_of = runtime.monotonic() - began, _count_bytes(outcomes, sizes)
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
 

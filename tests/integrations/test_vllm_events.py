@@ -25,6 +25,7 @@ from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.offloading import interface, lower_tier
 from tests.integrations.test_vllm_tier import Tiers
 from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
+from tests.recorder import Recorder
 
 __all__ = ["start"]
 
@@ -67,9 +68,11 @@ def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(
 
 
 def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_path: Path) -> None:
-    earlier, keys = start(FileBackend(config(tmp_path), make_namespace())), keys_of(2)
+    recorder, keys = Recorder(), keys_of(2)
+    earlier = start(FileBackend(config(tmp_path), make_namespace()), observers=[recorder])
     earlier.store(keys)
-    earlier.settle()
+    earlier.manager.shutdown()  # which writes them back
+    assert {type(event) for event in recorder.events} == {Added}
     scheduler = start(FileBackend(config(tmp_path), make_namespace()))
 
     def told() -> bool:

@@ -30,7 +30,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, PrefillSpeed
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 
 NUM_SLOTS = 4
 PART_BYTES = 4096
@@ -139,7 +139,7 @@ Start = Callable[..., Scheduler]
 def start() -> Iterator[Start]:
     started: list[tuple[Scheduler, Backend]] = []
 
-    def open_over(backend: Backend, *, prefill: PrefillSpeed | None = None) -> Scheduler:
+    def open_over(backend: Backend, **given: Any) -> Scheduler:
         shape = PoolShape(num_slots=NUM_SLOTS, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         copy_engine = CPUCopyEngine(num_threads=1)
         pool = HostPool(shape, make_namespace(), copy_engine, integrity=MemoryIntegrity.FULL)
@@ -151,9 +151,9 @@ def start() -> Iterator[Start]:
             reset_s=0.1,
             pool=pool,
             emit_events=True,
-            observers=[prefill.loads] if prefill else [],
+            observers=[given["prefill"].loads] if "prefill" in given else [],
         )
-        manager = KVXferOffloadingManager(pool, index, tier, emit_events=True, prefill=prefill)
+        manager = KVXferOffloadingManager(pool, index, tier, emit_events=True, **given)
         started.append((Scheduler(manager, tier, pool, index), backend))
         return started[-1][0]
 

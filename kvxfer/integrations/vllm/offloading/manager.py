@@ -367,10 +367,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             closed.callback(self._tier.close)
             self._max_going_down = self._index.num_slots  # nothing else needs room any more
             self._copy_down(self._tier)
-            if num_left := len(self._write_back) - self._write_back.num_taken:
-                logger.warning("the lower tier: %d blocks were not written back there", num_left)
-            self._write_back.skip([moved.key for moved in self._copied])
-            self._drop_stores(self._write_back.clear())
+            if left := self._write_back.forget(self._index.keys()):  # but for those that go down
+                logger.warning("the lower tier: %d blocks were not written back there", len(left))
+                self._drop_stores(left)
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
