@@ -338,6 +338,9 @@ TABLE = """
 @@ offloading 40 a request that is aborted still wants its chunks
 -        self._release(req_context.req_id)
          self._requests.finish
+@@ offloading 100 a request that was preempted holds chunks as it runs again
+-            self._release_resumed(context.preempted_req_ids)
++            pass
 @@ offloading 20 chunks that were loaded are not pinned for the requests that wait
 -                (block.slot,) = self._index.pin([key])
 +                block.slot = self._index.slot_of(key)

@@ -197,6 +197,7 @@ class _Run:
         self._has_faults = "fault" in whats
         self._has_resets = "reset" in whats
         self._due: dict[str, float] = {}
+        self._running: set[Any] = set()
         self._engine = self._open()
 
     def carry_out(self, steps: Sequence[Step]) -> None:
@@ -245,6 +246,7 @@ class _Run:
 
     def _reset(self, *, weights: bool, running: bool) -> None:
         was_reset = self._engine.reset(also_running=running, has_new_weights=weights)
+        self._running = set()  # those may be looked up again
         self._simulation.note(f"   {'reset' if was_reset else 'in use'}")
 
     def _fault(
@@ -322,6 +324,10 @@ class _Run:
         self._mirror.update()
         if differences := self._mirror.differences():
             self._simulation.fail("events say something else", f"{len(differences)} chunks")
+        before, self._running = self._running, {*self._engine.scheduler.running}
+        both = {each.request_id for each in before & self._running}  # not looked up in this step
+        if holding := sorted(both & manager._wanted._keys_of.keys()):
+            self._simulation.fail("requests that run hold chunks", holding)
         for key in self._mirror.present():
             if detail := self._wrong_bytes(manager, key):
                 self._simulation.fail("wrong bytes in host memory", detail)

@@ -164,6 +164,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._polled = tier is None
         self._has_failed = False  # a load, while others go on
         self._step_ended_s = 0.0
+        self._preempted: dict[str, bool] = {}  # requests; whether each was looked up in this step
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._copied: deque[RowOutcome] = deque()  # to be verified
@@ -190,6 +191,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if not self._polled:
             self._take_moved()
         req_id, state = req_context.req_id, self._index.state(key)
+        if req_id in self._preempted:
+            self._preempted[req_id] = True
         if state is BlockState.STORING and key in self._storing:
             return LookupResult.HIT_PENDING
         if state is not None and state is not BlockState.STORING:
@@ -298,6 +301,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._requests.schedule(context.new_req_ids)
         for req_id in context.new_req_ids:
             self._release(req_id)
+        if self._preempted or context.preempted_req_ids:
+            self._release_resumed(context.preempted_req_ids)
         if tier is not None:
             self._polled = False
             if self._prefill is not None:
@@ -310,6 +315,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""
+        self._preempted.pop(req_context.req_id, None)
         self._release(req_context.req_id)
         self._requests.finish(req_context.req_id)
 
@@ -389,6 +395,13 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._index.touch(used)
             self._retain(used, req_id)
             self._index.unpin(unpinned)
+
+    def _release_resumed(self, preempted: Collection[str]) -> None:
+        """Release the chunks of preempted requests that run again: those not looked up any more."""
+        for req_id, is_asking in self._preempted.items():
+            if not is_asking:
+                self._release(req_id)
+        self._preempted = dict.fromkeys([*self._preempted, *preempted], False)
 
     def _retain(self, keys: Sequence[BlockKey], req_id: str) -> None:
         """Note the wish of a request for chunks that it uses or stores, if it has one."""
