@@ -231,6 +231,22 @@ def test_a_prompt_that_p_does_not_give_is_computed_here_and_counted_by_its_reaso
     assert "\x1b" not in said
 
 
+def test_what_was_loaded_from_p_before_a_reset_is_not_stored_after_it(
+    start_engine: StartEngine,
+) -> None:
+    """VLLM cannot reset its own cache then, and resets that of its connector all the same."""
+    engine = start_engine(full(), backend="host://?capacity=1MiB")
+    engine.add("d", ticket_params())
+    engine.asking.asked[LEASE].set_result(make_found(10))
+    loading = engine.scheduler.schedule()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.end_step(loading, KVConnectorOutput(finished_recving={"d"}))
+    running = engine.scheduler.schedule()
+    assert running.num_scheduled_tokens == {"d": 1}
+    assert not running.kv_connector_metadata.tiers.store_jobs
+    engine.connector.shutdown()
+
+
 # States of recurrent layers: P leaves the last token to D, and D loads the one state it needs.
 
 

@@ -217,10 +217,17 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> ChunkSlots:
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
-        self._requests.schedule([req_context.req_id])
-        self._release(req_context.req_id)
+        self.begin(req_context.req_id)
         self._metrics.add(metrics.LOADED, len(slots))
         return ChunkSlots(list(keys), slots)
+
+    def begin(self, req_id: str) -> None:
+        """Note that a request loads, from wherever, or computes; release the chunks that it holds.
+
+        After a reset of the caches that it is known to have begun before, it stores nothing.
+        """
+        self._requests.schedule([req_id])
+        self._release(req_id)
 
     def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
         """Mark chunks as recently used."""

@@ -207,6 +207,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._decode.on_alloc(request, blocks, num_external_tokens - head)
             if num_external_tokens > head:  # before the tiers plan their step
                 fence([self._tiers], blocks)
+                if self._settings.backend:
+                    self._tiers.connector_scheduler.manager.begin(request.request_id)
         if self._prefill is not None:
             self._prefill.on_alloc(request)
         if head:
