@@ -1,5 +1,6 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, PrefillDecodeWorker, StepData
+from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
@@ -163,16 +165,18 @@ def test_what_tiers_have_is_not_loaded_from_p_where_it_ends_with_a_block_and_no_
     assert (wanted.first_token, wanted.num_tokens) == (first_token, 9)
 
 
-def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
+def test_a_load_that_fails_fails_its_request_where_that_is_wanted_and_has_no_time(
     start_engine: StartEngine,
 ) -> None:
     engine = start_engine(full(), on_failure="fail")
-    _, end = load(engine)
-    end.set_exception(errors.PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
+    wanted, end = load(engine)
+    end.set_result(Fetched(wanted.block_ids, missing=Counter(timed_out=3)))
     engine.step()
     engine.step()
     assert "d" in engine.ended
     engine.require_over()
+    counted = engine.worker.get_kv_connector_stats().data["data"]
+    assert counted == {f"{PREFIX}missing": {("timed_out",): 3}}
 
 
 def answer_by(outcome: Any) -> Callable[[Engine, Clock], object]:

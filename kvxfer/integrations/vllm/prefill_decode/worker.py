@@ -158,7 +158,8 @@ class PrefillDecodeWorker:
             logger.log(level, "load of %s failed: %r", fetch.request_id, exc, exc_info=level > 30)
             self._counters.add("missing", sum(map(len, fetch.wanted.keys)), reason="error")
             return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
-        self._counters.add_load(seconds)
+        if fetched.num_verified:
+            self._counters.add_load(seconds)
         self._counters.add("loaded_bytes", fetched.num_bytes)
         self._counters.add("pages_verified", fetched.num_verified)
         for reason, number in fetched.missing.items():
