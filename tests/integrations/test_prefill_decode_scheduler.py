@@ -342,7 +342,7 @@ def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
 def test_a_model_that_cannot_be_handed_over_is_refused_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, specs: list[Any], reason: str
 ) -> None:
-    assert why_not(cache_config(*specs)).startswith(reason)
+    assert why_not(cache_config(*specs), 1).startswith(reason)
     config = engine_config(tmp_path, listen=LISTEN)
     caches = cache_config(*specs)
     scheduler = KVXferConnector(config, KVConnectorRole.SCHEDULER, caches)
@@ -371,9 +371,12 @@ def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
     specs = {"a": sliding(6), "b": sliding(8)}
     group = SimpleNamespace(block_size=4, kv_cache_specs=specs)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group)])
-    assert why_not(config) == "the layers of group 0 have several windows"
+    assert why_not(config, 1) == "the layers of group 0 have several windows"
     specs["b"] = sliding(6)
-    assert not why_not(config)
+    assert not why_not(config, 2)
+    group.dcp_sharded = False
+    assert not why_not(config, 1)
+    assert why_not(config, 2) == "group 0 is whole on workers that share the tokens of others"
     assert Groups.of(config, 2) == Groups((8,), (5,), (False,))
 
 

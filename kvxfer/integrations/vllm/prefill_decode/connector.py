@@ -94,6 +94,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
             if (size := getattr(parallel, name, 1)) > 1:
                 raise InvalidArgumentError(name, size, "1 with KVXferConnector")
+        self._num_token_shares = int(getattr(parallel, "decode_context_parallel_size", 1))
         self._reads, self._lends = self._sides(is_scheduler=role == KVConnectorRole.SCHEDULER)
         self._namespace = handover_namespace(vllm_config, self._settings.revision)
         self._journals = journal_observers(self._namespace, engine=transfer.engine_id or "")
@@ -129,8 +130,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
         parallel = self._vllm_config.parallel_config
-        num_token_shares = int(getattr(parallel, "decode_context_parallel_size", 1))
-        groups = Groups.of(self._kv_cache_config, num_token_shares)
+        groups = Groups.of(self._kv_cache_config, self._num_token_shares)
         self._alignment, self._has_states = max(groups.tokens_per_block), any(groups.has_states)
         prompts = self._prompts = Prompts.of(self._vllm_config, groups)
         self._handover = Handover(
@@ -442,7 +442,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         reads, lends = transfer.is_kv_consumer, transfer.is_kv_producer
         lends &= self._settings.exchange.listen_endpoint is not None
         text = "prompts are neither read nor lent: %s"
-        if why := why_not(config):
+        if why := why_not(config, self._num_token_shares):
             reads = lends = False
         elif reads and not can_report_failures(config):
             reads, text = False, "prompts are not read: %s"

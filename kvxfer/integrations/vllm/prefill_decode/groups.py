@@ -52,7 +52,7 @@ class Groups:
         return int(any(window is not None for window in self.windows))
 
 
-def why_not(kv_cache_config: Any) -> str:
+def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
     """Say why the caches of a model cannot be handed over; empty where they can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -62,6 +62,9 @@ def why_not(kv_cache_config: Any) -> str:
         for spec in layers:
             if type(spec).__name__ not in KINDS:
                 return f"group {index} is a {type(spec).__name__}, none of {', '.join(KINDS)}"
+        # From 0.32 on vLLM says so; before, it has no such groups.
+        if num_token_shares > 1 and not getattr(group.kv_cache_spec, "dcp_sharded", True):
+            return f"group {index} is whole on workers that share the tokens of others"
         if len({_window(spec) for spec in layers}) > 1:
             return f"the layers of group {index} have several windows"
         if any(getattr(spec, "num_speculative_blocks", 0) for spec in layers):
