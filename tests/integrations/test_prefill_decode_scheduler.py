@@ -30,6 +30,7 @@ from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, PrefillDecodeWorker, StepData
 from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
+from kvxfer.storage.observer import LENT, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
 from tests.integrations.pd_engine import (
@@ -49,6 +50,7 @@ from tests.integrations.pd_engine import (
     start_engine,
     ticket_params,
 )
+from tests.recorder import Recorder
 
 __all__ = ["start_engine"]
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_request_id": None}
@@ -330,6 +332,19 @@ def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     worker.prepare(StepData(offers=[Offer("p", LEASE, keys[:1], [5], is_complete=False)]))
     worker.prepare(StepData(offers=[Offer("p", LEASE, keys, [5, 6], is_complete=True)]))
     assert handover.offers == [(LEASE, [], [], False), (LEASE, keys, [5, 6], True)]
+
+
+def test_blocks_are_told_as_lent_once_and_as_gone_with_their_last_lease() -> None:
+    handover, recorder = FakeHandover(), Recorder()
+    worker = PrefillDecodeWorker(handover, Counters(), Reports([recorder], LENT))  # type: ignore[arg-type]
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    offers = [Offer("p", LEASE, keys[:1], [5], is_complete=False)]
+    offers += [Offer(lease, lease, keys, [5, 6], is_complete=True) for lease in (LEASE, "other")]
+    worker.prepare(StepData(offers=offers))
+    for handover.ended in ([LEASE], ["other"]):
+        assert recorder.kept[LENT] == {*keys}
+        worker.take_ended()
+    assert (recorder.kept[LENT], recorder.mistakes) == (set(), [])
 
 
 @pytest.mark.parametrize(

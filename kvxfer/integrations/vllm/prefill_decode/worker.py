@@ -1,7 +1,7 @@
 """Worker: lends the blocks of P's prompts, and reads the pages of D's, as its scheduler says."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.storage.keys import BlockKey
@@ -87,7 +88,8 @@ class PrefillDecodeWorker:
         self._handover = handover
         self._counters = counters
         self._reports = reports
-        self._told: dict[str, list[BlockKey]] = defaultdict(list)  # blocks of each lease
+        self._told: dict[str, dict[BlockKey, None]] = defaultdict(dict)  # blocks of each lease
+        self._num_leases: Counter[BlockKey] = Counter()  # of each of these blocks
         self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
@@ -109,8 +111,10 @@ class PrefillDecodeWorker:
             if each.is_complete:
                 self._lent[each.lease] = each.request_id
             if self._reports:
-                self._told[each.lease] += keys
-                self._reports.added(keys)
+                new = [key for key in keys if key not in self._told[each.lease]]
+                self._told[each.lease].update(dict.fromkeys(new))
+                self._num_leases.update(new)
+                self._reports.added([key for key in new if self._num_leases[key] == 1])
             self._handover.offer(each.lease, keys, block_ids, is_complete=each.is_complete)
 
     def begin(self, step: StepData) -> None:
@@ -129,7 +133,10 @@ class PrefillDecodeWorker:
         """Return what ended since the last call; each request once."""
         ended = Ended()
         for lease in self._handover.take_ended():
-            self._reports.removed(self._told.pop(lease, []), Removal.LEASE_OVER)
+            told = self._told.pop(lease, {})
+            self._num_leases -= Counter(told.keys())
+            gone = [key for key in told if key not in self._num_leases]
+            self._reports.removed(gone, Removal.LEASE_OVER)
             if request_id := self._lent.pop(lease, None):
                 ended.sent.add(request_id)
         num_expired = self._handover.num_expired
