@@ -4,7 +4,8 @@ import enum
 import json
 import os
 from collections.abc import Callable
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,17 +387,21 @@ def test_a_tier_by_url_needs_the_revision_of_the_model() -> None:
 
 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:
-    identity = Namespace(model="", revision="r")
-    one = row_namespace(make_config(), identity, row_size_bytes=4096)
+    named = partial(row_namespace, model=Namespace(model="", revision="r"), row_size_bytes=4096)
+    one = named(make_config())
     unused = [()] * (SECOND_GROUP_ID - 1)
     assert [group.layer_names for group in one.groups] == [("a",), *unused, ("b",)]
     assert {one.chunk_size_bytes(group) for group in range(len(one.groups))} == {4096}
+    shared = replace(make_config(), parallel=replace(make_config().parallel, dcp_size=2))
     others = [
-        row_namespace(make_config(), identity, row_size_bytes=8192),
-        row_namespace(make_config(world_size=2), identity, row_size_bytes=4096),
-        row_namespace(make_config(), Namespace(model="", revision="s"), row_size_bytes=4096),
+        named(make_config(), row_size_bytes=8192),
+        named(make_config(world_size=2)),
+        named(make_config(), model=Namespace(model="", revision="s")),
+        named(shared),
+        named(shared, interleave_tokens=2),
     ]
-    assert len({each.fingerprint for each in [one, *others]}) == 4
+    assert len({each.fingerprint for each in [one, *others]}) == 6
+    assert named(make_config(), interleave_tokens=2) == one
 
 
 def test_a_vllm_that_does_not_say_what_its_model_is_gets_no_files() -> None:

@@ -96,10 +96,14 @@ def describe_pages(
             for refs, group in zip(caches.group_data_refs, groups, strict=True)
         ),
         num_kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()),
-        interleave_tokens=int(
-            getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1)
-        ),
+        interleave_tokens=interleave_tokens(vllm_config),
     )
+
+
+def interleave_tokens(vllm_config: Any) -> int:
+    """Tokens of a block that one worker keeps before the next one's turn, under either name."""
+    names = "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"
+    return max(int(getattr(vllm_config.parallel_config, name, 1)) for name in names)
 
 
 def is_cpu() -> bool:

@@ -161,10 +161,13 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def _open_lower_tier(
         self, pool: HostPool, workers: Sequence[WorkerIdentity], prefill: PrefillSpeed | None
     ) -> LowerTier:
-        rows = row_namespace(
-            self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes
-        )
         pages = [worker.pages for worker in workers]
+        rows = row_namespace(
+            self.config,
+            workers[0].model,
+            row_size_bytes=pool.shape.slot_size_bytes,
+            interleave_tokens=pages[0].interleave_tokens,
+        )
         mappings = map_rows(pages, self.config, pool.shape, f"rows {rows.fingerprint}")
         namespace = portable_namespace(rows, mappings)
         observers = environment_observers(namespace, engine=self._name)

@@ -33,7 +33,9 @@ SEGMENT_BYTES = HEADER_BYTES + (256 << 10)
 SEGMENT_HEADER = b"kvxfer worker identity 1"
 
 
-def row_namespace(config: OffloadingConfig, model: Namespace, *, row_size_bytes: int) -> Namespace:
+def row_namespace(
+    config: OffloadingConfig, model: Namespace, *, row_size_bytes: int, interleave_tokens: int = 1
+) -> Namespace:
     """Make the namespace of rows of host memory: the chunks of all workers under one key.
 
     `model` is that of `identify_model`, or has a revision alone. vLLM's release is part of it: the
@@ -49,6 +51,7 @@ def row_namespace(config: OffloadingConfig, model: Namespace, *, row_size_bytes:
     }
     unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
     parallel = config.parallel
+    has_turns = parallel.pcp_size * parallel.dcp_size > 1 and interleave_tokens > 1
     return msgspec.structs.replace(
         model,
         model=config.model.name,
@@ -63,6 +66,7 @@ def row_namespace(config: OffloadingConfig, model: Namespace, *, row_size_bytes:
             "dcp_size": parallel.dcp_size,
             "bytes_per_block": config.worker_kv_bytes_per_block,
             **host_layout(config),
+            **({"interleave_tokens": interleave_tokens} if has_turns else {}),
         },
         instruction_set=platform_kernels(),
     )

@@ -13,6 +13,7 @@ from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
+from kvxfer.integrations.vllm.common.worker_pages import interleave_tokens
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
@@ -88,13 +89,17 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         revision: str = "",
     ) -> None:
         require_tiering()
+        turn = 1
         if (vllm_config := engine_config()) is not None:
             require_telling_keys(vllm_config)
+            turn = interleave_tokens(vllm_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config
         model = Namespace(model="", revision=revision)
-        namespace = row_namespace(config, model, row_size_bytes=rows.shape[1])
+        namespace = row_namespace(
+            config, model, row_size_bytes=rows.shape[1], interleave_tokens=turn
+        )
         observers = environment_observers(namespace)
         if not isinstance(backend, Backend):
             if not revision:
