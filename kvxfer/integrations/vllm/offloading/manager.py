@@ -361,9 +361,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if self._prefill is not None:
             self._prefill.end_step()
         idle = self._index.num_free_slots + self._index.num_evictable
-        gauges: dict[str, float] = {metrics.PINNED: self._index.num_slots - idle}
-        for gauge, value in self._gauges().items():
-            gauges[gauge.value] = value
+        gauges = {gauge.value: value for gauge, value in self._gauges().items()}
+        gauges[metrics.PINNED] = self._index.num_slots - idle
         return self._metrics.report(gauges)
 
     def shutdown(self) -> None:
@@ -503,7 +502,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._has_failed = True
             for moved in failed:
                 status = moved.outcome.status
-                self._metrics.add(metrics.loaded(metrics.LOWER, Cause.PROMOTION, status))
+                count = metrics.Count.of("load_blocks", metrics.LOWER, Cause.PROMOTION, status)
+                self._metrics.add(count)
             text = "%d chunks were not loaded, the first: %s"
             logger.warning(text, len(failed), failed[0].outcome)
             self._give_up([moved.key for moved in failed])
@@ -564,7 +564,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _note_evicted(self, plan: StorePlan) -> None:
         for reason, keys in plan.evicted_by().items():
-            self._metrics.add(metrics.removed(reason), len(keys))
+            count = metrics.Count.of("removed_blocks", metrics.HOST, reason)
+            self._metrics.add(count, len(keys))
             self._reports.removed(keys, reason)
         self._emit(plan.evicted, removed=True)
         if self._tier is not None:

@@ -84,15 +84,10 @@ class Count(NamedTuple):
     name: str  # one of `COUNTERS`, or `IGNORED`
     labels: tuple[str, ...]  # values; of chunks the first is the tier
 
-
-def stored(tier: str, cause: Cause, status: Status) -> Count:
-    """Name the count of chunks passed to a tier to be stored."""
-    return Count("store_blocks", (tier, cause.value, status.value))
-
-
-def loaded(tier: str, cause: Cause, status: Status) -> Count:
-    """Name the count of chunks asked of a tier."""
-    return Count("load_blocks", (tier, cause.value, status.value))
+    @classmethod
+    def of(cls, name: str, tier: str, *labels: Cause | Status | Removal) -> "Count":
+        """Name the count of chunks of a tier."""
+        return cls(name, (tier, *(each.value for each in labels)))
 
 
 def looked_up(tier: str) -> Count:
@@ -100,27 +95,22 @@ def looked_up(tier: str) -> Count:
     return Count("lookup_blocks", (tier or NO_TIER, "hit" if tier else "miss"))
 
 
-def removed(reason: Removal) -> Count:
-    """Name the count of chunks that are no longer in host memory."""
-    return Count("removed_blocks", (HOST, reason.value))
-
-
-LOADED = loaded(HOST, Cause.REQUEST, Status.DONE)
-CORRUPT = loaded(HOST, Cause.REQUEST, Status.CORRUPT)
-STORED = stored(HOST, Cause.REQUEST, Status.DONE)
-REFUSED = stored(HOST, Cause.REQUEST, Status.FAILED)
+LOADED = Count.of("load_blocks", HOST, Cause.REQUEST, Status.DONE)
+CORRUPT = Count.of("load_blocks", HOST, Cause.REQUEST, Status.CORRUPT)
+STORED = Count.of("store_blocks", HOST, Cause.REQUEST, Status.DONE)
+REFUSED = Count.of("store_blocks", HOST, Cause.REQUEST, Status.FAILED)
 """Not stored because every chunk in host memory was in use."""
-LOST = stored(HOST, Cause.REQUEST, Status.CANCELLED)
+LOST = Count.of("store_blocks", HOST, Cause.REQUEST, Status.CANCELLED)
 """Not stored because some worker did not complete its store."""
-DROPPED = removed(Removal.CORRUPT)
-PROMOTED = stored(HOST, Cause.PROMOTION, Status.DONE)
-NOT_PROMOTED = stored(HOST, Cause.PROMOTION, Status.FAILED)
+DROPPED = Count.of("removed_blocks", HOST, Removal.CORRUPT)
+PROMOTED = Count.of("store_blocks", HOST, Cause.PROMOTION, Status.DONE)
+NOT_PROMOTED = Count.of("store_blocks", HOST, Cause.PROMOTION, Status.FAILED)
 """Found below, without room in host memory."""
-LOWER_STORED = stored(LOWER, Cause.WRITE_BACK, Status.DONE)
-LOWER_STORES_FAILED = stored(LOWER, Cause.WRITE_BACK, Status.FAILED)
-LOWER_STORES_DROPPED = Count("not_written_back_blocks", (LOWER,))
-NOT_LOADED = Count("not_loaded_blocks", (LOWER,))
-LOWER_LOADED = loaded(LOWER, Cause.PROMOTION, Status.DONE)
+LOWER_STORED = Count.of("store_blocks", LOWER, Cause.WRITE_BACK, Status.DONE)
+LOWER_STORES_FAILED = Count.of("store_blocks", LOWER, Cause.WRITE_BACK, Status.FAILED)
+LOWER_STORES_DROPPED = Count.of("not_written_back_blocks", LOWER)
+NOT_LOADED = Count.of("not_loaded_blocks", LOWER)
+LOWER_LOADED = Count.of("load_blocks", LOWER, Cause.PROMOTION, Status.DONE)
 
 
 class OffloadingMetrics(Observer):
