@@ -1,6 +1,7 @@
 """Offloading worker: moves blocks between a worker's caches and the slots of the host pool."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -47,8 +48,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         self._closes = closes
         self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
         self._blocks_per_chunk = blocks_per_chunk
-        self._vllm_ids: dict[JobId, int] = {}
-        self._ours: dict[int, JobId] = {}
+        self._ours: dict[int, JobId] = {}  # job of the engine, of each of vLLM's
         self._results: list[TransferResult] = []
 
     def submit_store(
@@ -56,34 +56,31 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
     ) -> bool:
         """Begin to copy blocks of the caches to their slots."""
         try:
-            keys, block_ids, firsts = self._batch(src_spec, dst_spec)
-            self._require_whole_chunks(keys, block_ids, firsts)
-            ours = self._engine.submit_store(keys, block_ids, first_block_indices=firsts)
+            keys, ids, firsts = self._batch(src_spec, dst_spec)
+            self._require_whole_chunks(keys, ids, firsts)
+            self._ours[job_id] = self._engine.submit_store(keys, ids, first_block_indices=firsts)
         except KVXferError:
             logger.exception("store job %d cannot be done; its chunks are dropped", job_id)
             self._results.append(TransferResult(job_id=job_id, success=True))
-        else:
-            self._track(job_id, ours)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: ChunkSlots, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
         """Begin to copy slots to blocks of the caches; loads go before stores, expedited or not."""
-        keys, block_ids, firsts = self._batch(dst_spec, src_spec)
-        if not keys:
+        keys, ids, firsts = self._batch(dst_spec, src_spec)
+        if keys:
+            self._ours[job_id] = self._engine.submit_load(keys, ids, first_block_indices=firsts)
+        else:
             self._results.append(TransferResult(job_id=job_id, success=True))
-            return True
-        ours = self._engine.submit_load(keys, block_ids, first_block_indices=firsts)
-        self._track(job_id, ours)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
         results, self._results = self._results, []
-        for job in self._engine.get_finished():
-            job_id = self._vllm_ids.pop(job.job_id)
-            del self._ours[job_id]
+        finished = {job.job_id: job for job in self._engine.get_finished()}
+        for job_id in [each for each, ours in self._ours.items() if ours in finished]:
+            job = finished[self._ours.pop(job_id)]
             if not job.done:
                 failed = [outcome for outcome in job.outcomes if not outcome.done]
                 name = job.direction.name.lower()
@@ -110,10 +107,6 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
             closed.callback(flush_journal)
             self._engine.close()
 
-    def _track(self, job_id: int, ours: JobId) -> None:
-        self._vllm_ids[ours] = job_id
-        self._ours[job_id] = ours
-
     def _batch(
         self, blocks: GPULoadStoreSpec, chunks: ChunkSlots
     ) -> tuple[list[BlockKey], list[NDArray[np.int32]], list[int]]:
@@ -121,12 +114,8 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         keys = []
         for key, slot in zip(chunks.keys, chunks.slots, strict=True):
             keys.append(slot_key(key, slot, self._group_of_id[group_of(key)]))
-        ends = np.cumsum(blocks.group_sizes)[:-1]
-        return (
-            keys,
-            np.split(blocks.block_ids, ends),
-            [int(index) for index in blocks.block_indices],
-        )
+        ends, firsts = np.cumsum(blocks.group_sizes)[:-1], [int(i) for i in blocks.block_indices]
+        return keys, np.split(blocks.block_ids, ends), firsts
 
     def _require_whole_chunks(
         self,
@@ -138,10 +127,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
 
         vLLM leaves out null blocks; in the middle of a chunk that would shift all later blocks.
         """
-        num_keys = [0] * len(block_ids)
-        for key in keys:
-            num_keys[group_of(key)] += 1
-        chunk = self._blocks_per_chunk
+        num_keys, chunk = Counter(map(group_of, keys)), self._blocks_per_chunk
         for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
             skip = first % chunk if len(ids) else 0
             if len(ids) + skip != chunk * num_keys[group]:
