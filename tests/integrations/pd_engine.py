@@ -325,7 +325,7 @@ class Engine:
         assert not self.scheduler.requests
         assert self.num_free == NUM_BLOCKS - 1  # without the null block
         if self.connector._decode is not None:
-            assert self.connector._decode.num_requests == 0
+            assert not self.connector._decode._asked.keys() | self.connector._decode._settled
         if self.connector._prefill is not None:
             assert self.connector._prefill.num_leases == 0
             assert not self.connector._prefill._early

@@ -195,7 +195,7 @@ class LendingEngine(ModelEngine):
         decode, prefill = connector._decode, connector._prefill
         counts = {
             "requests": len(self.scheduler.requests),
-            "requests of D": decode.num_requests,
+            "requests of D": len(decode._asked.keys() | decode._settled),
             "loads that were planned": len(decode._fetches),
             "loads": len(worker._loads),
             "unsafe loads": len(worker._unsafe),

@@ -76,11 +76,6 @@ class DecodeScheduler:
         self._settled: set[str] = set()  # requests that P is not asked about again
         self._fetches: list[Fetch] = []
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that something is remembered of."""
-        return len(self._asked.keys() | self._settled)
-
     def on_new_request(self, request: Any) -> None:
         """Begin to ask about a request as soon as it is known."""
         if wants_decode(request.kv_transfer_params):
@@ -118,15 +113,8 @@ class DecodeScheduler:
                 block_ids[group] = [(state[0] if state else 0) or -1]
         wanted = asked.found.wanted(asked.keys, first, num_tokens, block_ids)
         self._tell_wanted(request.request_id, asked.keys, wanted)
-        self._fetches.append(
-            Fetch(
-                request_id=request.request_id,
-                endpoint=asked.ticket.endpoint,
-                lease=asked.ticket.lease,
-                wanted=wanted,
-                waits=not asked.found.is_complete,
-            )
-        )
+        waits = not asked.found.is_complete
+        self._fetches.append(Fetch(request.request_id, asked.ticket, wanted, waits=waits))
         self._settled.add(request.request_id)
 
     def plan(self, step: StepData) -> None:
@@ -189,11 +177,9 @@ class DecodeScheduler:
             self._refuse(request, Reason.NO_TOKENS, why)
             return None
         self._counters.add("tickets")
-        answer = self._submit(
-            self._handover.reader.ask(
-                ticket.endpoint, ticket.lease, keys, self._groups.windows, waits=ticket.overlaps
-            )
-        )
+        ask, windows = self._handover.reader.ask, self._groups.windows
+        asking = ask(ticket.endpoint, ticket.lease, keys, windows, waits=ticket.overlaps)
+        answer = self._submit(asking)
         if answer is None:
             self._refuse(request, Reason.ERROR, "this engine shuts down")
             return None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer import runtime
-from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
@@ -36,8 +35,7 @@ class Fetch:
     """Pages of a request at D to read."""
 
     request_id: str
-    endpoint: Endpoint  # of P's worker of rank 0
-    lease: str
+    ticket: Ticket
     wanted: Wanted
     waits: bool  # for pages that are not there yet
 
@@ -122,11 +120,9 @@ class PrefillDecodeWorker:
         if step.given_up:
             self._handover.give_up(step.given_up)
         for fetch in step.fetches:
-            loading = self._handover.submit(
-                self._handover.reader.fetch(
-                    fetch.endpoint, fetch.wanted, waits_for=fetch.lease if fetch.waits else None
-                )
-            )
+            ticket, waits_for = fetch.ticket, fetch.ticket.lease if fetch.waits else None
+            call = self._handover.reader.fetch(ticket.endpoint, fetch.wanted, waits_for=waits_for)
+            loading = self._handover.submit(call)
             self._loads[fetch.request_id] = fetch, loading, runtime.monotonic()
 
     def take_ended(self) -> Ended:
