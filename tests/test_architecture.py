@@ -50,7 +50,7 @@ BUDGETS = {
     "backends/object": 1_736,
     "backends/pool": 1_150,
     "benchmarks": 4_631,
-    "examples": 2_561,
+    "examples": 2_540,
     "kvxfer/cli": 1_649,
     "kvxfer/copy_engine": 2_390,
     "kvxfer/doctor": 1_521,

@@ -1,9 +1,9 @@
-"""Client of the engines: one request to one of them, with what is learned of its health."""
+"""Engines of one leg: which one is next, a request to it, and what is learned of its health."""
 
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from http import HTTPStatus
 from typing import Literal, TypeVar
 
@@ -11,7 +11,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from examples.proxy.engines import Engine, EngineFailedError, EnginePool
+from examples.proxy.engines import Engine, EngineFailedError
 from examples.proxy.metrics import ProxyMetrics
 from kvxfer.errors import KVXferError
 from kvxfer.text import printable
@@ -35,17 +35,18 @@ class EngineTimeoutError(KVXferError, TimeoutError):
     """Engine that did not answer in time."""
 
 
-class EnginePoolClient:
-    """Client of the engines of one leg.
+class EnginePool:
+    """Engines of one leg, each with its share of the requests.
 
-    It closes each connection after its request: an engine closes idle ones, and a request that
-    was sent at that moment would look like a failure.
+    Each connection is closed after its request: an engine closes idle ones, and a request that was
+    sent at that moment would look like a failure.
     """
 
     def __init__(
         self, leg: Leg, urls: Sequence[str], connect_timeout_s: float, metrics: ProxyMetrics
     ) -> None:
-        self.pool = EnginePool(urls, lambda engine: metrics.ejections.labels(leg, engine.url).inc())
+        self.engines = tuple(map(Engine, urls))
+        self._turn = 0
         self._leg = leg
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
@@ -56,9 +57,30 @@ class EnginePoolClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept-Encoding", "User-Agent"),
         )
-        self._probing = [
-            asyncio.create_task(self._keep_probing(engine)) for engine in self.pool.engines
-        ]
+        self._probing = [asyncio.create_task(self._keep_probing(each)) for each in self.engines]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether at least one engine is not ejected."""
+        return not all(engine.ejected.is_set() for engine in self.engines)
+
+    def choose(self) -> Engine | None:
+        """Choose the engine with the least requests of those not ejected; None without one.
+
+        Where several have as few, they take turns.
+        """
+        return self._least_busy([each for each in self.engines if not each.ejected.is_set()])
+
+    def choose_any(self, tried: Collection[Engine]) -> Engine | None:
+        """Choose as `choose`, or an ejected engine where there is no other; None without one.
+
+        Of ejected engines it is the one whose time is next.
+        """
+        left = [each for each in self.engines if each not in tried]
+        healthy = [each for each in left if not each.ejected.is_set()]
+        return self._least_busy(healthy) or min(
+            left, key=lambda engine: engine.retry_at_s, default=None
+        )
 
     async def aclose(self) -> None:
         """Stop probing and close connections; may be called again."""
@@ -115,9 +137,20 @@ class EnginePoolClient:
         finally:
             self._metrics.legs.labels(self._leg, engine.url, outcome).inc()
 
+    def _least_busy(self, engines: Sequence[Engine]) -> Engine | None:
+        if not engines:
+            return None
+        fewest = min(engine.num_requests for engine in engines)
+        idlest = [engine for engine in engines if engine.num_requests == fewest]
+        self._turn += 1
+        return idlest[self._turn % len(idlest)]
+
     def _failed(self, engine: Engine, reason: str) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self.pool.failed(engine, printable(reason, MAX_REASON), now_s)
+        """Eject an engine once: all its requests under way fail at the same time."""
+        if not engine.ejected.is_set():
+            now_s = asyncio.get_running_loop().time()
+            engine.eject(printable(reason, MAX_REASON), now_s)
+            self._metrics.ejections.labels(self._leg, engine.url).inc()
 
     async def _keep_probing(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
-"""Engines that requests go to: which one is next, and which ones are left alone for a while."""
+"""One engine that requests go to, and how long it is left alone after a failure."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 
 from examples.proxy.legs import Lender
 from kvxfer.errors import KVXferError
@@ -77,53 +77,3 @@ class Engine:
         """Let it have requests, and forget its failures: it has answered one."""
         self.bring_back()
         self._num_failures = 0
-
-
-class EnginePool:
-    """Engines of one kind, each with its share of the requests.
-
-    Args:
-        count_ejection: Called with each engine that is ejected.
-    """
-
-    def __init__(self, urls: Sequence[str], count_ejection: Callable[[Engine], None]) -> None:
-        self.engines = tuple(Engine(url) for url in urls)
-        self._count_ejection = count_ejection
-        self._turn = 0
-
-    def choose(self) -> Engine | None:
-        """Choose the engine with the least requests of those not ejected; None without one.
-
-        Where several have as few, they take turns.
-        """
-        return self._least_busy([each for each in self.engines if not each.ejected.is_set()])
-
-    def choose_any(self, tried: Collection[Engine]) -> Engine | None:
-        """Choose as `choose`, or an ejected engine where there is no other; None without one.
-
-        Of ejected engines it is the one whose time is next.
-        """
-        left = [each for each in self.engines if each not in tried]
-        healthy = [each for each in left if not each.ejected.is_set()]
-        return self._least_busy(healthy) or min(
-            left, key=lambda engine: engine.retry_at_s, default=None
-        )
-
-    def failed(self, engine: Engine, reason: str, now_s: float) -> None:
-        """Eject an engine once: all its requests under way fail at the same time."""
-        if not engine.ejected.is_set():
-            engine.eject(reason, now_s)
-            self._count_ejection(engine)
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether at least one engine is not ejected."""
-        return not all(engine.ejected.is_set() for engine in self.engines)
-
-    def _least_busy(self, engines: Sequence[Engine]) -> Engine | None:
-        if not engines:
-            return None
-        fewest = min(engine.num_requests for engine in engines)
-        idlest = [engine for engine in engines if engine.num_requests == fewest]
-        self._turn += 1
-        return idlest[self._turn % len(idlest)]

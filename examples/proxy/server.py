@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 
 from examples.proxy.client import Client, RefusedError, error_response
 from examples.proxy.config import ProxyConfig
-from examples.proxy.engine_client import EnginePoolClient, EngineTimeoutError
+from examples.proxy.engine_client import EnginePool, EngineTimeoutError
 from examples.proxy.engines import Engine, EngineFailedError
 from examples.proxy.legs import Completion, Lender, params_of_answer
 from examples.proxy.listener import Listener
@@ -80,12 +80,8 @@ class Proxy:
             InvalidArgumentError: The address is in use, or is not one of this machine.
         """
         connect_timeout_s = self._config.connect_timeout_s
-        self._prefill = EnginePoolClient(
-            "prefill", self._config.prefill, connect_timeout_s, self.metrics
-        )
-        self._decode = EnginePoolClient(
-            "decode", self._config.decode, connect_timeout_s, self.metrics
-        )
+        self._prefill = EnginePool("prefill", self._config.prefill, connect_timeout_s, self.metrics)
+        self._decode = EnginePool("decode", self._config.decode, connect_timeout_s, self.metrics)
         self._runner = web.AppRunner(
             self._application(),
             handler_cancellation=True,
@@ -175,11 +171,11 @@ class Proxy:
             self._listener.expect(request.transport, IDLE_TIMEOUT_S)
 
     async def _health(self, _: web.Request) -> web.Response:
-        is_healthy = self._decode.pool.is_healthy and not self._is_ending
+        is_healthy = self._decode.is_healthy and not self._is_ending
         return web.Response(status=200 if is_healthy else 503)
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
-        engines = {"prefill": self._prefill.pool.engines, "decode": self._decode.pool.engines}
+        engines = {"prefill": self._prefill.engines, "decode": self._decode.engines}
         content_type = {"Content-Type": PROMETHEUS}
         return web.Response(body=self.metrics.text(engines), headers=content_type)
 
@@ -254,7 +250,7 @@ class Proxy:
         if alone := completion.needs_one_engine:
             await self._decode_alone(client, completion, deadline_s, alone)
             return
-        engine = self._prefill.pool.choose()
+        engine = self._prefill.choose()
         if engine is None:
             await self._decode_alone(client, completion, deadline_s, "ejected")
         elif self._config.overlap and engine.lender is not None:
@@ -346,7 +342,7 @@ class Proxy:
         """
         tried: list[Engine] = []
         reason = ""
-        while (engine := self._decode.pool.choose_any(tried)) is not None:
+        while (engine := self._decode.choose_any(tried)) is not None:
             tried.append(engine)
             try:
                 async with self._decode.ask(

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web, web_app
 
 from examples.proxy.config import ProxyConfig
-from examples.proxy.engines import MAX_BACK_OFF_S, EnginePool
+from examples.proxy.engines import MAX_BACK_OFF_S
 from examples.proxy.server import LATE_PREFILL_S, Proxy
 from kvxfer import runtime
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
@@ -402,8 +402,7 @@ class _Run:
         await asyncio.sleep(QUIET_S)
         if self._closing_at is not None:
             return
-        pools: list[EnginePool] = [self._proxy._prefill.pool, self._proxy._decode.pool]
-        for pool in pools:
+        for pool in (self._proxy._prefill, self._proxy._decode):
             for each in pool.engines:
                 if each.ejected.is_set():
                     self._simulation.fail("left", f"{each.url} is ejected still")
