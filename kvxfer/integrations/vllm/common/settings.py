@@ -51,10 +51,6 @@ class FoundSettings:
         found = [f"{name} from {origin}" for name, origin in self.origins.items()]
         return ", ".join(found) or f"none in {EXPLICIT}, {URLS} or {FILE}"
 
-    def log(self, connector: str) -> None:
-        """Log where the settings of a connector were found."""
-        logger.info("%s has settings: %s", connector, self)
-
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
         """Say where settings were found in an error about one of them that is raised within."""

@@ -590,8 +590,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 (block.slot,) = self._index.pin([key])
             block.checked = DONE  # verified below, and sealed just now
             for req_id in block.waiting:
-                assert self._tier is not None
-                self._requests.note(req_id, key, self._tier.name)
+                self._requests.note(req_id, key, self._lower_reports.tier)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""

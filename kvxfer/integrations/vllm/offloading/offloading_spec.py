@@ -15,7 +15,7 @@ from kvxfer.integrations.vllm.common.freed_blocks import fence_loads_of_others
 from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
-from kvxfer.integrations.vllm.common.settings import find_settings, parse_offload
+from kvxfer.integrations.vllm.common.settings import find_settings, logger, parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import describe_pages
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -132,7 +132,8 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             caches = convert_caches(kv_caches)
             identity = self._identify(caches) if self._lower else None
             copies = num_copies(identity.pages if identity else None, self.config)
-            part, turn = divmod(self.config.parallel.rank, copies)
+            rank = self.config.parallel.rank
+            part, turn = divmod(rank, copies)
             slots = SlotMover(
                 self._open_pool(copies),
                 part=part,
@@ -152,9 +153,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
                 engine,
                 group_ids=group_ids(self.config),
                 blocks_per_chunk=self.blocks_per_chunk,
-                closes=[publish_identity(self._name, self.config.parallel.rank, identity)]
-                if identity
-                else [],
+                closes=[publish_identity(self._name, rank, identity)] if identity else [],
             )
         return self._worker
 
@@ -233,7 +232,7 @@ class KVXferOffload(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         found = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:
-            found.log("KVXferOffload")
+            logger.info("KVXferOffload has settings: %s", found)
         found.check_tiers()
         super().__init__(offloading_config(vllm_config, found.values), role, kv_cache_config)
 

@@ -82,7 +82,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         found = find_settings(transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            found.log("KVXferConnector")
+            vllm_logger.info("KVXferConnector has settings: %s", found)
         with found.checked():
             self._settings = Settings.parse(found.values).of_replica(
                 parallel.data_parallel_index, parallel.tensor_parallel_size
@@ -463,10 +463,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def _take_ended(self, finished_req_ids: set[str]) -> Ended:
         ours = Ended() if self._worker is None else self._worker.take_ended()
         sent, received = self._tiers.get_finished(finished_req_ids)
-        ended = Ended(
-            sent=self._saves.take(ours.sent, sent),
-            received=self._loads.take(ours.received, received),
-        )
+        ended = Ended(self._saves.take(ours.sent, sent), self._loads.take(ours.received, received))
         self._bad_blocks |= ours.bad_blocks
         for request_id in ended.received & self._bad_blocks.keys():
             ended.bad_blocks[request_id] = self._bad_blocks.pop(request_id)
