@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
-
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels

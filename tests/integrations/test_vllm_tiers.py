@@ -197,31 +197,27 @@ def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any
     manager.on_request_finished(context)
 
 
-def test_a_request_that_computed_or_loaded_before_a_reset_stores_nothing_after_it(
+def test_what_was_planned_before_a_reset_is_loaded_and_who_began_before_it_stores_nothing(
     scheduler: Scheduler,
 ) -> None:
-    """VLLM offers its chunks again, also those whose blocks it has given to others since."""
+    """VLLM has workers end loads in the next step only, and ends an engine whose load fails.
+
+    It offers all chunks again, also those whose blocks it has given to others since.
+    """
     contexts = [ReqContext(each) for each in ("before", "loading", "later")]
     for context in contexts:
         scheduler.manager.on_new_request(context)
     scheduler.step("before")
-    scheduler.manager.prepare_load([], contexts[1])
-    scheduler.manager.reset_cache()
-    assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], [], KEYS]
-
-
-def test_a_load_that_was_planned_before_a_reset_finds_its_chunks_until_it_has_ended(
-    scheduler: Scheduler,
-) -> None:
-    """VLLM has workers end it in the next step only, and ends an engine whose load fails."""
     scheduler.store(KEYS[:1])
-    assert scheduler.lookup(KEYS[:1]) == [HIT]
-    planned = scheduler.manager.prepare_load(KEYS[:1], ReqContext("request"))
+    assert scheduler.lookup(KEYS[:1], "loading") == [HIT]
+    planned = scheduler.manager.prepare_load(KEYS[:1], contexts[1])
     scheduler.manager.reset_cache()
-    assert scheduler.lookup(KEYS[1:2], "another") == [RETRY]
+    assert scheduler.lookup(KEYS[2:], "another") == [RETRY]
     scheduler.step()
     read = scheduler.pool.read(planned.slots, planned.keys, MEMORY.describe(0, [1]))
     assert [each.done for each in read] == [True]
+    wanted = KEYS[:2]
+    assert [scheduler.store(wanted, context=each) for each in contexts] == [[], [], wanted]
 
 
 def test_a_request_raises_the_priority_of_chunks_that_it_finds_although_another_wish_is_wrong(

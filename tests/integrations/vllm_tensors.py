@@ -65,17 +65,21 @@ class Caches:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
-def plan(specs: Sequence[Any], attn_backend: Any, *, num_layers: int, layout: str) -> Caches:
+def plan(
+    specs: Sequence[Any],
+    attn_backend: Any,
+    *,
+    num_layers: int,
+    layout: str,
+    num_blocks: int = NUM_BLOCKS,
+) -> Caches:
     """Plan groups of one spec each, whose layers lie on top of each other."""
     names = [[f"group{g}.layer{i}" for i in range(num_layers)] for g in range(len(specs))]
     page = specs[0].page_size_bytes
-    size = page * NUM_BLOCKS
+    size = page * num_blocks
     if LAYOUTS_ARE_NAMED:
-        outermost = layout.startswith("B")
-        strides = {
-            "layer_stride": page if outermost else size,
-            "block_stride": page * num_layers if outermost else page,
-        }
+        of_layer, of_block = (page, page * num_layers) if layout.startswith("B") else (size, page)
+        strides = {"layer_stride": of_layer, "block_stride": of_block}
         tensors = [
             interface.KVCacheTensor(size=size * num_layers, layers=layers, **strides)
             for layers in names
@@ -85,12 +89,10 @@ def plan(specs: Sequence[Any], attn_backend: Any, *, num_layers: int, layout: st
             interface.KVCacheTensor(size=size, shared_by=list(shared))
             for shared in zip(*names, strict=True)
         ]
-    groups = [
-        interface.KVCacheGroupSpec(layers, spec) for layers, spec in zip(names, specs, strict=True)
-    ]
+    groups = [interface.KVCacheGroupSpec(*each) for each in zip(names, specs, strict=True)]
     layer = SimpleNamespace(get_attn_backend=lambda: attn_backend)
     return Caches(
-        config=interface.KVCacheConfig(NUM_BLOCKS, tensors, groups),
+        config=interface.KVCacheConfig(num_blocks, tensors, groups),
         vllm_config=SimpleNamespace(
             cache_config=SimpleNamespace(**({"kv_cache_layout": layout} if layout else {})),
             compilation_config=SimpleNamespace(

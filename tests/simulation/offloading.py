@@ -37,8 +37,6 @@ BY_LINE = 0.02
 """Share of the lines of kvxfer after which another thread goes on, in every fifth seed."""
 
 _numbers = count()
-
-
 OPEN_LOWER: dict[str, "_Tiers"] = {}
 """Tiers below host memory of engines, by their names: vLLM makes specs itself."""
 

@@ -16,7 +16,6 @@ from itertools import count
 from multiprocessing.util import Finalize
 from os import getpid
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -48,6 +41,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.simulation import Simulation
+from tests.integrations.vllm_tensors import plan
 
 BLOCK = 4
 """Tokens of a block."""
@@ -120,24 +114,13 @@ class DeadEngineError(Exception):
 class ModelEngine:
     """Engine of vLLM without a model, whose steps somebody makes.
 
-    Args:
-        simulation: The run.
-        name: Name of the engine.
-        prefixes: Numbers of prefixes, which engines share that exchange blocks.
-        connector: Name of the connector.
-        extra: Its settings.
-        num_blocks: Blocks of its caches.
-        has_window: Whether there is a group of layers with a sliding window, too.
-        batch_tokens: Most tokens of a step.
-        step_s: Longest duration of a step.
+    Engines share `prefixes` that exchange blocks. `extra` are the settings of the connector, whose
+    sides are `connector` and `worker`. With `has_window` a second group of layers has a sliding
+    window. A step has `batch_tokens` at most, and takes `step_s` at most.
 
     Attributes:
         weights: Version of its weights.
-        scheduler: vLLM's.
-        connector: Connector of the scheduler.
-        worker: Connector of the worker.
         ended: Requests that have ended, with the parameters that came with their ends.
-        num_steps: Steps so far.
         num_loaded: Loads that have ended.
         is_computing: Whether the last step has computed something.
     """
@@ -163,13 +146,11 @@ class ModelEngine:
         self._random, self._step_s = simulation.random(f"steps of {name}"), step_s
         self._specs = [FULL, SLIDING] if has_window else [FULL]
         self.config = _configure(connector, extra, num_blocks, batch_tokens)
-        self._caches = _plan(self._specs, num_blocks)
+        sizes: dict[str, Any] = {"num_layers": NUM_LAYERS, "num_blocks": num_blocks}
+        planned = plan(self._specs, CPUAttentionBackend, layout=LAYOUT, **sizes)
+        self._caches, layers = planned.config, planned.vllm_config.compilation_config
         self.config.compilation_config = copy.copy(self.config.compilation_config)
-        self.config.compilation_config.static_forward_context = {
-            name: SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
-            for group in self._caches.kv_cache_groups
-            for name in group.layer_names
-        }
+        self.config.compilation_config.static_forward_context = layers.static_forward_context
         self.tensors = allocate_kv_cache(self._caches, torch.device("cpu"), KVCacheLayout[LAYOUT])
         known: dict[int, NDArray[np.int64]] = {}  # layers of several groups have the same memory
         groups = self._caches.kv_cache_groups
@@ -446,19 +427,6 @@ def _places(ids: Sequence[int], start: int, stop: int) -> tuple[Any, Any]:
 
 def _marked(numbers: NDArray[np.int64], layer: int) -> Any:
     return (numbers * NUM_LAYERS + layer)[:, None, None]
-
-
-def _plan(specs: Sequence[Any], num_blocks: int) -> KVCacheConfig:
-    """Plan groups of one spec each, whose layers lie on top of each other."""
-    names = [[f"group{g}.layer{i}" for i in range(NUM_LAYERS)] for g in range(len(specs))]
-    page = specs[0].page_size_bytes
-    size = page * num_blocks
-    tensors = [
-        KVCacheTensor(size=size * NUM_LAYERS, layers=layers, layer_stride=size, block_stride=page)
-        for layers in names
-    ]
-    groups = [KVCacheGroupSpec(*each) for each in zip(names, specs, strict=True)]
-    return KVCacheConfig(num_blocks, tensors, groups)
 
 
 @cache
