@@ -177,6 +177,17 @@ def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(cl
     assert pays == [True, False]  # half a second, as computing
 
 
+def test_tokens_that_another_engine_gave_are_not_counted_as_computed(start: Start) -> None:
+    loads = LoadOrCompute(1.0)
+    scheduler = start(KeepingBackend(), prefill=PrefillSpeed(loads, {0: 100}))
+    for key, is_given in zip(keys_of(2), (True, False), strict=True):
+        scheduler.manager.begin(str(is_given), is_given=is_given)
+        scheduler.step()
+        assert scheduler.store([key], context=ReqContext(str(is_given))) == [key]
+        scheduler.manager.get_stats()
+        assert (loads.prefill_tokens_per_s is None) == is_given
+
+
 # Wishes of requests of how long their chunks are kept.
 
 

@@ -165,6 +165,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._has_failed = False  # a load, while others go on
         self._step_ended_s = 0.0
         self._preempted: dict[str, bool] = {}  # requests; whether each was looked up in this step
+        self._given: set[str] = set()  # requests with tokens of another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._copied: deque[RowOutcome] = deque()  # to be verified
@@ -221,13 +222,16 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._metrics.add(metrics.LOADED, len(slots))
         return ChunkSlots(list(keys), slots)
 
-    def begin(self, req_id: str) -> None:
+    def begin(self, req_id: str, *, is_given: bool = False) -> None:
         """Note that a request loads, from wherever, or computes; release the chunks that it holds.
 
-        After a reset of the caches that it is known to have begun before, it stores nothing.
+        After a reset of the caches that it is known to have begun before, it stores nothing. If
+        another engine gives it tokens, what it stores says nothing of the speed of computing.
         """
         self._requests.schedule([req_id])
         self._release(req_id)
+        if is_given:
+            self._given.add(req_id)
 
     def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
         """Mark chunks as recently used."""
@@ -249,7 +253,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             return PrepareStoreOutput([], ChunkSlots([], []), [])
         self._take_moved()
         self._take_failed(keys)
-        if self._prefill is not None:
+        if self._prefill is not None and req_context.req_id not in self._given:
             self._prefill.compute([key for key in keys if key not in self._index])
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
@@ -323,6 +327,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""
         self._preempted.pop(req_context.req_id, None)
+        self._given.discard(req_context.req_id)
         self._release(req_context.req_id)
         self._requests.finish(req_context.req_id)
 

@@ -208,7 +208,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             if num_external_tokens > head:  # before the tiers plan their step
                 fence([self._tiers], blocks)
                 if self._settings.backend:
-                    self._tiers.connector_scheduler.manager.begin(request.request_id)
+                    manager = self._tiers.connector_scheduler.manager
+                    manager.begin(request.request_id, is_given=True)
         if self._prefill is not None:
             self._prefill.on_alloc(request)
         if head:
