@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_497,
     "kvxfer/explain": 887,
     "kvxfer/face": 424,
-    "kvxfer/integrations": 10_138,
+    "kvxfer/integrations": 10_131,
     "kvxfer/kvcache": 5_681,
     "kvxfer/lending": 1_473,
     "kvxfer/pages": 2_279,

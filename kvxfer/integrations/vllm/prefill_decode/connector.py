@@ -37,7 +37,7 @@ from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
-from kvxfer.integrations.vllm.prefill_decode.tiers import Shares, Twice, find_tiers
+from kvxfer.integrations.vllm.prefill_decode.tiers import Twice, find_tiers
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
@@ -111,7 +111,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._tiers: Any = kind(config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             fence([self._tiers])
-        self._shares: dict[str, Shares] = {}
+        # Tokens of a prompt beyond those on the device: from the tiers, and after them from P.
+        self._shares: dict[str, tuple[int, int]] = {}
         self._heads: set[str] = set()  # requests whose head is loaded from this step on
         self._kept_by_both: set[str] = set()
         self._loads, self._saves = Twice(), Twice()
@@ -196,7 +197,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             head = 0
             rest = self._rest_of(request, num_computed_tokens)
             assert rest is not None  # P has answered
-        self._shares[request.request_id] = Shares(head, rest)
+        self._shares[request.request_id] = head, rest
         return head + rest, head + rest > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -289,8 +290,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """See vLLM's `KVConnectorBase_V1`."""
-        shares = self._shares.get(request.request_id, Shares())
-        if shares.head and not shares.rest:
+        head, rest = self._shares.get(request.request_id, (0, 0))
+        if head and not rest:
             return tuple(self._tiers.get_loaded_kv_cache_group_ids(request))
         return transfer_groups(self._kv_cache_config)
 
@@ -459,7 +460,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return self._decode.num_matched_tokens(request, num_computed_tokens)
 
     def _head_of(self, request: Any, num_external_tokens: int) -> int:
-        return min(self._shares.get(request.request_id, Shares()).head, num_external_tokens)
+        head, _ = self._shares.get(request.request_id, (0, 0))
+        return min(head, num_external_tokens)
 
     def _take_ended(self, finished_req_ids: set[str]) -> Ended:
         ours = Ended() if self._worker is None else self._worker.take_ended()

@@ -1,19 +1,10 @@
 """Tiers: a host tier of the engine's own, for the head of a prompt that P has the rest of."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS, find_settings
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Tokens of a prompt beyond those on the device, by where they come from."""
-
-    head: int = 0  # from the tiers
-    rest: int = 0  # from P, after the head
 
 
 class Twice:
