@@ -41,6 +41,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.simulation import Simulation
+from tests.integrations.pd_engine import MODEL
 from tests.integrations.vllm_tensors import plan
 
 BLOCK = 4
@@ -49,19 +50,6 @@ WINDOW = 6
 NUM_LAYERS = 2
 """Layers of each group."""
 LAYOUT = "LBHNC"
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
 LAYER: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=BLOCK, **LAYER)
 SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **LAYER)
@@ -434,7 +422,8 @@ def _base_config() -> Any:
     """Make vLLM's configuration, which takes a second, once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="kvxfer-simulation-model-"))
     Finalize(None, shutil.rmtree, [folder], exitpriority=0)  # also in a process of a campaign
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    text = json.dumps(MODEL | {"num_hidden_layers": NUM_LAYERS, "torch_dtype": "bfloat16"})
+    (folder / "config.json").write_text(text)
     (folder / "model.safetensors").write_bytes(b"weights")
     init_none_hash(sha256)
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(bytes(32))  # not of PYTHONHASHSEED
