@@ -47,7 +47,7 @@ BUDGETS = {
     "backends/host": 1_980,
     "backends/mooncake": 718,
     "backends/nixl": 8_158,
-    "backends/object": 1_736,
+    "backends/object": 1_748,
     "backends/pool": 1_150,
     "benchmarks": 4_631,
     "examples": 2_540,

@@ -208,7 +208,7 @@ class ObjectBackend(Backend):
         keys: Sequence[BlockKey],
         blocks: Descriptors,
     ) -> list[Outcome]:
-        """Store or load each block; what closing the backend ends is an outcome, too."""
+        """Store or load each block; an error of one, as when the backend closes, is its outcome."""
         names = [self._pages.name(key) for key in keys]
 
         async def move_one(index: int) -> Outcome:
@@ -220,10 +220,11 @@ class ObjectBackend(Backend):
                 self._meet_others()
                 self._presence.change(keys[index], there=False)
                 return OTHERS
-            except Exception:
-                if not self._guard.closed:
-                    raise
-                return CLOSED
+            except Exception as exc:
+                if self._guard.closed:
+                    return CLOSED
+                logger.warning("%s failed", names[index], exc_info=exc)
+                return Outcome(Status.FAILED, reason=repr(exc))
 
         return await self._each(move_one, len(keys))
 
@@ -377,6 +378,10 @@ class ObjectBackend(Backend):
             num_bytes = now.size_bytes - expected.header_size_bytes if now else 0
             if version is None and expected.can_hold(num_bytes):
                 return await self._load(key, name, block, now)
+            is_all = now and len(page) == min(now.size_bytes, expected.file_size_bytes + 1)
+            if now and not is_all and now == await self._version_of(name):
+                reason = f"an answer of {len(page)} bytes, of an object of {now.size_bytes}"
+                return Outcome(Status.FAILED, reason=reason)
             await self._remove_corrupt(key, name, exc, now)
             return Outcome(Status.CORRUPT, reason=str(exc))
         self._presence.note(key, there=True, since=since)

@@ -247,9 +247,13 @@ class Bucket:
         ends as if it were whole. Each answer is waited for on a thread: a list that is cancelled in
         a request, or let go of, panics, "there is no reactor running". There it ends by the
         client's timeout.
+
+        Raises:
+            RequestFailedError: A request failed, or the server begins anew again and again.
         """
         begun: Iterator[Sequence[Any]] | None = None
         last: str | None = None
+        firsts = set[str]()
 
         def take(
             answers: Iterator[Sequence[Any]] | None, offset: str | None
@@ -271,7 +275,10 @@ class Bucket:
             except FileNotFoundError as exc:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
             if found:
-                last = str(found[-1]["path"])
+                first, last = str(found[0]["path"]), str(found[-1]["path"])
+                if first in firsts:
+                    raise RequestFailedError("LIST: the server repeats answers", transient=False)
+                firsts.add(first)
                 yield [
                     ListedObject(str(e["path"]), int(e["size"]), e["last_modified"].timestamp())
                     for e in found

@@ -1,6 +1,7 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         backend._bucket._breaker.trip("the server is gone")
         raise GenericError("kind: Connect")
 
+    page = [{"path": "page", "size": 1, "last_modified": datetime.now(UTC)}] * 1000
     async with open_in_memory(memory.namespace()) as backend:
         assert statuses(await backend.store(keys, memory.describe(0, range(2)))) == [DONE] * 2
         with pytest.raises(InvalidArgumentError, match="prefix"):
@@ -38,7 +40,8 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         for call, answer, said in (
             ("delete_async", denied, "2 blocks cannot be removed"),
             ("head_async", end, "2 blocks cannot be removed"),
-            ("list", denied, "LIST"),
+            ("list", denied, "LIST: GenericError"),
+            ("list", lambda **_: iter(lambda: page, None), "LIST: .* repeats answers"),
         ):
             plant(backend._bucket, **{call: answer})
             with pytest.raises(BackendUnavailableError, match=said):
@@ -120,12 +123,25 @@ def raising(exc: BaseException) -> Callable[..., Any]:
     return call
 
 
-async def test_a_panic_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_in_memory(PAGES.namespace()) as backend:
+async def test_what_goes_wrong_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    async def cut_off(*given: Any, **more: Any) -> bytes:
+        return bytes(await store.get_range_async(*given, **more))[:-10]
+
+    async with open_in_memory(PAGES.namespace(), store) as backend:
         await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
+        plant(backend._bucket, get_range_async=cut_off)
+        (outcome,) = await backend.load(FOUR[:1], PAGES.describe(0, [2]))
+        assert (outcome.status, "an answer of " in outcome.reason) == (Status.FAILED, True)
+        assert await backend.lookup(FOUR[:2]) == [True] * 2
         for said in (FileNotFoundError("by another"), AlreadyExistsError("a lease of Azure")):
             plant(backend._bucket, delete_async=raising(said))
             assert await backend.delete(FOUR[:2]) == [False] * 2
+        with monkeypatch.context() as patched:
+            patched.setattr(backend._pages, "encode", raising(MemoryError("no memory")))
+            outcomes = await backend.store(FOUR[1:3], PAGES.describe(0, range(2)))
+            assert [each.reason for each in outcomes] == ["", "MemoryError('no memory')"]
         panic = raising(PanicException("no reactor, secret=1"))
         plant(backend._bucket, **dict.fromkeys(CALLS, panic))
         loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
@@ -144,26 +160,22 @@ SECRET = "hide-and-seek"
 
 
 @pytest.mark.parametrize(
-    ("backend", "config", "variable", "reason"),
+    ("backend", "variable", "said"),
     [
-        (objects.S3Backend, objects.S3Config, "AWS_ACCESS_KEY_ID", "MissingSecretAccessKey"),
-        (objects.GSBackend, objects.GSConfig, "GOOGLE_SERVICE_ACCOUNT_KEY", "DecodeCredentials"),
-        (objects.AZBackend, objects.AZConfig, "AZURE_STORAGE_ACCOUNT_KEY", "InvalidAccessKey"),
+        (objects.S3Backend, "AWS_ACCESS_KEY_ID", "MissingSecretAccessKey"),
+        (objects.GSBackend, "GOOGLE_SERVICE_ACCOUNT_KEY", "DecodeCredentials"),
+        (objects.AZBackend, "AZURE_STORAGE_ACCOUNT_KEY", "InvalidAccessKey"),
     ],
 )
 def test_credentials_that_cannot_be_are_named_and_not_shown(
-    backend: type[objects.ObjectBackend],
-    config: type[objects.ObjectConfig],
-    variable: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    backend: type[objects.ObjectBackend], variable: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv(variable, SECRET)
-    with pytest.raises(BackendUnavailableError, match=reason) as caught:
-        backend(config(address="bucket"), PAGES.namespace())
+    with pytest.raises(BackendUnavailableError, match=said) as caught:
+        backend(backend.config_type(address="bucket"), PAGES.namespace())
     assert SECRET not in str(caught.value)
 
 
