@@ -207,7 +207,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
             if plan.keys and blocks.device != HOST:
                 return self._begin_device_store(plan, keys, blocks)
-            stored: list[BlockKey] = []
+            stored: Sequence[BlockKey] = ()
             try:
                 if plan.keys:
                     self.pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
@@ -473,11 +473,12 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def _end_store(self, keys: Sequence[BlockKey], stored: Sequence[BlockKey]) -> None:
         """Make blocks readable that are stored, and drop the others; called with the lock."""
+        self._index.finish_store(stored, stored=True)
+        self._reports.added(stored)
+        if len(stored) == len(keys):
+            return
         kept = set(stored)
-        arrived = [key for key in keys if key in kept]
         left = {key: self._index.slot_of(key) for key in keys if key not in kept}
-        self._index.finish_store(arrived, stored=True)
-        self._reports.added(arrived)
         self._index.finish_store([*left], stored=False)
         if lost := self.pool.lost.intersection(left.values()):
             self._index.keep_out(lost)

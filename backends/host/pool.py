@@ -162,7 +162,8 @@ class HostPool:
             InvalidArgumentError: A block does not fit into a part.
         """
         copy, finish = self.begin_write(slots, keys, blocks, part=part)
-        copy.wait()
+        if not copy.has_ended():
+            copy.wait()
         return finish()
 
     def begin_write(
@@ -181,7 +182,10 @@ class HostPool:
             raise InvalidArgumentError("bytes of a block", longest, limit)
         self._open(slots, part)
         target = self.describe(slots, starts, stops, part=part)
-        copy = _SlotCopy(self.lost, slots, partial(self._copy_engine.begin, blocks, target))
+        if blocks.device == HOST:
+            copy = self._copy_engine.begin(blocks, target)
+        else:
+            copy = _SlotCopy(self.lost, slots, partial(self._copy_engine.begin, blocks, target))
         finish = self._hash_and_tag
         return copy, partial(finish, slots, keys, starts.tolist(), stops.tolist(), part)
 

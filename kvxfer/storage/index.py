@@ -161,14 +161,16 @@ class BlockIndex:
         """
         _require_distinct(keys)
         plan = StorePlan(keys=[], slots=[], evicted=[], reasons=[], refused=[], present=[])
-        absent = [key for key in keys if key not in self._entries]
-        plan.present.extend(key for key in keys if key in self._entries)
+        absent: list[BlockKey] = []
+        idle: list[BlockKey] = []
+        for key in keys:
+            (plan.present if key in self._entries else absent).append(key)
         policy = self._policy.active()
-        for key in reversed(plan.present):
+        for key in plan.present[::-1]:
             policy.touch(key)
-        idle = [key for key in plan.present if self.state(key) is BlockState.READY]
-        for key in idle:
-            policy.hold(key)
+            if self.state(key) is BlockState.READY:
+                policy.hold(key)
+                idle.append(key)
         for key in absent:
             if not (self._free_slots or self._next_slot < self.num_slots or len(policy)):
                 plan.refused.append(key)
@@ -177,8 +179,8 @@ class BlockIndex:
             self._entries[key] = _Entry(slot)
             plan.keys.append(key)
             plan.slots.append(slot)
-        for key in idle:
-            policy.release(key)
+        while idle:
+            policy.release(idle.pop())
         return plan
 
     def finish_store(self, keys: Sequence[BlockKey], *, stored: bool) -> None:

@@ -156,20 +156,19 @@ TABLE = """
 -            share.note_unsafe(-1)
 --- backends/host/backend.py
 @@ tiers 40 a store that failed is told as one of new blocks
--        self._reports.added(arrived)
+-        self._reports.added(stored)
 +        self._reports.added([*keys])
 @@ tiers 20 a pin is never given back
 -        return Begun(outcomes, copy, partial(self.unpin, found))
 +        return Begun(outcomes, copy)
 @@ tiers 20 a store is not told
--        self._reports.added(arrived)
+-        self._reports.added(stored)
 @@ tiers 40 an eviction is not told
 -{Removal.REPLACED: replaced, **plan.evicted_by()}
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
 @@ tiers 60 blocks of a batch evict each other
--        idle = [key for key in plan.present if self.state(key) is BlockState.READY]
-+        idle: list[BlockKey] = []
+-                idle.append(key)
 @@ tiers 60 a slot is never used
 -self._next_slot < self.num_slots or len(policy)):
 +self._next_slot < self.num_slots - 1 or len(policy)):
