@@ -45,10 +45,10 @@ BUDGETS = {
     "kvxfer": 2_081,
     "backends/file": 4_722,
     "backends/host": 1_985,
-    "backends/mooncake": 718,
+    "backends/mooncake": 732,
     "backends/nixl": 8_158,
-    "backends/object": 1_748,
-    "backends/pool": 1_150,
+    "backends/object": 1_743,
+    "backends/pool": 1_156,
     "benchmarks": 4_631,
     "examples": 2_540,
     "kvxfer/cli": 1_649,
@@ -63,11 +63,11 @@ BUDGETS = {
     "kvxfer/pages": 2_279,
     "kvxfer/replay": 1_664,
     "kvxfer/runtime": 1_192,
-    "kvxfer/storage": 4_835,
+    "kvxfer/storage": 4_846,
     "kvxfer/telemetry": 1_650,
-    "kvxfer/testing": 7_019,
+    "kvxfer/testing": 7_050,
     "kvxfer/tiering": 1_541,
-    "kvxfer/transfer": 2_061,
+    "kvxfer/transfer": 2_063,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -17,7 +17,14 @@ from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
+from kvxfer.storage.backend import (
+    DONE,
+    MISSING,
+    NO_ROOM_REASON,
+    Outcome,
+    Status,
+    TellsKept,
+)
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -57,7 +64,7 @@ class _Run:
 Move = Callable[[_Run], Awaitable[list[Outcome]]]
 
 
-class MooncakeBackend(Backend):
+class MooncakeBackend(TellsKept):
     """Backend that keeps each block in an object of Mooncake Store, which evicts.
 
     It shares `Pages` with buckets, and not their moves: one call of Mooncake moves many objects
@@ -148,8 +155,11 @@ class MooncakeBackend(Backend):
                 await self._remove([keys[i] for i in corrupt], Removal.CORRUPT)
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`; a block in use is removed, too, and its reader finds that out."""
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`.
+
+        A block in use is removed, too, and its reader finds that out.
+        """
         self._guard.check_batch(keys)
         return await self._remove(keys, Removal.DELETED)
 
@@ -293,17 +303,21 @@ class MooncakeBackend(Backend):
         except BlockFileError as exc:
             return Outcome(Status.CORRUPT, reason=str(exc))
 
-    async def _remove(self, keys: Sequence[BlockKey], why: Removal) -> list[bool]:
+    async def _remove(
+        self, keys: Sequence[BlockKey], why: Removal
+    ) -> tuple[set[BlockKey], set[BlockKey]]:
         names = [self._pages.name(key) for key in keys]
         try:
             # By force, or what was looked up or read a short time ago could not be removed.
             codes = await self._ask("delete", lambda store: store.batch_remove(names, True))
         except CallFailedError as exc:
             logger.warning("cannot remove %d blocks: %s", len(keys), exc)
-            return [False] * len(keys)
-        removed = [code == Code.OK for code in codes]
-        self._reports.removed([key for key, gone in zip(keys, removed, strict=True) if gone], why)
-        return removed
+            return set(), {*keys}
+        coded = list(zip(keys, codes, strict=True))
+        removed = [key for key, code in coded if code == Code.OK]
+        self._reports.removed(removed, why)
+        is_absent = {Code.OK, Code.OBJECT_NOT_FOUND}
+        return {*removed}, {key for key, code in coded if code not in is_absent}
 
     async def _ask(self, what: str, ask: Ask) -> Sequence[int]:
         return await self._client.ask(what, ask, self._config.timeout_s)

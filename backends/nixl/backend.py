@@ -23,7 +23,7 @@ from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Calls
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
+from kvxfer.storage.backend import MISSING, Outcome, Status, TellsKept, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -40,7 +40,7 @@ _AT_ONCE = (StaticPeers, EtcdDiscovery)
 logger = logging.getLogger(__name__)
 
 
-class NixlBackend(Backend):
+class NixlBackend(TellsKept):
     """Backend that keeps blocks at peers and, with `listen`, blocks of peers in its own memory.
 
     Every key has its peers, the same in all processes that know the same set of peers. A peer that
@@ -193,16 +193,16 @@ class NixlBackend(Backend):
         await self._exchange.keep_quarantine_small()
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`; deletes at every peer that may hold a key."""
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`; deletes at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
         )
         removed = {key for _, (gone, _) in answers for key in gone}
-        removed -= {key for _, (_, kept) in answers for key in kept}
-        return [key in removed for key in keys]
+        kept = {key for _, (_, left) in answers for key in left}
+        return removed - kept, kept
 
     async def drain(self) -> None:
         """See `Backend.drain`."""

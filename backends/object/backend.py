@@ -21,7 +21,7 @@ from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
-from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, PAUSED, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ObjectBackend(Backend):
+class ObjectBackend(TellsKept):
     """Backend that keeps each block in an object of a bucket, and evicts nothing.
 
     Whoever uses the bucket sees every whole block, and none that is half stored. Lookups answer
@@ -137,16 +137,11 @@ class ObjectBackend(Backend):
         self._pages.require_whole_blocks(keys, blocks)
         return await self._move_each(self._load, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. A block that cannot be removed stays, or is being stored anew.
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`. What cannot be removed stays, or is being stored anew.
 
         A call that is cancelled goes on, and stores of its keys wait for it.
         """
-        removed, _ = await self.delete_or_keep(keys)
-        return [key in removed for key in keys]
-
-    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`."""
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
         await self._deletes.wait(keys)

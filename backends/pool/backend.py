@@ -25,7 +25,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, Namespa
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Pause, Threads
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Reports
@@ -252,7 +252,7 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         return DeviceCopyEngine(methods=MethodTable.parse(self.methods))
 
 
-class PoolBackend(Backend):
+class PoolBackend(TellsKept):
     """Backend over the host pool of another process on this machine, `kvxfer serve --pool`.
 
     That process keeps the index, decides what is evicted and has the tiers below; this one copies
@@ -338,8 +338,8 @@ class PoolBackend(Backend):
         self._guard.check_batch(keys, blocks)
         return await self._threads.run(self._load, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`."""
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`; a pool that is gone may have them all."""
         self._guard.check_batch(keys)
         return await self._threads.run(self._delete, keys)
 
@@ -360,20 +360,26 @@ class PoolBackend(Backend):
 
     def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
-            with self._attached() as attachment:
-                lookup = wire.Lookup(keys=list(keys), within_s=self._within_s)
-                return attachment.ask(lookup, wire.Found).there
+            return self._find(keys)
         except BackendUnavailableError as exc:
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return [False] * len(keys)
 
-    def _delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def _find(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._attached() as attachment:
+            lookup = wire.Lookup(keys=list(keys), within_s=self._within_s)
+            return attachment.ask(lookup, wire.Found).there
+
+    def _delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         try:
             with self._attached() as attachment:
-                return attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
+                done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
+            removed = set(itertools.compress(keys, done))
+            unsure = [key for key in keys if key not in removed]
+            return removed, set(itertools.compress(unsure, self._find(unsure) if unsure else ()))
         except BackendUnavailableError as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
-            return [False] * len(keys)
+            return set(), {*keys}
 
     def _load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = [MISSING] * len(keys)

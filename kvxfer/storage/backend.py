@@ -252,10 +252,15 @@ class WrappingBackend(Backend):
         await self.inner.aclose()
 
 
-@runtime_checkable
-class TellsKept(Protocol):
+class TellsKept(Backend):
     """Backend that tells which blocks it could not remove: while it is gone, no lookup does."""
 
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        removed, _ = await self.delete_or_keep(keys)
+        return [key in removed for key in keys]
+
+    @abstractmethod
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         """Delete blocks; return the keys that were removed, and those whose blocks may stay."""
 

@@ -1,6 +1,6 @@
 """Portable pages in a backend: their namespace, and a wrapper that stores them shard by shard."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
@@ -15,9 +15,17 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import cut_both
 from kvxfer.kvcache.portable import PageMapping, PortableTensor
 from kvxfer.kvcache.spec import KVCacheSpec, UniformTypeKVCacheSpecs
-from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, WrappingBackend, pick_outcome
+from kvxfer.storage.backend import (
+    DONE,
+    Backend,
+    Outcome,
+    Purgeable,
+    TellsKept,
+    WrappingBackend,
+    pick_outcome,
+)
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Move
+from kvxfer.storage.calls import Move, delete_from
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import (
     GROUP_INDEX_BYTES,
@@ -30,8 +38,6 @@ from kvxfer.storage.keys import (
 )
 
 T = TypeVar("T")
-
-_Ask = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 
 _SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
@@ -126,7 +132,7 @@ def _stored(tensor: PortableTensor) -> StoredTensor:
     )
 
 
-class PortableBackend(WrappingBackend):
+class PortableBackend(TellsKept, WrappingBackend):
     """Backend for one worker's shards of portable pages, which workers of another shape can load.
 
     A block is the shards of a portable page that the worker holds, one after the other, as
@@ -156,7 +162,8 @@ class PortableBackend(WrappingBackend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return for each key whether every shard that this worker holds is present."""
         self._guard.check_batch(keys)
-        return [all(shards) for shards in await self._ask(self.inner.lookup, keys)]
+        names, counts = self._names(keys)
+        return [all(shards) for shards in _by_page(await self.inner.lookup(names), counts)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a page that another worker stores is `DONE` at once."""
@@ -186,15 +193,14 @@ class PortableBackend(WrappingBackend):
         starts = np.cumsum([0, *counts[:-1]]).tolist()
         return retentions_in(self.inner, [names[start] for start in starts])
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`: whether any shard that this worker holds was removed."""
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`: of any shard that this worker holds."""
         self._guard.check_batch(keys)
-        return [any(shards) for shards in await self._ask(self.inner.delete, keys)]
-
-    async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> list[Sequence[bool]]:
-        """Ask the backend about all shards; return the answers grouped by page."""
         names, counts = self._names(keys)
-        return _by_page(await ask(names), counts)
+        gone, left = await delete_from(self.inner, names)
+        pages = list(zip(keys, _by_page(names, counts), strict=True))
+        kept = {key for key, shards in pages if not left.isdisjoint(shards)}
+        return {key for key, shards in pages if not gone.isdisjoint(shards)} - kept, kept
 
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors

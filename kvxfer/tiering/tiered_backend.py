@@ -20,6 +20,7 @@ from kvxfer.storage.backend import (
     Backend,
     Outcome,
     Status,
+    TellsKept,
     pick_outcome,
     positions_done,
 )
@@ -89,7 +90,7 @@ class _Batch:
         return [i for i in chosen if outcomes[i].memory_safe and not outcomes[i].done]
 
 
-class TieredBackend(Backend):
+class TieredBackend(TellsKept):
     """Backend of several tiers: blocks in the first, and copies of them in the tiers below.
 
     A store ends when one tier has the block: the first, or the next one that has room. From
@@ -295,16 +296,11 @@ class TieredBackend(Backend):
         self._guard.check_batch(keys)
         return retentions_in(self._first.backend, keys)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. Waits until these keys are not being moved between tiers.
+    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `TellsKept.delete_or_keep`. Waits until these keys are not moved between tiers.
 
         Once begun it goes on when its caller is cancelled, and what is stored then waits for it.
         """
-        removed, _ = await self.delete_or_keep(keys)
-        return [key in removed for key in keys]
-
-    async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`."""
         self._guard.check_batch(keys)
         async with AsyncExitStack() as held:
             self._to_delete.update(keys)

@@ -21,7 +21,9 @@ from kvxfer.storage.backend import (
     Backend,
     BlockMover,
     Outcome,
+    Purgeable,
     Status,
+    TellsKept,
     WrappingBackend,
     positions_done,
 )
@@ -65,7 +67,7 @@ class StagedBackend(WrappingBackend):
         InvalidArgumentError: `inner` cannot reach host memory, or a bound is not positive.
     """
 
-    passes_on = frozenset({Retaining})
+    passes_on = frozenset({Purgeable, Retaining, TellsKept})
 
     def __init__(
         self,

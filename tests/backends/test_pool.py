@@ -107,6 +107,8 @@ def test_a_process_of_another_user_is_refused_on_both_sides(
         monkeypatch.setattr(backend, "peer_of", lambda _: (1, 65534))
         with attached(path) as engine:
             assert not engine.is_attached
+            keys = [make_block_key(b"key")]  # which the pool may have
+            assert asyncio.run(engine.delete_or_keep(keys)) == (set(), {*keys})
         assert "its user is 65534, that of this process is" in caplog.text
 
 

@@ -220,8 +220,11 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
         content_hash = KEYS[2][:-4]
         first, *_ = worker.mappings[0].shards
         assert await inner.delete([make_block_key(content_hash, first)]) == [True]
-        assert await backend.delete(KEYS) == [True] * len(KEYS)
-        assert await backend.delete(KEYS) == [False] * len(KEYS)
+        inner.pin(in_use := [make_block_key(KEYS[3][:-4], first)])
+        assert await backend.delete(KEYS) == [True] * 3 + [False]
+        assert await backend.delete_or_keep(KEYS) == (set(), {*KEYS[3:]})
+        inner.unpin(in_use)
+        assert await backend.delete(KEYS) == [False] * 3 + [True]
         assert await engine.lookup(KEYS) == [False] * len(KEYS)
 
 
