@@ -363,7 +363,11 @@ class TieredBackend(TellsKept):
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
         """Make a call in every tier at once: none waits for one that hangs or fails."""
-        calls = [await_call(call(tier)) for tier in self._tiers]
+
+        async def make(tier: IsolatedTier) -> None:
+            await await_call(call(tier))
+
+        calls = map(make, self._tiers)
         for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
             raise error
 

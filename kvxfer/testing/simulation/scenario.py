@@ -16,6 +16,8 @@ from kvxfer.testing.simulation.scheduler import FIRST_TIME_S, StuckError
 
 T = TypeVar("T")
 
+_NEVER_AWAITED = "was never awaited"
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -160,15 +162,25 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the seed has found it
             simulation.fail("raised", "".join(traceback.format_exception(exc)[-6:]))
 
-    with runtime.use(simulation.runtime):
+    with runtime.use(simulation.runtime), warnings.catch_warnings(record=True) as told:
+        warnings.filterwarnings("always", f".*{_NEVER_AWAITED}", RuntimeWarning)
         simulation.runtime.scheduler.run(main)
+    _look_behind(simulation, [str(each.message) for each in told])
+    return simulation
+
+
+def _look_behind(simulation: Simulation, warned: Sequence[str]) -> None:
+    """Look at what a run leaves: errors that nobody fetched, and warnings of coroutines."""
     for loop in simulation.runtime.loops:
         for error in [] if loop.process.has_ended else loop.errors:
             simulation.fail("error that nobody fetched", error)
         if not loop.is_closed():
             loop.close()
-    if any(loop.process.has_ended for loop in simulation.runtime.loops):
+    was_killed = any(loop.process.has_ended for loop in simulation.runtime.loops)
+    for message in [] if was_killed else warned:
+        if _NEVER_AWAITED in message:
+            simulation.fail("coroutine that nobody awaited", message)
+    if was_killed:
         with warnings.catch_warnings():  # of coroutines of a killed process that nobody awaits
             warnings.simplefilter("ignore", RuntimeWarning)
             gc.collect(2 if gc.isenabled() else 0)
-    return simulation
