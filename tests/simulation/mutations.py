@@ -62,6 +62,9 @@ TABLE = """
 --- kvxfer/tiering/tiered_backend.py
 @@ tiers 60 a delete does not wait for what moves
 -            await held.enter_async_context(self._locks.acquire(keys))
+@@ tiers 10 a lookup finds what no tier has
+-        return [key in found for key in keys]
++        return [True for key in keys]
 @@ tiers 40 what the second tier took is not written back
 -        for writer in self._writers[tier.index :]:
 +        for writer in self._writers[tier.index + 1 :]:
@@ -216,6 +219,10 @@ TABLE = """
 -        return is_whole and header.start <= start and start + block.num_bytes <= header.stop
 +        return is_whole
 --- kvxfer/face/salted_keys.py
+@@ objects 20 a salt whose blocks stay is forgotten
+-                failure = exc
++                failure = exc
++                self._former.pop(salt, None)
 @@ objects 60 a salt is renewed, and is the same
 -        self.salt = runtime
 +        self.salt = self.salt or runtime

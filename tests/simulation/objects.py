@@ -26,6 +26,7 @@ from tests.simulation.tiers import ROOM, join, leftovers_of_all, of_process, ope
 
 NUM_PROCESSES = 2
 QUIET_S = 120.0
+RESETS_S = (0.0, 0.5, 2.5)
 GIVEN_UP = 4
 """Deletes that their callers give up, in some plans."""
 
@@ -73,6 +74,7 @@ class ObjectsScenario(EngineScenario):
             add("fault", fault=fault, for_s=for_s, share=share, requests=requests)
         for _ in range(random.choice((0, 1, 3))):
             self._add_race(add, random, random.random() * length_s)
+        self._add_resets(add, random, length_s)
         return sorted(steps, key=lambda step: step.at_s)
 
     def _leave_alone(self, random: Random, steps: Sequence[Step], length_s: float) -> list[Step]:
@@ -103,6 +105,18 @@ class ObjectsScenario(EngineScenario):
         for _ in range(6):
             moment_s = at_s + random.random() * 0.5
             add("store", moment_s, parts=parts, timeout_s=None, cancel_s=None)
+
+    def _add_resets(self, add: Callable[..., None], random: Random, length_s: float) -> None:
+        """Add resets of a process, if at all, the second one while nothing can be removed."""
+        if random.random() > 0.2:
+            return
+        at_s = random.random() * length_s
+        given: dict[str, Any] = {"process": 0, "parts": draw_parts(random, 3)}
+        refused = {"fault": BucketFault.DENIED, "requests": ("DELETE",), "share": 1.0}
+        add("fault", at_s + 0.4, for_s=0.5, **refused)
+        for late_s in RESETS_S:
+            add("reset", at_s + late_s, **given)
+        add("store", at_s + RESETS_S[0] + 0.1, timeout_s=None, cancel_s=None, **given)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         simulation.run(_Run(self, simulation, steps).run())
@@ -319,6 +333,8 @@ class _EngineRun(EngineRun):
     ) -> None:
         """Check that answers are as old at most as the cache of lookups may be."""
         config, now = self._process.config, self._simulation.now
+        for key in compress(keys, answers):
+            self._salted.history.judge_hit(key, began, known_s=config.found_ttl_s)
         if not (self._salted.history.is_strict and self._process.is_alone):
             return
         in_time = now - began < min(limit_s, config.lookup_timeout_s / 2)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from itertools import compress
 from random import Random
 from typing import Any, ClassVar
 
@@ -243,6 +244,8 @@ class _Run:
             self._simulation.fail("late", f"lookup took {took_s:.3f} s of {limit_s}")
         if found is not None and len(found) != len(keys):
             self._simulation.fail("number of answers", f"{len(found)} of {len(keys)}")
+        for key in compress(keys, found or ()):
+            self._world.history.judge_hit(key, began)
 
     def _poll(self, jobs: dict[JobId, _Submitted], *, until: float, is_last: bool = False) -> None:
         """Take what has finished, until some time, or until there is no job left."""

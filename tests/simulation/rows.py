@@ -254,7 +254,9 @@ class _Run:
         found = self._pages.lookup(keys, runtime.monotonic() + limit_s)
         self._require_no_hit(found, inside)
         for key, is_there in zip(keys, found, strict=True):
-            if not is_there and limit_s == inf:
+            if is_there:
+                self._history.judge_hit(key, began)
+            elif limit_s == inf:
                 self._judge_miss(key, began)
 
     def _purge(self, limit_s: float) -> None:

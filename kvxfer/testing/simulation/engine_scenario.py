@@ -508,6 +508,7 @@ class EngineRun:
             return
         for part, there in zip(parts, found, strict=True):
             if there:
+                self._world.history.judge_hit(self._world.key(part), began)
                 continue
             self._world.judge_miss(Part(part.group, part.key), began)
             if part in reachable and self._must_be_there(part, began):

@@ -277,6 +277,18 @@ class History:
         missed = (began, self._simulation.now, first, num_blocks)
         self._missed.setdefault(key, []).append(missed)
 
+    def judge_hit(self, key: BlockKey, began: float, *, known_s: float = 0.0) -> None:
+        """Check that a lookup that began then, or an answer `known_s` before, may be a hit."""
+        stores = self._stores.get(key, [])
+        if not stores:
+            self._simulation.fail("found, and never stored", _name(key))
+        elif self.is_strict and self.is_of_one_store(key):
+            last = max(inf if each.ended is None else each.ended for each in stores)
+            for delete_began, delete_ended in self._deleted.get(key, []):
+                if last < delete_began and delete_ended < began - known_s:
+                    self._simulation.fail("deleted and found again", _name(key))
+                    return
+
     def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
         """Check that a key may be gone whose whole chunk, of so many blocks, was not found."""
         if self.keeps_all and self.must_be_there(key, of, since=began):
