@@ -69,7 +69,7 @@ class FilesScenario(EngineScenario):
     """Two processes with an engine each, over one folder; perhaps behind host memory."""
 
     name = "files"
-    share = 0.7
+    share = 0.6
     num_faulty: ClassVar[int] = 0
 
     def plan(self, random: Random) -> list[Step]:

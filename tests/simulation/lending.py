@@ -104,7 +104,7 @@ class LendingScenario(Scenario):
     """An engine lends the blocks of its prompts, and another one of other shape fetches them."""
 
     name: ClassVar[str] = "lending"
-    share: ClassVar[float] = 0.15
+    share: ClassVar[float] = 0.12
 
     def plan(self, random: Random) -> list[Step]:
         steps, length_s = [], random.choice((0.5, 4.0))

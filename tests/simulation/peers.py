@@ -44,7 +44,7 @@ class PeersScenario(FleetScenario):
     """Engines and holders of `nixl://`, by sockets or by agents whose reads are late or fail."""
 
     name = "peers"
-    share: ClassVar[float] = 0.25
+    share: ClassVar[float] = 0.22
     rest_s: ClassVar[float] = 15.0
     num_holders: ClassVar[int] = 2
     quiet_s: ClassVar[float] = 15.0

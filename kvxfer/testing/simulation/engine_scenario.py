@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from math import inf
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -48,7 +48,8 @@ DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
 LOOK_S = 0.15
-"""Virtual time between two looks at the memory."""
+LOOK_EVERY = 4
+"""Virtual time between two looks for memory that is safe now, and looks for one at its bytes."""
 LOST_STORES = 6
 GIVEN_UP_S = 1.5
 GIVEN_UP_CALLS = 16
@@ -647,9 +648,10 @@ class EngineRun:
 
     async def _keep(self) -> None:
         """Look at the memory again and again, and release what a drain makes safe."""
-        while True:
+        for number in count():
             await asyncio.sleep(LOOK_S)
-            self._world.watched.look()
+            if number % LOOK_EVERY == 0:
+                self._world.watched.look()
             if unsafe := self._world.take_unsafe():
                 try:
                     await self._engine.drain()
