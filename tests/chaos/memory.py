@@ -33,13 +33,7 @@ class Shape:
     """Shape of a pretended model's blocks.
 
     All shapes have the same keys, and different bytes under each, by which any process can check
-    any block.
-
-    Attributes:
-        number: Number of the shape.
-        page_sizes_bytes: For each KV-cache group the pages of a block.
-        blocks_per_chunk: Blocks stored under one key.
-        num_blocks: Blocks of each group in a worker's caches.
+    any block. `page_sizes_bytes` are those of the pages of a block, for each KV-cache group.
     """
 
     number: int

@@ -57,7 +57,6 @@ class Audit:
 
     Attributes:
         num_tokens: Tokens of hand-overs to rank 0, of the group with most of them.
-        ranks: Ranks that loaded pages.
         different: Pages that were loaded with other bytes than were stored or offered.
         unknown: Pages that were loaded and never stored or offered.
     """

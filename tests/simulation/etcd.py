@@ -48,14 +48,7 @@ class _Lease:
 
 
 class SimulatedEtcd:
-    """One etcd that all processes of a simulation ask, each by an event loop of its own.
-
-    Args:
-        simulation: The run.
-
-    Attributes:
-        revision: Revision of the last change.
-    """
+    """One etcd that all processes of a simulation ask, each by an event loop of its own."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.random = simulation.random("etcd")

@@ -26,16 +26,7 @@ PRELOADED = (
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Fault that is put into the product.
-
-    Attributes:
-        name: What is wrong then.
-        path: The file.
-        old: Text of it, which is there once.
-        new: Text in its place.
-        scenario: Scenario that finds it.
-        num_seeds: Seeds within which it does.
-    """
+    """Fault that is put into the product: other text in place of some that a file has once."""
 
     name: str
     path: str

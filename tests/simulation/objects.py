@@ -155,10 +155,7 @@ class _Damage:
 class _World(World):
     """World of an engine whose keys have a salt after a reset.
 
-    Args:
-        simulation: The run.
-        damage: Objects that rot; processes share it.
-        history: History that they share.
+    Processes share the `damage`, objects that rot, and the `history`.
 
     Attributes:
         salts: Salts of the process.

@@ -107,9 +107,6 @@ class _Leg:
     """Leg that runs at an engine.
 
     Attributes:
-        number: Number of the request.
-        kind: Kind of the engine.
-        engine: Its name.
         params: Parameters of the transfer that came with it.
         ended_at: Time at which the engine was done with it; None before.
         is_whole: Whether the engine has answered it to the end.
