@@ -138,7 +138,11 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
 
 @processes
 @pytest.mark.parametrize("transport", ["nixl", "socket"])
-def test_sighup_ends_a_peer_as_sigterm_does(transport: Transport) -> None:
+def test_sighup_ends_a_peer_as_sigterm_does(
+    transport: Transport, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has peers ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     with serving(*SMALL, "--transport", transport) as peer:
         # After it, NIXL has had its way with signals.
         asyncio.run(store(NixlConfig(address=str(peer.endpoint), transport=transport)))

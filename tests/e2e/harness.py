@@ -22,12 +22,8 @@ class AuditedEngine(EngineProcess):
     """A vLLM engine with kvxfer under audit: host memory, and files or peers below it.
 
     Args:
-        model: Name of one of `models.MODELS`.
         directory: Where the audit writes; what an earlier engine wrote there is known.
-        capacity: Of the host pool.
-        files: Folder of a file tier below it.
         peers: URL of a tier of peers below it.
-        hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
         environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`; by default blocks have `TOKENS_PER_BLOCK`.

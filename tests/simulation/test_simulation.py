@@ -142,7 +142,9 @@ def test_a_seed_that_has_found_a_fault_finds_it_mended(
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_text_that_a_mutation_replaces_is_there_once(mutation: Mutation) -> None:
-    assert (ROOT / mutation.path).read_text().count(mutation.old) == 1
+    text = (ROOT / mutation.path).read_text()
+    assert text.count(mutation.old) == 1
+    compile(text.replace(mutation.old, mutation.new), mutation.path, "exec")
 
 
 @pytest.mark.exhaustive
