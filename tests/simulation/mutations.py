@@ -297,7 +297,7 @@ TABLE = """
 @@ pool 5 a call keeps the memory of a pool in use after its end
 -                self._users[attachment] -= 1
 --- backends/nixl/server.py
-@@ peers 20 a peer that is silent is served for ever
+@@ peers 100 a peer that is silent is served for ever
 -            self._require_signs_of_life()
 +            self._lease = asyncio.get_running_loop().call_later(1e9, print)
 @@ peers 8 what a peer lets go stays pinned
@@ -309,7 +309,7 @@ TABLE = """
 -            if job := self._jobs.get(number):
 -                job.cancel()
 --- backends/nixl/reads.py
-@@ peers 80 memory of late reads is called safe
+@@ peers 250 memory of late reads is called safe
 -        if not self._held:
 +        if blocks.num_blocks:
 @@ lending 40 a late read is not in quarantine
