@@ -18,6 +18,7 @@ from tests.simulation.polled import BY_LINE
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
+    late_copies,
     leftovers_of_engine,
     leftovers_of_host,
     open_host,
@@ -59,7 +60,8 @@ class MemoryScenario(EngineScenario):
         is_roomy = random.random() < 0.6
         num_blocks = ROOM if is_roomy else random.choice((2, 4, 8))
         rate = random.choice(RATES)
-        backend = open_host(num_blocks, namespace, scrub_mib_per_s=rate)
+        copying = late_copies(simulation)
+        backend = open_host(num_blocks, namespace, scrub_mib_per_s=rate, copying=copying)
         self._found_s = (
             2 * (scrubber.ROUND_S + num_blocks * SLOT_BYTES / (rate * (1 << 20))) + SLACK_S
         )

@@ -108,6 +108,9 @@ TABLE = """
 -                outlives_caller=operation is Operation.LOOKUP,
 +                outlives_caller=False,
 --- kvxfer/transfer/mover.py
+@@ tiers 150 bytes of a transfer that was cancelled as it began stay in flight
+-            if not turn.cancelled():  # admitted at the same moment: release its bytes
+-                self._bytes_in_flight -= num_bytes
 @@ tiers 20 a load goes on beyond its deadline
 -_, running = await asyncio.wait(tasks, timeout=left)
 +_, running = await asyncio.wait(tasks, timeout=None if left is None else left + 0.5)
@@ -149,6 +152,15 @@ TABLE = """
 -        if share is not None:
 -            share.note_unsafe(-1)
 --- backends/host/backend.py
+@@ tiers 120 a purge of pinned blocks says nothing
+-            self._reports.removed(pinned, Removal.DELETED)
+@@ tiers 20 slots are free before their blocks were read
+-        return Begun(outcomes, copy, partial(self.unpin, found))
++        self.unpin(found)
++        return Begun(outcomes, copy)
+@@ tiers 20 a store of host memory ends before its bytes are there
+-                await wait_for_begun(Begun((), copy, landed=finish))
++                finish()
 @@ tiers 40 a store that failed is told as one of new blocks
 -        self._reports.added(stored)
 +        self._reports.added([*keys])
@@ -161,6 +173,14 @@ TABLE = """
 -{Removal.REPLACED: replaced, **plan.evicted_by()}
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
+@@ tiers 20 a block that is read is removed
+-            if self.state(key) is BlockState.READY:
+-                self._drop(key)
++            if self.state(key) in (BlockState.READY, BlockState.LOADING):
++                self._drop(key)
+@@ memory 30 a block that is being stored is found
+-        return [entry is not None and not entry.storing for entry in entries]
++        return [entry is not None for entry in entries]
 @@ tiers 60 blocks of a batch evict each other
 -                idle.append(key)
 @@ tiers 60 a slot is never used
@@ -476,6 +496,9 @@ TABLE = """
 @@ pool 60 pins of a pool engine that has ended stay
 -            await self._release(at_once=said_bye or is_caller_cancelled())
 --- backends/nixl/connection.py
+@@ peers 200 a part of a block is read in place of another
+-        if places is None or not np.array_equal(places.starts, blocks.payload_starts):
++        if places is None:
 @@ peers 100 a holder is not told of a request that was given up
 -                self._channel.send_soon(wire.Cancel(request_id=number))
 @@ lending 20 a reader keeps the tickets that it has left

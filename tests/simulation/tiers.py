@@ -1,10 +1,16 @@
 """Scenario of an engine over every list of tiers of this project."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
 from typing import Any, ClassVar
 from unittest.mock import AsyncMock
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.engine import Copy
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.index import StorePlan
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -23,6 +29,9 @@ SLOT_BYTES = 8192
 MOVE_S = 1.0
 CANARY = 0xA7
 """Each byte of a staging buffer that nobody uses."""
+LATE_COPIES = 0.25
+COPIES_S = (0.0, 0.0, 0.001, 0.01)
+"""Share of runs in which copies of host memory end later, and how much later."""
 HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
 """Kinds of host memory: threads move what is hashed, and are late; the loop moves the rest."""
 LISTS = (
@@ -47,13 +56,14 @@ class TiersScenario(EngineScenario):
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         random, hashing = simulation.random("tiers"), simulation.random("hashing")
+        copying = late_copies(simulation)
         kinds = random.choice(LISTS)
         is_roomy = random.random() < 0.6
         tiers: list[Backend] = []
         faulty: dict[int, FaultyTier] = {}
         for number, kind in enumerate(kinds):
             num_blocks = ROOM if is_roomy or number else random.choice((2, 4, 8))
-            tier = _open_tier(kind, num_blocks, namespace, hashing.choice(HASHING))
+            tier = _open_tier(kind, num_blocks, namespace, hashing.choice(HASHING), copying)
             if number or random.random() < 0.5:
                 tier = faulty[number] = FaultyTier(tier, simulation, f"{number} {kind}")
             tiers.append(tier)
@@ -81,11 +91,15 @@ class TiersScenario(EngineScenario):
 
 
 def _open_tier(
-    kind: str, num_blocks: int, namespace: Namespace, integrity: MemoryIntegrity
+    kind: str,
+    num_blocks: int,
+    namespace: Namespace,
+    integrity: MemoryIntegrity,
+    copying: Random | None,
 ) -> Backend:
     if kind == "dict":
         return PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
-    return open_host(num_blocks, namespace, integrity=integrity)
+    return open_host(num_blocks, namespace, integrity=integrity, copying=copying)
 
 
 def open_host(
@@ -95,8 +109,12 @@ def open_host(
     is_shared: bool = False,
     scrub_mib_per_s: float = 0.0,
     integrity: MemoryIntegrity = MemoryIntegrity.FENCED,
+    copying: Random | None = None,
 ) -> HostBackend:
-    """Open host memory for some blocks, whose events are compared with what is there."""
+    """Open host memory for some blocks, whose events are compared with what is there.
+
+    For `copying` see `late_copies`.
+    """
     config = HostConfig(
         capacity=ByteSize(num_blocks * SLOT_BYTES),
         shared=is_shared,
@@ -104,6 +122,8 @@ def open_host(
         integrity=integrity,
     )
     backend = HostBackend(config, namespace)
+    if copying is not None:
+        backend.pool._copy_engine = _LateCopyEngine(copying)
     index, mirror = backend._index, Mirror(backend._index.keys, backend._gauges)
     begin_store = index.begin_store
 
@@ -116,6 +136,35 @@ def open_host(
     index.begin_store = begin_store_noted  # type: ignore[method-assign]
     backend.observe(Reports([mirror]))
     return backend
+
+
+def late_copies(simulation: Simulation) -> Random | None:
+    """Draw when copies of host memory end in a run; None if at once, as in most of them."""
+    random = simulation.random("copies")
+    return random if random.random() > 1 - LATE_COPIES else None
+
+
+class _LateCopyEngine(CPUCopyEngine):
+    """Engine whose copies end later, as those of a GPU, and until then may touch both sides."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+        ends_at = runtime.monotonic() + self._random.choice(COPIES_S)
+        return _LateCopy(partial(super().begin, source, destination), ends_at)
+
+
+class _LateCopy(Copy):
+    def __init__(self, copy: Callable[[], object], ends_at: float) -> None:
+        self._copy, self._ends_at, self._ended = copy, ends_at, False
+
+    def has_ended(self) -> bool:
+        if not self._ended and runtime.monotonic() >= self._ends_at:
+            self._copy()
+            self._ended = True
+        return self._ended
 
 
 class PurgeableDict(DictBackend):

@@ -445,8 +445,8 @@ class EngineRun:
             may_time_out = self.opened.may_time_out or not history.is_strict
             if each.status is Status.TIMED_OUT and not may_time_out:
                 self._simulation.fail("timed out without a fault", each)
-            elif history.keeps_all and is_store and not each.done:
-                self._simulation.fail("not stored without a fault", each)
+            elif history.keeps_all and (is_store or each.status is Status.FAILED) and not each.done:
+                self._simulation.fail("not moved without a fault", each)
 
     async def _follow(
         self, job_id: JobId, batch: Batch, timeout_s: float | None, cancel_s: float | None
