@@ -160,6 +160,7 @@ class _Store:
             self._disk.size_bytes = random.choice((4, 12)) * FILE_BYTES
         self._disk.when_changed = self._require_capacity
         self._history.is_strict = not self._has_tiers
+        self._history.is_healed = not self.has_faults
         self._removing: dict[str, list[list[BlockKey]]] = {name: [] for name in (*PROCESSES, "")}
         self._is_counted_twice = False
         if random.random() < 0.1:
@@ -334,8 +335,7 @@ class _Store:
             key = keys.get(path.rpartition("/")[2])
             if size and key is not None and "quarantine" not in path:
                 self._disk.damage(path)
-                self._history.may_be_torn = True
-                self._history.begin_removal(key)
+                self._history.note_rot(key)
 
     def require_flushed(self, since: float) -> None:
         """Check that a power cut could not take what was stored before a flush began.
@@ -504,11 +504,13 @@ class _FileRun(EngineRun):
         self._world.history.end_purge(began, is_whole=False)
 
     async def _fsck(self, **_: object) -> None:
+        began = self._simulation.now
+
         def check() -> None:
             checked = StoreCheck(FolderStore(ROOT), BlockCheck())
             for each in checked.verify(repair=True):
                 if each.verdict is Verdict.CORRUPT:
-                    self._world.history.judge_damage(each.block.key, each.reason)
+                    self._world.history.judge_damage(each.block.key, each.reason, began)
             checked.clean_up()
 
         await self._aside(check)

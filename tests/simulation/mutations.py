@@ -80,6 +80,9 @@ TABLE = """
 @@ tiers 160 a close does not wait for what is written back
 -            await asyncio.wait([self._settling], timeout=self._close_s)
 --- kvxfer/storage/key_locks.py
+@@ files 150 a call that goes on without its caller keeps no lock
+-        return await outlive_caller(calling)
++        return await calling
 @@ tiers 20 turns of keys are ignored
 -                while before := turn.find_before(key):
 -                    await before.wait()
@@ -493,6 +496,8 @@ TABLE = """
 -            await asyncio.sleep(self._pause.next_s())
 +            return
 --- backends/pool/server.py
+@@ pool 10 what is stored in a pool is not written back
+-            self._backend.write_back(parts)
 @@ pool 60 pins of a pool engine that has ended stay
 -            await self._release(at_once=said_bye or is_caller_cancelled())
 --- backends/nixl/connection.py
@@ -536,6 +541,10 @@ TABLE = """
 @@ lending 10 a revoke does not wait until nobody finds the blocks
 -        self._loop.run_blocking(revoke(), REVOKE_S)
 +        self._loop.submit(revoke())
+--- backends/file/block_reader.py
+@@ files 20 a corrupt file stays
+-            if self._space.quarantine(key, fd):
++            if fd < 0:
 """
 """Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 

@@ -87,6 +87,10 @@ class PoolScenario(FleetScenario):
             left += leftovers_of_host(holder._tiers.host)
             if isinstance(holder._tiers.backend, TieredBackend):
                 left += leftovers_of_tiers(holder._tiers.backend)
+                there = holder._tiers.host._index.keys()
+                below = holder._tiers.backend.tiers[1]
+                assert isinstance(below, DictBackend)
+                left += [f"{key.hex()}, not below" for key in there if key not in below._blocks]
         return left
 
 

@@ -129,6 +129,7 @@ class History:
             that nobody sees.
         keeps_all: Whether nothing excuses, either, that what was stored is not found.
         may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
+        is_healed: Whether nothing excuses that a load finds damage that one before it has found.
         remembered_s: Seconds for which an engine may still believe that a removed block is there.
     """
 
@@ -148,7 +149,14 @@ class History:
         self.remembered_s = 0.0
         self.is_strict = True
         self.keeps_all = False
-        self.may_be_torn = False
+        self.may_be_torn = self.is_healed = False
+        self._corrupt: dict[BlockKey, float] = {}
+
+    def note_rot(self, key: BlockKey) -> None:
+        """Note that bytes of a key rot on the medium, until they are found corrupt."""
+        self.may_be_torn = True
+        self._corrupt.pop(key, None)
+        self.begin_removal(key)
 
     def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
         """Note that a store begins, and give it a version."""
@@ -214,13 +222,16 @@ class History:
             if is_whole:
                 self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
-    def judge_damage(self, key: BlockKey, reason: object) -> None:
+    def judge_damage(self, key: BlockKey, reason: object, began: float) -> None:
         """Check that bytes of a key may be damaged; stores that have met these are gone with them.
 
-        A store of what is there reads nothing, and is `DONE`.
+        A store of what is there reads nothing, and is `DONE`. What was found before is gone.
         """
         if not self.may_be_torn:
             self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
+        if self.is_healed and began > self._corrupt.get(key, inf):
+            self._simulation.fail("corrupt again", f"{_name(key)}: {reason}")
+        self._corrupt[key] = self._simulation.now
         self._note_removed(key)
 
     def note_loss(self, key: BlockKey) -> None:
@@ -539,7 +550,7 @@ class World:
             self._simulation.fail("impossible outcome", outcome)
         if not outcome.done:
             if outcome.status is Status.CORRUPT:
-                self.history.judge_damage(self.key(part), outcome.reason)
+                self.history.judge_damage(self.key(part), outcome.reason, batch.began)
             if not outcome.reason and outcome.status is not Status.MISSING:
                 self._simulation.fail("outcome without a reason", outcome)
             if not batch.is_store and outcome.status not in GIVEN_UP:
