@@ -192,6 +192,7 @@ class History:
             for each in stores:
                 each.is_done &= each.is_flushed or is_durable
         self._deleted, self._found, self._missed = {}, {}, {}
+        self._corrupt = {}  # what was moved away may be back
         self.may_be_torn |= not is_durable
 
     def begin_removal(self, key: BlockKey) -> None:
