@@ -304,6 +304,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "PolledEngine": engine,
     "PromptExchange": prompts,
     "PromptKeys": lambda: PromptKeys([1, 2, 3]),
+    "TellsKept": tiers,
     "TieredBackend": tiers,
     "TieredBackend.purge": lambda: tiers(Purged(None, NAMESPACE)),
     "TokenBatch": lambda: BATCH,
