@@ -371,6 +371,7 @@ class PoolBackend(TellsKept):
             return attachment.ask(lookup, wire.Found).there
 
     def _delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        removed = set[BlockKey]()
         try:
             with self._attached() as attachment:
                 done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
@@ -379,7 +380,7 @@ class PoolBackend(TellsKept):
             return removed, set(itertools.compress(unsure, self._find(unsure) if unsure else ()))
         except BackendUnavailableError as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
-            return set(), {*keys}
+            return removed, {*keys} - removed
 
     def _load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = [MISSING] * len(keys)

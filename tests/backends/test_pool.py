@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,6 +140,17 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
                     while stranger.recv(4096):
                         pass
         assert all(each.done for each in asyncio.run(peers.store(good)))
+
+
+def test_what_a_pool_removed_before_it_went_away_was_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pool(path), attached(path) as engine:
+        asyncio.run(peers.store(engine))
+        gone = BackendUnavailableError("the pool is gone")
+        monkeypatch.setattr(engine, "_find", Mock(side_effect=gone))
+        here, unknown = peers.KEYS[0], make_block_key(b"unknown")
+        assert asyncio.run(engine.delete_or_keep([here, unknown])) == ({here}, {unknown})
 
 
 async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(path: Path) -> None:
