@@ -256,10 +256,12 @@ def _shares(
 def _pin(free: "SimpleQueue[int]") -> None:
     """Run on one processor: threads of which one runs at a time take turns faster there.
 
-    As a batch: a thread that is woken does not interrupt the one that wakes it, and then waits.
+    A thread of a batch that is woken does not interrupt the one that wakes it, only to wait for
+    the interpreter lock. Some containers permit no such choice.
     """
     os.sched_setaffinity(0, {free.get()})
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _gets_more(share: float, turn: int) -> bool:
