@@ -17,14 +17,7 @@ from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import (
-    DONE,
-    MISSING,
-    NO_ROOM_REASON,
-    Outcome,
-    Status,
-    TellsKept,
-)
+from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -156,10 +149,7 @@ class MooncakeBackend(TellsKept):
         return outcomes
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`.
-
-        A block in use is removed, too, and its reader finds that out.
-        """
+        """See `TellsKept.delete_or_keep`; a block in use goes, too, and its reader finds out."""
         self._guard.check_batch(keys)
         return await self._remove(keys, Removal.DELETED)
 
@@ -316,8 +306,8 @@ class MooncakeBackend(TellsKept):
         coded = list(zip(keys, codes, strict=True))
         removed = [key for key, code in coded if code == Code.OK]
         self._reports.removed(removed, why)
-        is_absent = {Code.OK, Code.OBJECT_NOT_FOUND}
-        return {*removed}, {key for key, code in coded if code not in is_absent}
+        absent = Code.OK, Code.OBJECT_NOT_FOUND
+        return {*removed}, {key for key, code in coded if code not in absent}
 
     async def _ask(self, what: str, ask: Ask) -> Sequence[int]:
         return await self._client.ask(what, ask, self._config.timeout_s)

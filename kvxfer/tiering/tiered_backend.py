@@ -364,11 +364,11 @@ class TieredBackend(TellsKept):
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
         """Make a call in every tier at once: none waits for one that hangs or fails."""
 
-        async def make(tier: IsolatedTier) -> None:
+        async def call_one(tier: IsolatedTier) -> None:
             await await_call(call(tier))
 
-        calls = map(make, self._tiers)
-        for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
+        ended = await asyncio.gather(*map(call_one, self._tiers), return_exceptions=True)
+        for error in filter(None, ended):
             raise error
 
     async def aclose(self) -> None:

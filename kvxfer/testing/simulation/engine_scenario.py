@@ -48,8 +48,9 @@ DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
 LOOK_S = 0.15
+"""Virtual time between two looks for memory that has become safe."""
 LOOK_EVERY = 4
-"""Virtual time between two looks for memory that is safe now, and looks for one at its bytes."""
+"""Every so many looks, the bytes of all blocks that nobody may touch are checked."""
 LOST_STORES = 6
 GIVEN_UP_S = 1.5
 GIVEN_UP_CALLS = 16

@@ -129,7 +129,7 @@ class History:
             that nobody sees.
         keeps_all: Whether nothing excuses, either, that what was stored is not found.
         may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
-        is_healed: Whether nothing excuses that a load finds damage that one before it has found.
+        is_healed: Whether a block is gone once a load has found it corrupt.
         remembered_s: Seconds for which an engine may still believe that a removed block is there.
     """
 
@@ -290,7 +290,7 @@ class History:
         self._missed.setdefault(key, []).append(missed)
 
     def judge_hit(self, key: BlockKey, began: float, *, known_s: float = 0.0) -> None:
-        """Check that a lookup that began then, or an answer `known_s` before, may be a hit."""
+        """Check that a lookup may find a key as it is when that begins, or was `known_s` before."""
         stores = self._stores.get(key, [])
         if not stores:
             self._simulation.fail("found, and never stored", _name(key))
