@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import runpy
 import subprocess
@@ -28,6 +27,7 @@ from kvxfer.testing.simulation import (
     run_seed,
     scheduler,
 )
+from kvxfer.testing.simulation.campaign import _quietly
 from tests.simulation import mutations
 from tests.simulation.__main__ import SCENARIOS, VLLMScenario
 from tests.simulation.mutations import MUTATIONS, Mutation
@@ -127,13 +127,11 @@ FOUND = (
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.filterwarnings("ignore")  # vLLM warns when it is imported
 @pytest.mark.parametrize(("name", "seed"), FOUND)
-def test_a_seed_that_has_found_a_fault_finds_it_mended(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps errors
+def test_a_seed_that_has_found_a_fault_finds_it_mended(name: str, seed: int) -> None:
     for scenario in SCENARIOS:
         if scenario.name == name:
-            violations = run_seed(scenario, seed).violations
+            with _quietly():  # pytest keeps errors
+                violations = run_seed(scenario, seed).violations
             gc.collect()  # what nobody awaits any more, while warnings are ignored
             assert violations == []
             return
