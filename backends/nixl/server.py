@@ -38,6 +38,7 @@ from kvxfer.errors import (
 from kvxfer.listener import Listener
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.calls import delete_for_others
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, Lender, ReservedBlocks
@@ -233,7 +234,12 @@ class ClientSession:
         except PeerLostError as exc:  # a peer that connects again is linked anew
             self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
             return
-        except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
+        except (
+            InvalidArgumentError,
+            BackendUnavailableError,
+            TransferFailedError,
+            ClosedError,
+        ) as exc:
             answer = wire.Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
@@ -257,7 +263,7 @@ class ClientSession:
         return answers.get(type(request), self._answer_ticket)(request)
 
     async def _delete(self, request: wire.Delete) -> wire.Deleted:
-        deleted = await self._backend.delete(request.keys)
+        deleted = await delete_for_others(self._backend, request.keys)
         return wire.Deleted(request_id=request.request_id, deleted=deleted)
 
     async def _lookup(self, request: wire.Lookup) -> wire.Found:

@@ -30,6 +30,7 @@ from kvxfer.errors import (
 from kvxfer.listener import Listener
 from kvxfer.runtime import await_call, is_caller_cancelled
 from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.calls import delete_for_others
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.storage.observer import Gauge, Reports
@@ -163,7 +164,8 @@ class PoolSession:
                 return await self._pin(request)
             if isinstance(request, wire.Reserve):
                 return await self._reserve(request)
-            return wire.Done(done=await await_call(self._backend.delete(request.keys)))
+            deleting = delete_for_others(self._backend, request.keys)
+            return wire.Done(done=await await_call(deleting))
         except KVXferError as exc:
             return wire.Failed(reason=str(exc))
         except Exception as exc:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from kvxfer.errors import DeviceLostError, KVXferError
+from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.runtime import Pause, await_call
 from kvxfer.storage.backend import Backend, Begun, Outcome, Status, TellsKept
@@ -59,6 +59,19 @@ async def delete_from(
     unsure = [key for key in keys if key not in removed]
     there = await place.lookup(unsure) if unsure else []
     return removed, {key for key, stays in zip(unsure, there, strict=True) if stays}
+
+
+async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool]:
+    """Delete keys for who is told only which blocks were removed, and looks up the others.
+
+    Raises:
+        BackendUnavailableError: Blocks may stay that no lookup finds; others may be removed.
+    """
+    removed, kept = await delete_from(place, keys)
+    if kept and not all(await place.lookup(list(kept))):
+        reason = f"up to {len(kept)} of {len(keys)} blocks may stay where no lookup finds them"
+        raise BackendUnavailableError(reason)
+    return [key in removed for key in keys]
 
 
 async def call_backend(

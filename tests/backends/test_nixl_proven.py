@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
 
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import Exchange, NixlConfig, Transport
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.socket import MAX_LINES
@@ -392,6 +394,21 @@ async def test_a_data_connection_is_closed_by_an_end_that_comes_as_it_is_opened_
             opened = [*connection._lending.values()]
             await connection.aclose()
         assert [each._closed for each in opened] == [True] * (1 if opens else MAX_LINES)
+
+
+async def test_a_holder_says_that_a_tier_below_may_keep_blocks_that_no_lookup_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        holding(tmp_path, transport="socket") as holder,
+        asking(tmp_path, holder, transport="socket") as client,
+    ):
+        stored, [below] = await require_served(client), make_keys(1, first=9)
+        tiers = Mock(delete_or_keep=AsyncMock(return_value=({*stored[1:]}, {stored[0]})))
+        monkeypatch.setattr(HostBackend, "provide", lambda *_: tiers)
+        assert await client.delete_or_keep(stored) == ({*stored[1:]}, {stored[0]})
+        tiers.delete_or_keep.return_value = set(), {below}
+        assert await client.delete_or_keep([below]) == (set(), {below})
 
 
 async def test_a_peer_that_comes_again_as_the_holder_ends_is_cut(

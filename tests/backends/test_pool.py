@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -151,6 +151,19 @@ def test_what_a_pool_removed_before_it_went_away_was_removed(
         monkeypatch.setattr(engine, "_find", Mock(side_effect=gone))
         here, unknown = peers.KEYS[0], make_block_key(b"unknown")
         assert asyncio.run(engine.delete_or_keep([here, unknown])) == ({here}, {unknown})
+
+
+def test_a_pool_says_that_a_tier_below_may_keep_blocks_that_no_lookup_finds(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pool(path) as hosts, attached(path) as engine:
+        asyncio.run(peers.store(engine))
+        here, below = peers.KEYS[0], make_block_key(b"below")
+        tiers = Mock(delete_or_keep=AsyncMock(return_value=(set(), {here})))
+        monkeypatch.setattr(hosts[0], "provide", lambda _: tiers)
+        assert asyncio.run(engine.delete_or_keep([here])) == (set(), {here})
+        tiers.delete_or_keep.return_value = {here}, {below}
+        assert asyncio.run(engine.delete_or_keep([here, below])) == (set(), {here, below})
 
 
 async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(path: Path) -> None:

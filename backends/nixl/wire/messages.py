@@ -448,7 +448,7 @@ class Released(NumberedAnswer, frozen=True):
 
 
 class Failed(NumberedAnswer, frozen=True):
-    """Answer a request that the holder cannot do: nothing was moved."""
+    """Answer a request that the holder cannot do: nothing was moved, but perhaps deleted."""
 
     reason: str
 
