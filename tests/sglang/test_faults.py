@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from obstore.store import MemoryStore
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -25,9 +26,10 @@ from kvxfer.testing import FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.object_memory import open_in_memory
 from tests.clock import until
-from tests.sglang.pools import attention_pool, fill
+from tests.sglang.pools import attention_pool, fill, logical_page
 from tests.sglang.storages import (
     KEYS,
+    PAGES,
     extra_config,
     file_url,
     keys_of,
@@ -167,6 +169,21 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path
     with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
         assert storage.batch_exists(others) == 0
         assert storage.batch_exists(KEYS) == 4
+
+
+def test_a_pool_that_is_registered_over_other_memory_is_read_there(tmp_path: Path) -> None:
+    pool, other = attention_pool("page_first_direct"), attention_pool("page_first")
+    fill(pool)
+    with opened(pool, extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        stores = dict(storage._stores._stores)
+        storage.register_mem_pool_host(pool)
+        assert storage.batch_exists(KEYS) == 4
+        assert storage._stores._stores == stores
+        storage.register_mem_pool_host(other)
+        assert storage.batch_get_v1(KEYS, rows_of(other)) == [True] * 4
+    for page in PAGES:
+        assert torch.equal(logical_page(other, page), logical_page(pool, page))
 
 
 def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: Path) -> None:

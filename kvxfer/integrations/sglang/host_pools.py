@@ -58,6 +58,12 @@ class HostPages:
     num_kv_heads: int | None
     opaque: str = ""
 
+    @property
+    def places(self) -> list[tuple[int, torch.Size]]:
+        """Address and shape of the memory of each tensor."""
+        tensors = [each.tensor for each in self.caches.tensors]
+        return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+
 
 def read_pool(name: str, pool: Any) -> HostPages:
     """Read the pages of a host pool, which has this name in SGLang.

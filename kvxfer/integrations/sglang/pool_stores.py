@@ -134,7 +134,8 @@ class PoolStores:
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
         self._adapters = started_adapters()
-        self._version = weight_version()
+        self._num_replaced = 0  # pools that were registered anew, over other memory
+        self._version: tuple[Any, int] = weight_version(), 0
         self._lock = runtime.lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
@@ -149,6 +150,8 @@ class PoolStores:
         pages = read_pool(name, pool)
         mapping = self._map(pages)
         with self._lock:
+            known = self.pools.get(name)
+            self._num_replaced += known is not None and known[0].places != pages.places
             self.pools[name] = pages, mapping
             if self._stores.get(name) is None:  # asked for before it was registered
                 self._stores.pop(name, None)
@@ -309,13 +312,14 @@ class PoolStores:
         return True
 
     def _retire(self) -> None:
-        """Take the stores out of use once the engine has other weights, as after a live update.
+        """Take the stores out of use once the engine has other weights, or a pool other memory.
 
         The next opening closes them first, and opens others in the namespace of these weights.
         Where there was a purge, it is made in those, too.
         """
-        version = weight_version()
+        weights = weight_version()
         with self._lock:
+            version = weights, self._num_replaced
             if version != self._version and not self._closed:
                 self._retired += dict.fromkeys(each[0] for each in self._stores.values() if each)
                 self._stores.clear()
