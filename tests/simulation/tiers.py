@@ -18,9 +18,10 @@ from kvxfer.storage.observer import Added, Event, Gauge, Observer, Removed, Repo
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation, Step
-from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES
+from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK, NUM_KEYS, PAGE_SIZES_BYTES
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
+from kvxfer.transfer.staged_backend import StagedBackend
 from kvxfer.units import ByteSize
 
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
@@ -32,6 +33,9 @@ CANARY = 0xA7
 LATE_COPIES = 0.25
 COPIES_S = (0.0, 0.0, 0.001, 0.01)
 """Share of runs in which copies of host memory end later, and how much later."""
+STAGED = 0.12
+"""Share of runs in which blocks go through staging buffers, as if they were in a GPU's memory."""
+LARGEST_CHUNK_BYTES = BLOCKS_PER_CHUNK * max(map(sum, PAGE_SIZES_BYTES))
 HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
 """Kinds of host memory: threads move what is hashed, and are late; the loop moves the rest."""
 LISTS = (
@@ -74,6 +78,11 @@ class TiersScenario(EngineScenario):
             staging_bytes = random.choice((8192, 16384, 65536))
             backend = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
         if isinstance(backend, TieredBackend):
+            _watch_staging(simulation, backend._staging)
+        staging = simulation.random("staging")
+        if staging.random() > 1 - STAGED:
+            copies, staging_bytes = _LateCopyEngine(staging), staging.choice((2048, 16384))
+            backend = _Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
             _watch_staging(simulation, backend._staging)
         return Opened(
             backend=backend,
@@ -167,6 +176,13 @@ class _LateCopy(Copy):
         return self._ended
 
 
+class _Staged(StagedBackend):
+    """Staging buffers between a backend and host memory that it could reach."""
+
+    def _is_direct(self, device_type: str) -> bool:
+        return False
+
+
 class PurgeableDict(DictBackend):
     """Dictionary that can delete at once what it has of a prefix."""
 
@@ -258,10 +274,13 @@ def leftovers_of_all(
     engine: TransferEngine, opened: Opened, *, may_lose: bool = False
 ) -> list[str]:
     """Describe what an idle engine, its tiers and host memory in them still have."""
-    left = leftovers_of_engine(engine, may_lose=may_lose)
-    if isinstance(opened.backend, TieredBackend):
-        left += leftovers_of_tiers(opened.backend, may_lose=may_lose)
-    for tier in opened.tiers or [opened.backend]:
+    left, backend = leftovers_of_engine(engine, may_lose=may_lose), opened.backend
+    if isinstance(backend, StagedBackend):
+        left += _leftovers_of_staging(backend._staging, may_lose=may_lose)
+        backend = backend.inner
+    if isinstance(backend, TieredBackend):
+        left += leftovers_of_tiers(backend, may_lose=may_lose)
+    for tier in opened.tiers or [backend]:
         inner = tier.inner if isinstance(tier, FaultyTier) else tier
         if isinstance(inner, HostBackend):
             left += leftovers_of_host(inner)
@@ -284,21 +303,26 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
 
 
 def leftovers_of_tiers(backend: TieredBackend, *, may_lose: bool = False) -> list[str]:
-    """Describe locks, buffers, calls and queued blocks that idle tiers still have.
-
-    The end gives up a buffer that a tier may still write to, as it refuses to be drained.
-    """
-    staging = backend._staging
-    gives_up = may_lose and staging._closing.is_set()
+    """Describe locks, buffers, calls and queued blocks that idle tiers still have."""
     counts = {
         "locked keys": len(backend._locks),
         "keys to delete": len(backend._to_delete),
-        "missing staging buffers": 0 if gives_up else staging.num_buffers - len(staging._idle),
         "late calls": sum(tier._calls.num_late for tier in backend._tiers),
         "abandoned calls": sum(len(tier._calls._abandoned) for tier in backend._tiers),
         "queued blocks": sum(len(writer.queue) for writer in backend._writers),
     }
-    return [f"{count} {what}" for what, count in counts.items() if count]
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return left + _leftovers_of_staging(backend._staging, may_lose=may_lose)
+
+
+def _leftovers_of_staging(staging: StagingMemory, *, may_lose: bool) -> list[str]:
+    """Describe buffers that are still held.
+
+    The end gives up one that a backend may still write to, as it refuses to be drained.
+    """
+    gives_up = may_lose and staging._closing.is_set()
+    missing = 0 if gives_up else staging.num_buffers - len(staging._idle)
+    return [f"{missing} missing staging buffers"] if missing else []
 
 
 def leftovers_of_host(backend: HostBackend) -> list[str]:
