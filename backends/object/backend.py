@@ -402,7 +402,7 @@ class ObjectBackend(TellsKept):
 
     async def _delete(self, key: BlockKey, name: str) -> bool | None:
         """Remove a block; return whether it was there, None if there may be one still."""
-        since = self._presence.mark()
+        since, found = self._presence.mark(), None
         try:
             found = await self._bucket.head(name)
             if found is None:
@@ -416,7 +416,8 @@ class ObjectBackend(TellsKept):
                 return False
         except RequestFailedError as exc:
             logger.warning("cannot remove %s: %s", name, exc)
-        self._presence.change(key, there=True)  # if it is not, a load will tell
+        if found is not None:
+            self._presence.change(key, there=True)  # if it is not, a load will tell
         return None
 
     def _begin_list(self) -> None:

@@ -112,6 +112,7 @@ FOUND = (
     ("objects", 4339),  # a whole chunk was not written back where a part of it was refused
     ("objects", 258),  # a block was said to be deleted that its bucket could not remove
     ("objects", 1953),  # a delete that waited for another one began after a close
+    ("objects", 3232),  # a block that a delete could not ask for was said to be there
     ("objects", 1243),  # a removal waited for its turn after its look at the object
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
     ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
