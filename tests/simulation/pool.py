@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import FleetScenario, Opened, Simulation, Step
 from kvxfer.tiering import TieredBackend
@@ -53,7 +53,7 @@ class PoolScenario(FleetScenario):
             host = open_host(num_slots, namespace, is_shared=True)
             if not has_tier:
                 return host
-            below = DictBackend(DictConfig(max_blocks=ROOM), namespace)
+            below = _Below(DictConfig(max_blocks=ROOM), namespace)
             return join([host, below], namespace)
 
         settled = namespace if simulation.random("settled").random() < 0.5 else None
@@ -89,9 +89,22 @@ class PoolScenario(FleetScenario):
                 left += leftovers_of_tiers(holder._tiers.backend)
                 there = holder._tiers.host._index.keys()
                 below = holder._tiers.backend.tiers[1]
-                assert isinstance(below, DictBackend)
-                left += [f"{key.hex()}, not below" for key in there if key not in below._blocks]
+                assert isinstance(below, _Below)
+                known = below._blocks.keys() | below.deleted
+                left += [f"{key.hex()}, not below" for key in there if key not in known]
         return left
+
+
+class _Below(DictBackend):
+    """Tier below that of a pool; what it deletes may stay above, where somebody reads it."""
+
+    def __init__(self, config: DictConfig, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self.deleted = set[BlockKey]()
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.deleted.update(keys)
+        return await super().delete(keys)
 
 
 _FOLDER = "kvxfer-simulation-"

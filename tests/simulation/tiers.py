@@ -90,7 +90,7 @@ class TiersScenario(EngineScenario):
             faulty=faulty,
             is_roomy=is_roomy,
             may_evict_unseen=0 in faulty,
-            outlasts_hangs=pause_s > 0.0 and is_roomy and not is_alone,
+            outlasts_hangs=pause_s > 0.0 and is_roomy and isinstance(backend, TieredBackend),
             may_raise=is_alone,
         )
 
