@@ -54,9 +54,10 @@ class SaltedKeys:
         Raises:
             Exception: As the backend raises for the last salt that it did not delete.
         """
+        former = list(self._former)  # stores under later ones may begin during the drain
         await drain()
         failure: Exception | None = None
-        for salt in list(self._former):
+        for salt in former:
             try:
                 assert self._backend is not None
                 await self._backend.purge(salt)
