@@ -14,6 +14,7 @@ import pytest
 
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folders import Ledger
+from kvxfer.pages.names import LEDGER_NAME
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -91,6 +92,19 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
             assert len(list(root.glob("*.claim"))) == 1, "only our own is left"
     assert num_unfinished > num_kills // 10, "too few were killed while they wrote"
     assert num_whole > num_kills
+
+
+def test_files_that_are_written_stay_claimed_when_the_count_is_removed(tmp_path: Path) -> None:
+    with (
+        closing(Ledger(tmp_path)) as ours,
+        closing(Ledger(tmp_path)) as others,
+        ours.claimed([b"file"]),
+    ):
+        (tmp_path / LEDGER_NAME).unlink()
+        with ours.locked():  # another thread makes a new count
+            pass
+        with others.claimed([b"file"]) as taken:
+            assert taken == {b"file"}
 
 
 FORKED = """

@@ -95,7 +95,7 @@ class Ledger:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lock = runtime.lock()
-        self._lists: set[int] = set()
+        self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
         self.known = False
         self.used = 0
         self.added = self.added_here = 0
@@ -281,13 +281,14 @@ class Ledger:
         with self.locked():
             taken = self._claim.files_of_others().intersection(files)
             number = next(n for n in itertools.count() if n not in self._lists)
-            self._claim.list_files(number, [file for file in files if file not in taken])
-            self._lists.add(number)
+            ours = [file for file in files if file not in taken]
+            self._claim.list_files(number, ours)
+            self._lists[number] = ours
         try:
             yield taken
         finally:
             with self._lock, contextlib.suppress(OSError):  # if it fails, others wait a while
-                self._lists.remove(number)
+                del self._lists[number]
                 self._claim.list_files(number, [])
 
     def close(self) -> None:
@@ -298,11 +299,14 @@ class Ledger:
 
     def _open(self) -> tuple[int, ProcessClaim]:
         fd = _open_ledger(self._root / LEDGER_NAME)
-        try:
-            return fd, ProcessClaim(self._root, self.reserved)
-        except OSError:
-            close_locked(fd)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_locked, fd)
+            claim = ProcessClaim(self._root, self.reserved)
+            undo.callback(claim.close)
+            for number, files in self._lists.items():  # which are still being written
+                claim.list_files(number, files)
+            undo.pop_all()
+        return fd, claim
 
     def _reopen_if_removed(self) -> None:
         if has_name(self._fd) and has_name(self._claim.fd):
