@@ -184,7 +184,6 @@ class Space:
         with contextlib.suppress(OSError), self._ledger.locked():
             moved, is_known = self._quarantine(key, fd), True
             if moved is not None:
-                self.index.quarantine(key, moved[0])
                 self._ledger.move(*moved)
         try:
             return (moved if is_known else self._quarantine(key, fd)) is not None
@@ -194,6 +193,7 @@ class Space:
     def _quarantine(self, key: BlockKey, fd: int) -> tuple[int, int] | None:
         moved = self._folder.quarantine(key, fd)
         if moved is not None:
+            self.index.quarantine(key, moved[0])
             self._reports.removed([key], Removal.CORRUPT)
         return moved
 

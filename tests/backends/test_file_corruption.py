@@ -6,11 +6,13 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folder_store import FolderStore
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -86,6 +88,21 @@ async def test_a_corrupt_block_takes_the_place_of_what_is_in_quarantine_not_of_w
             if is_collected:
                 assert GarbageCollection(FolderStore(tmp_path)).run().num_quarantined == 1
                 assert counted_bytes(tmp_path) == 0
+
+
+async def test_a_corrupt_block_is_evicted_as_one_in_quarantine_where_the_count_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, memory, keys, (path,) = open_in_chunks(tmp_path, 1, PAGES, "posix")
+    async with backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        flip_bit(path, 8 * PAGE_BYTES)
+        monkeypatch.setattr(Ledger, "locked", Mock(side_effect=OSError))
+        assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [Status.CORRUPT]
+        monkeypatch.undo()
+        victim = backend._space.index.choose_victim()
+        assert victim is not None
+        assert victim.quarantined
 
 
 @pytest.mark.parametrize("engine", ENGINES)
