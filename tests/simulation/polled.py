@@ -15,7 +15,7 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
 from kvxfer.transfer import JobId, Slices, TransferEngine
-from tests.simulation.tiers import TiersScenario
+from tests.simulation.tiers import ROOM, TiersScenario, late_copies, open_host
 
 NUM_THREADS = 2
 CLOSE_TIMEOUT_S = 30.0
@@ -26,6 +26,8 @@ MOST_S = 600.0
 SLICES = (256, 1 << 20)
 SPARE_BYTES = 1024
 """Bytes that are moved at a time on a thread of the engine: those of a block, or of any batch."""
+ALONE = 0.2
+"""Share of runs over host memory alone, whose jobs begin on the threads of their callers."""
 BY_LINE = 0.02
 """Share of the lines of kvxfer after which another thread goes on, in every second seed."""
 
@@ -63,7 +65,9 @@ class PolledScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        """Open tiers, as the seed decides."""
+        """Open tiers, as the seed decides, or host memory alone."""
+        if simulation.random("alone").random() < ALONE:
+            return Opened(backend=open_host(ROOM, namespace, copying=late_copies(simulation)))
         return TiersScenario().open(simulation, namespace)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
