@@ -293,7 +293,8 @@ class Handover:
                 await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
-        self._copy_engine.close()
+            await self._threads.aclose(0.0)
+        self._threads.when_ended(self._copy_engine.close)
         self.reader.close()
 
 

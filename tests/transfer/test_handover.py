@@ -3,12 +3,14 @@
 import asyncio
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -41,6 +43,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
+from tests.clock import until
 from tests.transfer.handover_engines import HND, LIMIT_S, Engine, EngineProcess, get, prompt
 from tests.transfer.test_engine import check_that_it_is_closed_at_the_end
 
@@ -279,6 +282,20 @@ def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: Exi
         assert time.monotonic() < stop
     assert (error.field, error.ours, error.theirs) == ("tokens_per_block", (4,), (8,))
     assert ours.is_untouched([[]])
+
+
+def test_a_copy_that_hangs_keeps_the_copy_engine_open(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.runtime.threads.CLOSE_TIMEOUT_S", 0.01)
+    engine, ends = open_engine(stack), threading.Event()
+    [worker] = engine.workers
+    monkeypatch.setattr(worker._copy_engine, "close", closed := Mock())
+    worker._threads.start(ends.wait)
+    engine.close()
+    assert not closed.called
+    ends.set()
+    until(lambda: closed.called)
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
