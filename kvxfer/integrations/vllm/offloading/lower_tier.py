@@ -303,9 +303,11 @@ class LowerTier:
 
         Return whether that happened in time; not if the backend cannot be drained.
         """
-        jobs = list(self._jobs)
+        jobs, began = list(self._jobs), runtime.monotonic()
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
+        if timeout_s is not None:
+            timeout_s = max(0.0, timeout_s - (runtime.monotonic() - began))
         try:
             runtime.result(quiet, timeout_s if ended else 0)
         except TimeoutError:
