@@ -565,6 +565,7 @@ def held_by_files(backend: FileBackend) -> list[str]:
     index = backend._space.index
     counts = {
         "locked keys": len(backend._stores) + len(backend._deletes),
+        "turns of keys": len(backend._stores._turns),
         "writes": len(backend._writing_since),
         "claimed lists": len(backend._ledger._lists),
         "held files": sum(each.held for each in index._entries.values()),

@@ -507,6 +507,7 @@ def leftovers_of_bucket(backend: S3Backend) -> list[str]:
     """Describe locks, slots and calls that an idle backend of a bucket still has."""
     counts = {
         "locked keys": len(backend._stores) + len(backend._deletes),
+        "turns of keys": len(backend._stores._turns),
         "taken slots": backend._config.max_requests - backend._bucket.slots._value,
         "late calls": backend._calls.num_late,
         "abandoned calls": len(backend._calls._abandoned),

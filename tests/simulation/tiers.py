@@ -305,7 +305,7 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
 def leftovers_of_tiers(backend: TieredBackend, *, may_lose: bool = False) -> list[str]:
     """Describe locks, buffers, calls and queued blocks that idle tiers still have."""
     counts = {
-        "locked keys": len(backend._locks),
+        "locked keys": len(backend._locks) + len(backend._locks._turns),
         "keys to delete": len(backend._to_delete),
         "late calls": sum(tier._calls.num_late for tier in backend._tiers),
         "abandoned calls": sum(len(tier._calls._abandoned) for tier in backend._tiers),
