@@ -6,7 +6,6 @@ from unittest.mock import AsyncMock, patch
 
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
@@ -14,7 +13,6 @@ from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.tiering import TieredBackend, TierTimeouts
-from tests.backends.test_host import capacity_for
 from tests.tiering.opened_tiers import KEYS, load_from, open_dict, open_host, settle
 
 
@@ -141,19 +139,6 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
         assert await load_from(backend, memory, KEYS) == payloads
         assert await backend.lookup(KEYS) == [True] * 8
         assert await first.lookup(KEYS) == [True] * 8
-
-
-async def test_a_copy_to_a_lower_tier_is_no_use_of_a_block(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    config = HostConfig(capacity=capacity_for(namespace, 2), eviction="arc")
-    tiers = [HostBackend(config, namespace), open_dict(namespace)]
-    async with TieredBackend(tiers, namespace) as backend:
-        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-        await load_from(backend, memory, KEYS[:1])  # the only one that is used
-        for index in (1, 2):
-            await store_generated(backend, KEYS[index : index + 1], memory.describe(0, [index]))
-            await settle(backend)
-        assert await tiers[0].lookup(KEYS[:3]) == [True, False, True]
 
 
 async def test_a_purge_that_a_tier_cannot_make_says_so_and_removes_the_rest(
