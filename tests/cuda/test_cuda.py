@@ -331,12 +331,6 @@ DEVICE = torch.device("cuda", 0)
 MODES, SUCCESS = cuda.CUstreamCaptureMode, cuda.CUresult.CUDA_SUCCESS
 
 
-def call(name: str, *args: object) -> Any:
-    result, *values = getattr(cuda, name)(*args)
-    assert result == SUCCESS, f"{name}: {result}"
-    return values[0] if values else None
-
-
 class Capture:
     """Stream of an engine that captures a graph on the calling thread."""
 
@@ -347,7 +341,7 @@ class Capture:
     @contextmanager
     def going_on(self, mode: Any = MODES.CU_STREAM_CAPTURE_MODE_GLOBAL) -> Iterator[None]:
         with self._driver.current():
-            call("cuStreamBeginCapture", self.stream, mode)
+            assert cuda.cuStreamBeginCapture(self.stream, mode)[0] == SUCCESS
         yield
         with self._driver.current():
             assert cuda.cuStreamEndCapture(self.stream)[0] == SUCCESS
