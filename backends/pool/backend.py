@@ -455,16 +455,14 @@ class PoolBackend(TellsKept):
                 self._users[attachment] -= 1
                 if not self._users[attachment]:
                     del self._users[attachment]
-                    if attachment is not self._attachment:
-                        attachment.close()
+                    if attachment.error or attachment is not self._attachment:
+                        attachment.close()  # or the holder keeps what it pinned for us
 
     def _attach_again(self, lost: Attachment | None) -> Attachment:
         self._attachment = None
         if lost is not None:
             logger.warning("lost the host pool at %s: %s", self._config.path, lost.error)
             self._wait(lost.lost_at, silent=lost.timed_out)
-            if lost not in self._users:
-                lost.close()
         now = runtime.monotonic()
         if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path} for now")

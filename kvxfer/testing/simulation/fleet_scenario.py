@@ -256,6 +256,7 @@ class _Fleet:
         self._scenario.end_faults(self._simulation)
         for _ in range(2):  # an idle engine finds out that a holder has ended, and connects again
             await asyncio.sleep(self._scenario.quiet_s)
+            self._require_no_pins()
             for life in self._engines.values():
                 lookup = {"parts": (Part(0, 0),), "timeout_s": None, "cancel_s": None}
                 asked = life.run.carry_out_all([Step(0.0, "lookup", lookup)])
@@ -264,9 +265,7 @@ class _Fleet:
         looks = [each.process.run(each.run.look_at_the_end()) for each in self._engines.values()]
         await asyncio.gather(*looks)
         await asyncio.sleep(self._scenario.quiet_s)
-        for holding in self._holders.values():
-            if num_pins := self._scenario.num_pins(holding.holder):
-                self._simulation.fail("left", f"{num_pins} pins when all is quiet")
+        self._require_no_pins()
         await self._require_known_holders()
         await self._end_all()
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
@@ -454,6 +453,11 @@ class _Fleet:
             self._simulation.fail("late", f"the end of a holder took {took_s:.3f} s")
         await asyncio.sleep(self._scenario.quiet_s)
         life.process.loop.stop()
+
+    def _require_no_pins(self) -> None:
+        for holding in self._holders.values():
+            if num_pins := self._scenario.num_pins(holding.holder):
+                self._simulation.fail("left", f"{num_pins} pins when all is quiet")
 
     async def _require_known_holders(self) -> None:
         """Check that engines know the holders that there are, and soon not one that was killed."""
