@@ -16,15 +16,15 @@ from kvxfer.testing.simulation.world import World
 from kvxfer.transfer import TransferEngine
 from tests.simulation.polled import BY_LINE
 from tests.simulation.tiers import (
+    LARGEST_CHUNK_BYTES,
     ROOM,
-    SLOT_BYTES,
     late_copies,
     leftovers_of_engine,
     leftovers_of_host,
     open_host,
 )
 
-RATES = (1.0, 0.125)
+RATES = (1.0, 1 / 128)
 """MiB that are scrubbed in a second: all in one batch, or a few blocks."""
 SLACK_S = 2.0
 FEW_STEPS = 30
@@ -62,9 +62,8 @@ class MemoryScenario(EngineScenario):
         rate = random.choice(RATES)
         copying = late_copies(simulation)
         backend = open_host(num_blocks, namespace, scrub_mib_per_s=rate, copying=copying)
-        self._found_s = (
-            2 * (scrubber.ROUND_S + num_blocks * SLOT_BYTES / (rate * (1 << 20))) + SLACK_S
-        )
+        most_bytes = num_blocks * LARGEST_CHUNK_BYTES
+        self._found_s = 2 * (scrubber.ROUND_S + most_bytes / (rate * (1 << 20))) + SLACK_S
         return Opened(backend=backend, is_roomy=is_roomy)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
@@ -98,11 +97,13 @@ class _MemoryRun(EngineRun):
         host = self._host
         for key in self._choose(number):
             slot = host._index.slot_of(key)
-            was_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
+            stored_s = self._simulation.now - self._world.history.last_stored(key)
+            is_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
+            is_seen |= stored_s > self._found_s / 2
             parts = self._whole(key)
             host.pool.slots[slot, 0, parts.starts[0] + number % parts.sizes[0]] ^= 1
             self._damaged[key] = None
-            self._world.history.note_damage(key, self._found_s if was_seen else None)
+            self._world.history.note_damage(key, self._found_s if is_seen else None)
 
     async def _lend(self, number: int) -> None:
         """Lend a block to a reader that verifies it."""

@@ -295,11 +295,15 @@ class History:
         if not stores:
             self._simulation.fail("found, and never stored", _name(key))
         elif self.is_strict and self.is_of_one_store(key):
-            last = max(inf if each.ended is None else each.ended for each in stores)
+            last = self.last_stored(key)
             for delete_began, delete_ended in self._deleted.get(key, []):
                 if last < delete_began and delete_ended < began - known_s:
                     self._simulation.fail("deleted and found again", _name(key))
                     return
+
+    def last_stored(self, key: BlockKey) -> float:
+        """When the last store of a key has ended; `inf` while one goes on."""
+        return max(inf if each.ended is None else each.ended for each in self._stores[key])
 
     def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
         """Check that a key may be gone whose whole chunk, of so many blocks, was not found."""
