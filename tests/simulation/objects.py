@@ -372,10 +372,13 @@ class _EngineRun(EngineRun):
         if not has_former:
             return
         last = inf if self._salted.history.is_strict else self._bucket._num_stored
+        retired = set(self._former_salts)
         with contextlib.suppress(BackendUnavailableError):
             await salts.delete_former(self._engine.drain)
-            for each in self._former_salts:
+            for each in [s for s in self._former_salts if s in retired]:
                 self._require_gone(each, last)
+            # What a server stores later under one of these stays.
+            self._former_salts = [each for each in self._former_salts if each not in retired]
 
     async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> Sequence[bool]:
         keys, last = self._salted.keys(parts), self._bucket._num_stored
