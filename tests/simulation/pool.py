@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.storage.backend import Backend
@@ -16,12 +17,17 @@ from kvxfer.transfer import TransferEngine
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
+    LateCopyEngine,
     join,
     leftovers_of_engine,
     leftovers_of_host,
     leftovers_of_tiers,
     open_host,
 )
+
+LATE_COPIES = 0.5
+COPIES_S = (0.0, 0.0, 0.02, 0.2)
+"""Share of runs in which copies of engines end later, and how much later."""
 
 
 class PoolScenario(FleetScenario):
@@ -33,7 +39,13 @@ class PoolScenario(FleetScenario):
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`; the socket is in a folder that goes with the run."""
-        with tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=f"-{os.getpid()}") as folder:
+        copying = simulation.random("copies")
+        delays_s = COPIES_S if copying.random() < LATE_COPIES else (0.0,)
+        opened = patch.object(
+            PoolConfig, "open_copy_engine", lambda _: LateCopyEngine(copying, delays_s)
+        )
+        suffix = f"-{os.getpid()}"
+        with opened, tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=suffix) as folder:
             self._path = Path(folder) / "pool.sock"
             super().run(simulation, steps)
 

@@ -81,7 +81,7 @@ class TiersScenario(EngineScenario):
             _watch_staging(simulation, backend._staging)
         staging = simulation.random("staging")
         if staging.random() > 1 - STAGED:
-            copies, staging_bytes = _LateCopyEngine(staging), staging.choice((2048, 16384))
+            copies, staging_bytes = LateCopyEngine(staging), staging.choice((2048, 16384))
             backend = _Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
             _watch_staging(simulation, backend._staging)
         return Opened(
@@ -132,7 +132,7 @@ def open_host(
     )
     backend = HostBackend(config, namespace)
     if copying is not None:
-        backend.pool._copy_engine = _LateCopyEngine(copying)
+        backend.pool._copy_engine = LateCopyEngine(copying)
     index, mirror = backend._index, Mirror(backend._index.keys, backend._gauges)
     begin_store = index.begin_store
 
@@ -153,15 +153,15 @@ def late_copies(simulation: Simulation) -> Random | None:
     return random if random.random() > 1 - LATE_COPIES else None
 
 
-class _LateCopyEngine(CPUCopyEngine):
+class LateCopyEngine(CPUCopyEngine):
     """Engine whose copies end later, as those of a GPU, and until then may touch both sides."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, delays_s: Sequence[float] = COPIES_S) -> None:
         super().__init__()
-        self._random = random
+        self._random, self._delays_s = random, delays_s
 
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
-        ends_at = runtime.monotonic() + self._random.choice(COPIES_S)
+        ends_at = runtime.monotonic() + self._random.choice(self._delays_s)
         return _LateCopy(partial(super().begin, source, destination), ends_at)
 
 
