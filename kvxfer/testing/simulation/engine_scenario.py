@@ -201,11 +201,15 @@ class EngineScenario(Scenario):
         return steps
 
     def _plan_lost_source(self, random: Random) -> list[Step]:
-        """Plan stores whose copies to the tiers below meet a first tier that cannot be read."""
+        """Plan a flush, and stores whose copies downwards cannot be read, or not be stored."""
         kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
         arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
         fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
-        return [Step(0.0, "fault", fault), *_draw_stores(random, 1.0, after_s=0.1)]
+        stores = _draw_stores(random, 1.0, after_s=0.1)
+        if random.random() < 0.4:
+            fault |= {"tier": 1, "fault": TierFault.HANG, "calls": ("store",)}
+        flush = Step(random.random() * 1.5, "flush", {"timeout_s": None, "cancel_s": None})
+        return sorted([Step(0.0, "fault", fault), *stores, flush], key=lambda step: step.at_s)
 
     def _plan_given_up(self, random: Random) -> list[Step]:
         """Plan calls that are given up, or end by themselves, while one tier does odd things."""
@@ -223,6 +227,9 @@ class EngineScenario(Scenario):
             }
             what = random.choice(("store", "load", "load", "lookup", "lookup"))
             steps.append(Step(random.random() * GIVEN_UP_S, what, given))
+        if kind is TierFault.LATE and random.random() < 0.5:
+            refusing = {"fault": TierFault.ERROR, "share": 1.0, "calls": ("drain",)}
+            steps.append(Step(0.0, "fault", {"tier": 0, "for_s": GIVEN_UP_S, **refusing}))
         return sorted(steps, key=lambda step: step.at_s)
 
     def _plan_close(self, random: Random) -> list[Step]:
