@@ -3,11 +3,13 @@
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
@@ -25,10 +27,6 @@ from tests.simulation.tiers import (
     open_host,
 )
 
-LATE_COPIES = 0.5
-COPIES_S = (0.0, 0.0, 0.02, 0.2)
-"""Share of runs in which copies of engines end later, and how much later."""
-
 
 class PoolScenario(FleetScenario):
     """Engines that share a host pool, killed and stopped as its holder is."""
@@ -40,10 +38,8 @@ class PoolScenario(FleetScenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`; the socket is in a folder that goes with the run."""
         copying = simulation.random("copies")
-        delays_s = COPIES_S if copying.random() < LATE_COPIES else (0.0,)
-        opened = patch.object(
-            PoolConfig, "open_copy_engine", lambda _: LateCopyEngine(copying, delays_s)
-        )
+        make = partial(LateCopyEngine, copying) if copying.random() < 0.5 else CPUCopyEngine
+        opened = patch.object(PoolConfig, "open_copy_engine", lambda _: make())
         suffix = f"-{os.getpid()}"
         with opened, tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=suffix) as folder:
             self._path = Path(folder) / "pool.sock"

@@ -31,7 +31,7 @@ MOVE_S = 1.0
 CANARY = 0xA7
 """Each byte of a staging buffer that nobody uses."""
 LATE_COPIES = 0.25
-COPIES_S = (0.0, 0.0, 0.001, 0.01)
+COPIES_S = (0.0, 0.0, 0.02, 0.1)
 """Share of runs in which copies of host memory end later, and how much later."""
 STAGED = 0.12
 """Share of runs in which blocks go through staging buffers, as if they were in a GPU's memory."""
@@ -156,12 +156,12 @@ def late_copies(simulation: Simulation) -> Random | None:
 class LateCopyEngine(CPUCopyEngine):
     """Engine whose copies end later, as those of a GPU, and until then may touch both sides."""
 
-    def __init__(self, random: Random, delays_s: Sequence[float] = COPIES_S) -> None:
+    def __init__(self, random: Random) -> None:
         super().__init__()
-        self._random, self._delays_s = random, delays_s
+        self._random = random
 
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
-        ends_at = runtime.monotonic() + self._random.choice(self._delays_s)
+        ends_at = runtime.monotonic() + self._random.choice(COPIES_S)
         return _LateCopy(partial(super().begin, source, destination), ends_at)
 
 
