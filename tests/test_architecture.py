@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_859,
     "kvxfer/telemetry": 1_650,
-    "kvxfer/testing": 7_073,
+    "kvxfer/testing": 7_080,
     "kvxfer/tiering": 1_541,
     "kvxfer/transfer": 2_063,
 }

@@ -89,7 +89,7 @@ TABLE = """
 --- kvxfer/tiering/tier_writer.py
 @@ tiers 60 write-backs do not lock their keys
 -            await held.enter_async_context(self._locks.acquire(list(taken)))
-@@ tiers 20 blocks that could not be read are not written back
+@@ tiers 300 blocks that could not be read are not written back
 -        self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 +        del failed
 @@ tiers 200 blocks whose tier pauses are not written back
@@ -176,7 +176,7 @@ TABLE = """
 -{Removal.REPLACED: replaced, **plan.evicted_by()}
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
-@@ tiers 20 a block that is read is removed
+@@ tiers 100 a block that is read is removed
 -            if self.state(key) is BlockState.READY:
 -                self._drop(key)
 +            if self.state(key) in (BlockState.READY, BlockState.LOADING):
@@ -210,7 +210,7 @@ TABLE = """
 @@ tiers 20 a job that was polled is remembered for ever
 -                self._submitted.pop(job_id, None)
 --- kvxfer/transfer/event_loop.py
-@@ polled 200 a close that another one overtakes fails
+@@ polled 600 a close that another one overtakes fails
 -        if not guard.released:
 -            raise
 +        raise
@@ -314,7 +314,7 @@ TABLE = """
 +        with contextlib.nullcontext():
              try:
                  self._send(request)
-@@ pool 30 a pool that was lost is asked again for ever
+@@ pool 150 a pool that was lost is asked again for ever
 -            if attachment is None or attachment.error:
 +            if attachment is None:
 @@ pool 5 a call keeps the memory of a pool in use after its end
