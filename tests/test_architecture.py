@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 425,
     "kvxfer/integrations": 10_143,
     "kvxfer/kvcache": 5_681,
-    "kvxfer/lending": 1_474,
+    "kvxfer/lending": 1_475,
     "kvxfer/pages": 2_279,
     "kvxfer/replay": 1_664,
     "kvxfer/runtime": 1_192,

@@ -290,11 +290,12 @@ class Handover:
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()
-                await self._threads.aclose()
+                num_running = await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
-            await self._threads.aclose(0.0)
-        self._threads.when_ended(self._copy_engine.close)
+            num_running = await self._threads.aclose(0.0)
+        if not num_running:  # else a thread still copies
+            self._copy_engine.close()
         self.reader.close()
 
 

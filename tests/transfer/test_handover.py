@@ -43,7 +43,6 @@ from kvxfer.lending.handover import Handover
 from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
-from tests.clock import until
 from tests.transfer.handover_engines import HND, LIMIT_S, Engine, EngineProcess, get, prompt
 from tests.transfer.test_engine import check_that_it_is_closed_at_the_end
 
@@ -293,9 +292,8 @@ def test_a_copy_that_hangs_keeps_the_copy_engine_open(
     monkeypatch.setattr(worker._copy_engine, "close", closed := Mock())
     worker._threads.start(ends.wait)
     engine.close()
-    assert not closed.called
     ends.set()
-    until(lambda: closed.called)
+    assert not closed.called
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
