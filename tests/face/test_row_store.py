@@ -4,13 +4,13 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
-from kvxfer.face import RowPool, RowStore
+from kvxfer.face import RowPool, RowStore, SaltedKeys
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -62,6 +62,18 @@ class Pages:
         self.free.give_back(rows)
         assert len(set(rows)) == len(rows), "a row was given back twice"
         return len(rows)
+
+
+async def test_blocks_of_a_salt_that_retires_during_a_drain_go_after_the_next_one() -> None:
+    keys = SaltedKeys(backend := Mock(purge=AsyncMock()))
+    keys.renew()
+    first = keys.salt
+    keys.renew()
+    second = keys.salt
+    await keys.delete_former(AsyncMock(side_effect=keys.renew))
+    assert backend.purge.await_args_list == [call(first)]
+    await keys.delete_former(AsyncMock())
+    assert backend.purge.await_args_list == [call(first), call(second)]
 
 
 @pytest.fixture

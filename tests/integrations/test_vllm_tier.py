@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.backend import Backend
@@ -32,6 +33,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from tests.clock import Clock
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
@@ -170,6 +172,21 @@ def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
         assert tiers.resolve(keys) == [MISS] * 2
         tiers.manager.on_reset_flushed()
     assert tiers.resolve(keys) == [HIT] * 2
+
+
+def test_a_drain_of_the_lower_tier_has_one_time_limit_for_all_that_it_waits_for(
+    tiers: Tiers, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*_: object, **__: object) -> list[object]:
+        clock.now += 3.0
+        return []
+
+    tier = tiers.tier._tier
+    with monkeypatch.context() as patched:
+        patched.setattr(tier._engine, "wait", wait)
+        patched.setattr(runtime, "result", result := Mock())
+        assert tier.drain(timeout_s=5.0)
+    assert result.call_args.args[1] == 2.0
 
 
 def test_an_engine_whose_lower_tier_cannot_listen_or_be_attached_does_not_start(
