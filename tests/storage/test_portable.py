@@ -17,6 +17,7 @@ from kvxfer import (
     KVCacheConfig,
     KVCacheGroup,
     MambaSpec,
+    MLASpec,
     SlidingWindowSpec,
     Status,
     WorkerShard,
@@ -243,3 +244,19 @@ async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
         assert await backend.lookup([*KEYS[:2], *salted]) == [True, True, False, False]
         left = inner._index.keys()
         assert not any(key.startswith(b"salt") for key in left)
+
+
+async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> None:
+    spec = MLASpec(tokens_per_block=16, head_dim=DIM, dtype=torch.float16)
+    url = file_url(tmp_path)
+    latents = torch.randn(4, 16, DIM).to(torch.float16)
+    config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.7",)),))
+    for rank in range(2):
+        caches = canonicalize({"layers.7": latents}, config)
+        mappings = map_caches(caches, WorkerShard(num_kv_heads=1, rank=rank, tp_size=2))
+        async with connect(url, caches, namespace=NAMESPACE, mappings=mappings) as engine:
+            assert all(outcome.done for outcome in await engine.store(KEYS, [range(4)]))
+            stored = len(block_files(tmp_path))
+            assert 0 < stored < 4 if rank == 0 else stored == 4
+    with safe_open(block_files(tmp_path)[0], framework="pt") as opened:
+        assert opened.get_tensor("layers.7.latent").shape == (16, DIM)
