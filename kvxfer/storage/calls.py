@@ -42,6 +42,10 @@ class Place(Protocol):
         """See `Backend.delete`."""
 
 
+def _find_telling(place: Place) -> TellsKept | None:
+    return place.provide(TellsKept) if isinstance(place, Backend) else None
+
+
 async def delete_from(
     place: Place, keys: Sequence[BlockKey]
 ) -> tuple[set[BlockKey], set[BlockKey]]:
@@ -51,8 +55,7 @@ async def delete_from(
         The keys whose blocks were removed, and those whose blocks stay, such as blocks in use, or
         may stay. The others were not there.
     """
-    telling = place.provide(TellsKept) if isinstance(place, Backend) else None
-    if telling is not None:
+    if (telling := _find_telling(place)) is not None:
         return await telling.delete_or_keep(keys)
     deleted = await place.delete(keys)
     removed = {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
@@ -62,13 +65,16 @@ async def delete_from(
 
 
 async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool]:
-    """Delete keys for who is told only which blocks were removed, and looks up the others.
+    """Delete keys for a caller that learns what was removed, and looks up the others itself.
 
     Raises:
         BackendUnavailableError: Blocks may stay that no lookup finds; others may be removed.
     """
-    removed, kept = await delete_from(place, keys)
-    if kept and not all(await place.lookup(list(kept))):
+    if (telling := _find_telling(place)) is None:
+        return await place.delete(keys)
+    removed, left = await telling.delete_or_keep(keys)
+    kept = [key for key in keys if key in left]
+    if kept and not all(await place.lookup(kept)):
         reason = f"up to {len(kept)} of {len(keys)} blocks may stay where no lookup finds them"
         raise BackendUnavailableError(reason)
     return [key in removed for key in keys]
