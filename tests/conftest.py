@@ -93,11 +93,9 @@ class _LoopComplaints(logging.Handler):
             # Source: asyncio/base_events.py, `_run_once`: the last argument is the duration.
             duration_s = record.args[-1]
             slow = isinstance(duration_s, float) and duration_s >= MAX_CALLBACK_S
-        # Several loops with gRPC wake for one event, which one of them takes, or which is for a
-        # loop that is closed by now; nothing is lost.
+        # Several loops with gRPC wake for one event, which one of them takes; nothing is lost.
         # Source: https://github.com/grpc/grpc/issues/25364
-        others = (BlockingIOError, RuntimeError)
-        spurious = record.exc_info and isinstance(record.exc_info[1], others)
+        spurious = record.exc_info and isinstance(record.exc_info[1], BlockingIOError)
         if spurious and "PollerCompletionQueue._handle_events" in record.getMessage():
             return
         if slow or record.levelno >= logging.ERROR:

@@ -10,7 +10,13 @@ import pytest
 from aetcd import rpc
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.discovery import CompactedError, EtcdConfig, EtcdError, open_session
+from kvxfer.backends.nixl.discovery import (
+    CompactedError,
+    EtcdConfig,
+    EtcdError,
+    open_session,
+    own_loop,
+)
 from kvxfer.endpoint import Endpoint
 from kvxfer.testing.simulation import Simulation
 from tests import needs
@@ -54,7 +60,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
             async with open_session(config, config.endpoints[0], TIMEOUT_S) as session:
                 await check(session, compact)
 
-        yield lambda check: asyncio.run(work_at_real(check))
+        loop = own_loop()  # gRPC raises in others what is left of one that is closed
+        yield lambda check: asyncio.run_coroutine_threadsafe(work_at_real(check), loop).result()
 
 
 async def _until_gone(session: Any, revision: int, name: bytes) -> list[Any]:
