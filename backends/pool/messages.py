@@ -168,7 +168,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Answer to a request that failed: of its blocks, only those of a `Delete` may be removed."""
+    """Answer to a request that failed, and changed nothing; a `Delete` may have removed blocks."""
 
     reason: str
 

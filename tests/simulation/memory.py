@@ -97,9 +97,9 @@ class _MemoryRun(EngineRun):
         host = self._host
         for key in self._choose(number):
             slot = host._index.slot_of(key)
-            stored_s = self._simulation.now - self._world.history.last_stored(key)
+            age_s = self._simulation.now - self._world.history.last_stored(key)
             is_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
-            is_seen |= stored_s > self._found_s / 2
+            is_seen |= age_s > self._found_s / 2  # whatever the scrubber says
             parts = self._whole(key)
             host.pool.slots[slot, 0, parts.starts[0] + number % parts.sizes[0]] ^= 1
             self._damaged[key] = None

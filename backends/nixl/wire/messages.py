@@ -448,7 +448,7 @@ class Released(NumberedAnswer, frozen=True):
 
 
 class Failed(NumberedAnswer, frozen=True):
-    """Answer a request that the holder cannot do: nothing was moved, but perhaps deleted."""
+    """Answer a request that failed: it moved nothing, but a `Delete` may have removed blocks."""
 
     reason: str
 

@@ -289,7 +289,7 @@ class PoolStores:
     ) -> bool:
         """End an opening; False if the store has to be purged first, as others were meanwhile.
 
-        A store of weights that the engine has no more is closed by the next opening.
+        A store of weights, or of memory, that the engine has no more is closed by the next opening.
         """
         with self._lock:
             num_purges = min(self._purged.get(name, 0) for name in names)

@@ -201,7 +201,7 @@ class EngineScenario(Scenario):
         return steps
 
     def _plan_lost_source(self, random: Random) -> list[Step]:
-        """Plan a flush, and stores whose copies downwards cannot be read, or not be stored."""
+        """Plan a flush, and stores whose write-back cannot read one tier or store in the next."""
         kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
         arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
         fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
