@@ -16,7 +16,7 @@ from weakref import ref
 import pytest
 from _pytest.mark import ParameterSet
 
-from kvxfer import runtime
+from kvxfer import configuration, runtime
 from kvxfer.testing.simulation import (
     Scenario,
     SimulatedRuntime,
@@ -30,6 +30,7 @@ from kvxfer.testing.simulation import (
 from kvxfer.testing.simulation.campaign import _quietly
 from tests.simulation import mutations
 from tests.simulation.__main__ import SCENARIOS, VLLMScenario
+from tests.simulation.files import FilesScenario
 from tests.simulation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +173,13 @@ def test_a_seed_repeats_with_other_hashes_on_one_core_without_vector_instruction
     )
     assert first == second
     assert len(first.splitlines()) == 3 * len(SCENARIOS)
+
+
+def test_a_seed_repeats_whatever_the_process_remembers() -> None:
+    configuration._types_of.cache_clear()
+    with _quietly():
+        digests = [run_seed(FilesScenario(), 4299).digest() for _ in range(2)]
+    assert digests[0] == digests[1]
 
 
 def test_of_many_seeds_that_fail_all_are_named_and_the_first_reported(

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import stat
@@ -156,7 +155,6 @@ def open_locked(path: Path, flags: int) -> int:
     Raises:
         OSError: It cannot be opened.
     """
-    _watch_forks()
     fd = runtime.disk().open(path, flags, FILE_MODE)
     runtime.disk().locked.add(fd)
     return fd
@@ -184,14 +182,12 @@ def has_name(fd: int) -> bool:
         return False
 
 
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_close_all)
-
-
 def _close_all() -> None:
     for fd in tuple(runtime.disk().locked):
         close_locked(fd)
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def is_alive(root: Path, owner: str) -> bool:

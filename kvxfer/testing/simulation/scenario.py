@@ -1,7 +1,9 @@
 """Scenarios: what a seed does to real code, step by step, and what is found to be wrong."""
 
+import functools
 import gc
 import hashlib
+import sys
 import traceback
 import warnings
 from abc import ABC, abstractmethod
@@ -150,6 +152,7 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
     Returns:
         The run; its violations say what was found to be wrong.
     """
+    _clear_caches()
     simulation = Simulation(seed)
     if steps is None:
         steps = scenario.plan(simulation.random("plan"))
@@ -167,6 +170,21 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         simulation.runtime.scheduler.run(main)
     _look_behind(simulation, [str(each.message) for each in told])
     return simulation
+
+
+def _clear_caches() -> None:
+    """Clear what functions of kvxfer remember: no seed depends on those that ran before it."""
+    for each in _cached_functions(len(sys.modules)):
+        each.cache_clear()
+
+
+@functools.lru_cache(1)
+def _cached_functions(num_modules: int) -> list[Any]:
+    del num_modules  # which grows when there may be further functions
+    ours = [each for name, each in sys.modules.items() if name.startswith("kvxfer.")]
+    functions = [each for module in ours for each in vars(module).values()]
+    cached = [each for each in functions if hasattr(each, "cache_clear")]
+    return [each for each in cached if each is not _cached_functions]
 
 
 def _look_behind(simulation: Simulation, warned: Sequence[str]) -> None:
