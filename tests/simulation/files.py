@@ -146,6 +146,7 @@ class _Store:
         self._scenario, self._simulation, self._steps = scenario, simulation, steps
         self._world = World(simulation)
         self._history = self._world.history
+        self._names = {part: file_name(self._world.key(part)) for part in self._world.every_part()}
         random = simulation.random("files")
         self.config = _draw_config(random)
         self._has_tiers = random.random() < 0.25
@@ -347,9 +348,8 @@ class _Store:
 
     def _require_survivors(self, wrong: str, paths: Iterable[str], since: float) -> None:
         names = {path.rpartition("/")[2] for path in paths if "quarantine" not in path}
-        for part in self._world.every_part() if self.is_roomy else []:
-            key = self._world.key(part)
-            is_there = file_name(key) in names
+        for part, name in self._names.items() if self.is_roomy else ():
+            key, is_there = self._world.key(part), name in names
             if not is_there and self._history.must_be_there(key, part.num_blocks, since=since):
                 self._simulation.fail(wrong, part)
 
