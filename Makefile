@@ -132,6 +132,7 @@ chaos: $(INSTALLED)
 # seed again: `make simulate SCENARIO=tiers SEED=17`.
 PROCESSES ?= 2
 simulate: export OMP_NUM_THREADS := 1
+simulate: export MALLOC_ARENA_MAX := 1
 simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(SEEDS),--seeds $(SEEDS),--seconds $(SECONDS)) --processes $(PROCESSES)) $(if $(SCENARIO),--scenario $(SCENARIO))
 
