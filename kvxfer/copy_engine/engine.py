@@ -14,16 +14,21 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
 """Pauses between two looks at a copy."""
 
 WAIT_SHARE = 1 / 8
-"""Pause after a look, as a share of the time since the copy began: at most so much is lost."""
+"""Pause after a look, as a share of the time since the first one: at most so much is lost."""
 
 
 def ask_until_answered(ask: Callable[[], T | None]) -> T:
     """Ask again and again until the answer is not None, and return it; blocks the thread."""
     began = runtime.monotonic()
     while (answer := ask()) is None:
-        share_s = WAIT_SHARE * (runtime.monotonic() - began)
-        runtime.sleep(min(max(share_s, SHORTEST_WAIT_S), LONGEST_WAIT_S))
+        runtime.sleep(pause_of_look(began, SHORTEST_WAIT_S))
     return answer
+
+
+def pause_of_look(began: float, shortest_s: float) -> float:
+    """Return the seconds until the next look at a copy or mark, by when the first one was."""
+    share_s = WAIT_SHARE * (runtime.monotonic() - began)
+    return min(max(share_s, shortest_s), LONGEST_WAIT_S)
 
 
 class Copy:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from kvxfer import runtime
+from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.runtime import Pause, await_call
@@ -20,7 +22,7 @@ LAST_DRAIN_PAUSE_S = 10.0
 """Pauses after a drain that raised: the first, and the last of those that double."""
 
 MARK_PAUSE_S = 100e-6
-"""Seconds between two looks at a mark: a driver tells nobody when a device has reached it."""
+"""Shortest pause between two looks at a mark: no driver tells when a device has reached it."""
 
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
@@ -124,10 +126,11 @@ async def wait_for_begun(begun: Begun) -> list[Outcome]:
         DeviceLostError: The device is gone.
     """
     cancelled: asyncio.CancelledError | None = None
+    began = runtime.monotonic()
     try:
         while (outcomes := begun.poll()) is None:
             try:  # without a task of its own, which the end of the loop would cancel
-                await asyncio.sleep(MARK_PAUSE_S)
+                await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
             except asyncio.CancelledError as exc:
                 cancelled = exc
     finally:
@@ -182,5 +185,6 @@ async def wait_for_mark(mark: StreamMark | None) -> None:
     Raises:
         DeviceLostError: The device is gone.
     """
+    began = runtime.monotonic()
     while mark is not None and not mark.has_passed():  # noqa: ASYNC110 - see `MARK_PAUSE_S`
-        await asyncio.sleep(MARK_PAUSE_S)
+        await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))

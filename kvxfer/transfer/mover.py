@@ -11,6 +11,7 @@ from math import inf
 
 from kvxfer import runtime
 from kvxfer.checks import require_number, set_counts
+from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.runtime import await_call
@@ -399,9 +400,10 @@ class JobMover:
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         """Look at what devices move until a condition holds."""
+        began = runtime.monotonic()
         while not is_met():
             self._ask_in_turn()
-            await asyncio.sleep(MARK_PAUSE_S)
+            await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
 
     async def drain_begun(self) -> None:
         """Wait for the end of the jobs that were begun on threads, and of their transfers."""

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.copy_engine.engine import Copy
@@ -18,10 +19,11 @@ from kvxfer.storage.backend import (
     WrappingBackend,
     can_purge_all,
 )
-from kvxfer.storage.calls import begin_call, call_backend, poll_begun
+from kvxfer.storage.calls import begin_call, call_backend, poll_begun, wait_for_begun
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.simulation import Simulation
 from kvxfer.units import ByteSize
 
 
@@ -91,3 +93,20 @@ def test_what_a_copy_that_fails_held_is_given_back(call: str) -> None:
     with pytest.raises(RuntimeError, match="no copy"):
         getattr(Begun((), copy, given_back), call)()
     given_back.assert_called_once_with()
+
+
+def test_a_long_copy_is_looked_at_more_and_more_rarely() -> None:
+    simulation, looks_at = Simulation(0), list[float]()
+
+    class Slow(Copy):
+        def has_ended(self) -> bool:
+            looks_at.append(runtime.monotonic())
+            return looks_at[-1] >= looks_at[0] + 0.1
+
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(
+            lambda: simulation.run(wait_for_begun(Begun((DONE,), Slow())))
+        )
+    assert len(looks_at) < 300
+    assert looks_at[1] < looks_at[0] + 0.0002
+    assert looks_at[-1] < looks_at[0] + 0.101
