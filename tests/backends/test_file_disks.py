@@ -333,6 +333,10 @@ async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
             found = os.statvfs(folder)
             assert found.f_bavail * found.f_frsize >= floor
             assert 0 < sum(await backend.lookup(keys)) < num_before
+            places = [memory.describe(0, [block]) for block in range(4)]
+            await asyncio.gather(*map(partial(store, backend), [[k] for k in keys[4:8]], places))
+            found = os.statvfs(folder)
+            assert found.f_bavail * found.f_frsize >= floor
         async with open_store(folder, memory.namespace(), min_free=ByteSize(8 * MIB)) as backend:
             (outcome,) = await store(backend, keys[1:2], memory.describe(0, [0]))
             assert "no room" in outcome.reason

@@ -360,6 +360,7 @@ WRONG: dict[str, Callable[[torch.Tensor], CanonicalKVCaches]] = {
     "half a page": lambda tensor: rows(tensor, 0, page=HALF),
     "v before k": lambda tensor: rows(tensor, HALF, 0, page=HALF),
     "k and v outermost": lambda tensor: rows(tensor, 0, NUM_BLOCKS * HALF, stride=HALF, page=HALF),
+    "another stride": lambda tensor: rows(tensor, 0, stride=PAGE + 2),
     "another layer": lambda tensor: rows(tensor, 0, names="b"),
     "another number of groups": lambda tensor: rows(tensor, 0, num_groups=2),
     "another number of blocks": lambda tensor: rows(tensor, 0, num_blocks=NUM_BLOCKS - 1),

@@ -21,6 +21,7 @@ from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender
+from kvxfer.storage.leases.book import LONGEST_S
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
@@ -161,6 +162,18 @@ def test_what_a_silent_reader_held_runs_out_a_lease_after_it_was_heard(
     assert lender.take_ended() == []
     clock.now += 1
     assert lender.take_ended() == ["t"]
+
+
+def test_a_reader_that_never_leaves_keeps_a_ticket_for_a_stated_time(
+    lender: CacheLender, clock: Clock
+) -> None:
+    lender.book.release("t")
+    lender.offer("u", KEYS[:1], [0], complete=True)
+    for _ in range(int(LONGEST_S)):
+        assert lender.hold("u", KEYS[:1], "reader").is_known
+        assert lender.take_ended() in ([], ["t"])
+        clock.now += 1
+    assert lender.take_ended() == ["u"]
 
 
 def test_the_null_block_is_not_offered() -> None:
