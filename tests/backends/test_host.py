@@ -1,5 +1,6 @@
 """The host backend keeps every promise of `Backend`; its slots, and memory that processes share."""
 
+import asyncio
 import contextlib
 import multiprocessing
 import re
@@ -26,9 +27,15 @@ from kvxfer.backends.host import (
 )
 from kvxfer.backends.host import memory as memory_module
 from kvxfer.backends.host.available_memory import AvailableMemory
+from kvxfer.backends.host.held_tiers import HeldTiers
 from kvxfer.backends.host.memory import SHARED_MEMORY, SharedSegment
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError, CapacityError, InvalidArgumentError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    InvalidArgumentError,
+    NamespaceMismatchError,
+)
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
@@ -376,7 +383,7 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
 def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or_its_death(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "CREATION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(memory_module, "CREATION_30", 0.2)
     with (
         child_with(name, create_for_ever),
         pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"),
@@ -396,3 +403,24 @@ def test_memory_that_is_not_there_is_refused_and_nothing_is_left(name: str) -> N
         SharedSegment(name, b"header", 1 << 50)
     assert info.value.needed_bytes == 1 << 50
     assert 0 < info.value.available_bytes < 1 << 50
+
+
+async def test_memory_that_is_reserved_for_a_model_is_given_to_no_other() -> None:
+    begun, may_open = threading.Event(), threading.Event()
+    first, second = (BlockMemory([[size]], num_blocks=1).namespace() for size in (64, 128))
+
+    def open_backend(namespace: Namespace) -> HostBackend:
+        begun.set()
+        assert may_open.wait(30)
+        return HostBackend(HostConfig(capacity=CAPACITY), namespace)
+
+    held = HeldTiers(open_backend)
+    asking = asyncio.create_task(held.settle(first))
+    await asyncio.to_thread(begun.wait, 30)
+    asking.cancel()
+    await asyncio.wait([asking])
+    may_open.set()
+    with pytest.raises(NamespaceMismatchError):
+        await held.settle(second)
+    assert (await held.settle(first)).provide(HostBackend)
+    await held.aclose()
