@@ -216,6 +216,23 @@ async def test_bytes_that_change_while_they_are_stored_are_not_stored() -> None:
         assert await pair.client.lookup(keys) == [False, True]
 
 
+@pytest.mark.parametrize("grade", GRADES)
+async def test_a_store_is_read_once_a_device_has_computed_its_blocks(grade: str) -> None:
+    async with open_pair(integrity=grade) as pair:
+        source, (key,) = pair.memory.describe(0, [8]), make_keys(1, first=50)
+
+        class Computing:
+            event = 0
+
+            def has_passed(self) -> bool:
+                write_payloads(source, [make_payload(key, BLOCK_BYTES)])
+                return True
+
+        (outcome,) = await pair.client.store([key], replace(source, after=Computing()))
+        assert outcome.done
+        assert await load(pair, [key]) == ([DONE], [make_payload(key, BLOCK_BYTES)])
+
+
 async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_costs_its_blocks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
