@@ -25,6 +25,7 @@ from kvxfer.kvcache.portable import WorkerShard, describe_caches
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Fetched
 from kvxfer.runtime import run_aside, wait_despite_cancel
+from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
@@ -86,6 +87,7 @@ class PromptExchange:
             if described.has_states:
                 raise InvalidArgumentError("caches", f"states in group {group}", "tokens in each")
         self._proves_peers = config.proves_peers
+        self._timeout_s = config.timeout_s
         self._host = _host(config, shard, require_text("advertise", advertise))
         self._rank = shard.rank
         self._null_block_id = caches.null_block_id
@@ -129,6 +131,9 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
+        Those of a GPU are lent once it has done what the current stream of the thread that makes
+        this call had been given before.
+
         Args:
             tokens: Token ids of the prompt, integers, `(num_tokens,)`.
             block_ids: Its blocks of each group, from its beginning; the null block for those that
@@ -147,6 +152,7 @@ class PromptExchange:
             InvalidArgumentError: An argument is of no use, or there is no `listen`.
             BlockIdError: There is no such block.
             ClosedError: The exchange was closed.
+            TimeoutError: The GPU has not come so far within the time-out of the configuration.
         """
         if not self._host:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
@@ -165,6 +171,8 @@ class PromptExchange:
             keys += [named[at] for at in kept if at < len(named)]
             blocks += [ids[group][at] for at in kept if at < len(named)]
         is_complete = stop == prompt.num_tokens
+        async with asyncio.timeout(self._timeout_s):
+            await wait_for_mark(self._handover.reader.mark())
         was_lent = lease in self._lent
         self._lent.add(lease)
         try:
@@ -271,7 +279,8 @@ class PromptExchange:
 
     def take_ended(self) -> list[str]:
         """Take the tickets of ours that have ended since the last call: their blocks are free."""
-        ended = [lease for lease in self._handover.take_ended() if lease in self._lent]
+        told = dict.fromkeys(self._handover.take_ended())  # one given up as it ended comes twice
+        ended = [lease for lease in told if lease in self._lent]
         self._lent.difference_update(ended)
         return [self._ticket(lease) for lease in ended]
 

@@ -433,9 +433,12 @@ class Reader:
             it takes to end reads that stall. Then nothing writes to our blocks any more, unless
             `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
         """
+        return self._fetch_after(self.mark(), endpoint, wanted, waits_for)
+
+    def mark(self) -> StreamMark | None:
+        """Mark what the current stream of this thread was given; None for host memory."""
         device = self._describer.caches.tensors[0].tensor.device
-        after = None if self._memory is None else self._memory.mark(device)
-        return self._fetch_after(after, endpoint, wanted, waits_for)
+        return None if self._memory is None else self._memory.mark(device)
 
     async def _fetch_after(
         self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None

@@ -12,6 +12,7 @@ import kvxfer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
 from kvxfer.lending import PromptExchange
+from kvxfer.transfer.cache_memory import CacheMemory
 
 MODEL = kvxfer.Namespace(model="m", revision="1")
 TOKENS = list(range(100, 122))
@@ -75,6 +76,35 @@ async def test_a_prompt_is_offered_fetched_and_released(
         await wait_until_ended(lender, ticket)
     assert torch.equal(ours[targets[skipped:]], theirs[blocks[skipped:]])
     assert (ours[targets[:skipped]] == -1).all()
+
+
+async def test_blocks_of_a_device_are_lent_once_it_has_computed_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, memory = caches()
+
+    class Computing:
+        event = 0
+
+        def has_passed(self) -> bool:
+            compute(memory)
+            return True
+
+    monkeypatch.setattr(CacheMemory, "mark", lambda *_: Computing())
+    async with opened(made) as lender:
+        await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
+        assert (memory >= 0).all()
+
+
+async def test_a_ticket_that_is_given_up_twice_ends_once() -> None:
+    async with opened(caches()[0]) as lender:
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
+        async with asyncio.timeout(10):
+            for num_ended in (1, 2):
+                lender.give_up(ticket)
+                while len(lender._handover._ended) < num_ended:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.001)
+        assert lender.take_ended() == [ticket]
 
 
 @pytest.mark.parametrize(
