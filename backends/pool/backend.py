@@ -132,7 +132,8 @@ class Attachment:
     def close(self) -> None:
         """End the connection and unmap the memory, which no thread may use any more."""
         with self._lock, contextlib.suppress(OSError):
-            if not self._is_cut:  # also to a holder that was silent, and may go on
+            # Also to a holder that was silent, and may go on; a lost device may still write.
+            if not (self._is_cut or self.pool.lost):
                 self._socket.settimeout(0)
                 self._socket.sendall(wire.encode(wire.Bye()))
         self._socket.close()
@@ -424,8 +425,9 @@ class PoolBackend(TellsKept):
                         written = blocks.take(reserved.rows)
                         checksums = attachment.pool.write(reserved.slots, chosen, written)
                     finally:
-                        publish = wire.Publish(number=reserve.number, checksums=checksums)
-                        published = attachment.ask(publish, wire.Done).done
+                        if attachment.pool.lost.isdisjoint(reserved.slots):
+                            publish = wire.Publish(number=reserve.number, checksums=checksums)
+                            published = attachment.ask(publish, wire.Done).done
         except BackendUnavailableError as exc:
             return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
         for row, done in zip(reserved.rows, published, strict=True):

@@ -15,6 +15,7 @@ import kvxfer
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents import TransferAgent
+from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.connect import complete_namespace
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import DONE, Status
@@ -211,6 +212,28 @@ async def test_a_device_that_is_lost_in_the_middle_leaves_memory_and_slots_unsaf
         assert await engine.lookup(KEYS[:20]) == [False] * 20
         assert isinstance(host := engine.backend, HostBackend)
         assert host._index.num_free_slots == host.num_slots - 20, "they may still be written to"
+
+
+async def test_slots_of_a_pool_that_a_lost_device_may_write_to_stay_those_of_this_process(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, tmp_path: Path
+) -> None:
+    path = tmp_path / "pool.sock"
+    namespace = complete_namespace(NAMESPACE, engine_caches.caches, 1)
+    with running_pool(path, capacity="4MiB") as hosts:
+        url = f"pool://{path}"
+        async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
+            batches = gpu.get("num_batches")
+            gpu.set("paused", 1)
+            store = asyncio.create_task(engine.store(KEYS[:20], [range(20)]))
+            await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches)
+            gpu.set("lost", 0)
+            assert not any(outcome.done or outcome.memory_safe for outcome in await store)
+            gpu.set("paused", 0)
+            [host] = hosts
+            assert host._index.num_free_slots == host.num_slots - 20, "they may still be written to"
+        async with PoolBackend(PoolConfig(path=str(path)), namespace) as other:
+            assert await other.lookup(KEYS[:20]) == [False] * 20
+            assert host._index.num_free_slots == host.num_slots - 20, "given back at its end"
 
 
 @pytest.mark.parametrize("is_looked_up", [False, True])
