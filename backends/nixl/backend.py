@@ -197,11 +197,13 @@ class NixlBackend(TellsKept):
         """See `TellsKept.delete_or_keep`; deletes at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
+        # Anybody may have them, also where discovery does not even list this process itself.
+        finds_nobody = not self._exchange.clients and (self._discovery is not None or not homes)
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
         )
         removed = {key for _, (gone, _) in answers for key in gone}
-        kept = {key for _, (_, left) in answers for key in left}
+        kept = {*keys} if finds_nobody else {key for _, (_, left) in answers for key in left}
         return removed - kept, kept
 
     async def drain(self) -> None:

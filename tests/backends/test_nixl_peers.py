@@ -7,10 +7,11 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Discovery, Endpoint, NixlBackend, NixlConfig
 from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
@@ -165,13 +166,28 @@ async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_t
         assert statuses(await client.load(keys, blocks)) == [Status.MISSING] * 4
         [outcome, *_] = await client.store(keys, blocks)
         assert (outcome.status, outcome.reason) == (Status.FAILED, "no peer is known")
-        assert await client.delete(keys) == [False] * 4
+        assert await client.delete_or_keep(keys) == (set(), {*keys}), "nobody knows who has them"
         directory.endpoints = [listed[0], Endpoint("127.0.0.1", 1)]
         # Nobody knows what the other one has.
         assert await client.delete_or_keep(keys) == (set(), {*keys})
         directory.endpoints = listed[1:]
         assert await client.lookup(keys) == [False] * 4
         assert [*client.carriers] == [str(listed[1])]
+
+
+async def test_a_holder_that_finds_nobody_cannot_tell_that_a_block_is_gone(
+    memory: BlockMemory,
+) -> None:
+    keys, blocks, discovery = KEYS[:4], memory.describe(0, range(4)), Mock(spec=Discovery)
+    config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(4 << 20), transport="socket")
+    discovery.peers.return_value = []
+    async with NixlBackend(config, memory.namespace(), directory=discovery) as holder:
+        await store_generated(holder, keys, blocks)
+        assert await holder.delete_or_keep(keys) == (set(), {*keys})
+        assert await holder.lookup(keys) == [False] * 4, "its own blocks stay"
+        await store_generated(holder, keys, blocks)
+        discovery.peers.return_value = discovery.announce.await_args.args[:1]
+        assert await holder.delete_or_keep(keys) == ({*keys}, set())
 
 
 async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_cancelled(
