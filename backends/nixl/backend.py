@@ -25,7 +25,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Calls
 from kvxfer.storage.backend import MISSING, Outcome, Status, TellsKept, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import delete_from
+from kvxfer.storage.calls import call_backend, delete_from
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 
@@ -183,7 +183,7 @@ class NixlBackend(TellsKept):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: home.load(_chosen(keys, at), blocks.take(at)),
+                lambda home, at: call_backend(home.load, _chosen(keys, at), blocks.take(at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
@@ -282,7 +282,7 @@ class NixlBackend(TellsKept):
     ) -> list[Outcome]:
         if _is_suspended(home):
             return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
-        return await home.store(keys, blocks)
+        return await call_backend(home.store, keys, blocks)
 
     async def _delete_at(
         self, home: Home, keys: Sequence[BlockKey]

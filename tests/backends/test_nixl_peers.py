@@ -7,11 +7,13 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import Discovery, Endpoint, NixlBackend, NixlConfig
+from kvxfer.errors import DeviceLostError
 from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
@@ -216,3 +218,28 @@ async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_c
         await yield_to_loop(9)
         assert await client.lookup(KEYS[:4]) == [True] * 4
         assert num_asked == 3
+
+
+async def test_a_device_that_is_lost_at_blocks_of_this_process_costs_no_blocks_of_others(
+    holders: list[OpenHolder],
+    listed: list[Endpoint],
+    memory: BlockMemory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks, discovery = memory.describe(0, range(24)), Mock(spec=Discovery)
+    config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(4 << 20), transport="socket")
+    discovery.peers.return_value = listed[:1]
+    async with NixlBackend(config, memory.namespace(), directory=discovery) as backend:
+        await backend.start()
+        discovery.peers.return_value = [*discovery.announce.await_args.args[:1], *listed[:1]]
+        await store_generated(backend, KEYS, blocks)
+        kept = await asyncio.to_thread(holders[0].stored)
+        others = [key in kept for key in KEYS]
+        assert True in others
+        assert False in others
+        for name in ("load", "store"):
+            lost = AsyncMock(side_effect=DeviceLostError(0, "cuEventQuery", "LOST"))
+            monkeypatch.setattr(HostBackend, name, lost)
+            outcomes = await getattr(backend, name)(KEYS, blocks)
+            assert [outcome.done for outcome in outcomes] == others
+            assert [outcome.memory_safe for outcome in outcomes] == others
