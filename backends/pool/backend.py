@@ -21,7 +21,12 @@ from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    KVXferError,
+    NamespaceMismatchError,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Pause, Threads
@@ -482,7 +487,12 @@ class PoolBackend(TellsKept):
             self._wait(runtime.monotonic(), silent=True)
             logger.warning("refused by the host pool at %s: %s", self._config.path, exc)
             raise BackendUnavailableError(str(exc)) from exc
-        attachment.pool.attach(self._memory)
+        try:
+            attachment.pool.attach(self._memory)
+        except KVXferError as exc:
+            attachment.close()
+            self._wait(runtime.monotonic(), silent=True)
+            raise BackendUnavailableError(f"cannot use the host pool: {exc}") from exc
         self._attachment = attachment
         text = "attached to the host pool at %s: %d slots"
         logger.info(text, self._config.path, attachment.pool.shape.num_slots)

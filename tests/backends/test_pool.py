@@ -15,12 +15,17 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved, Unpin
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    NamespaceMismatchError,
+)
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
@@ -180,12 +185,31 @@ async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(p
             assert not any(each.done for each in await peers.store(engine))
 
 
+def memory_fds() -> list[int]:
+    links = {each: os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
+    return [int(each.name) for each, target in links.items() if "kvxfer-pool" in target]
+
+
 def test_no_child_inherits_the_memory(path: Path) -> None:
     with running_pool(path), attached(path):
-        links = {each: os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
-        fds = [int(each.name) for each, target in links.items() if "kvxfer-pool" in target]
-        assert fds
+        assert (fds := memory_fds())
         assert not any(map(os.get_inheritable, fds))
+
+
+def test_a_pool_that_a_gpu_cannot_use_is_unmapped_and_not_asked_again_for_a_while(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "RETRY_S", 0.0)
+    with attached(path) as engine, running_pool(path):
+        with attached(path):  # so that the holder has its memory
+            pass
+        before = memory_fds()
+        register = Mock(side_effect=DeviceUnavailableError(0, "it is lost"))
+        monkeypatch.setattr(HostPool, "attach", register)
+        for _ in range(2):
+            assert asyncio.run(engine.lookup(peers.KEYS)) == [False] * len(peers.KEYS)
+        register.assert_called_once()
+        assert memory_fds() == before
 
 
 def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
