@@ -43,6 +43,9 @@ GRACE_S = 5.0
 SO_PEERPIDFD = 77
 """Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
 
+DELETE_WITHIN_S = 3.0
+"""Time for the answer to a delete; an engine that waits in vain gives its connection up."""
+
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time that an engine has for its first message."""
 
@@ -164,10 +167,11 @@ class PoolSession:
                 return await self._pin(request)
             if isinstance(request, wire.Reserve):
                 return await self._reserve(request)
-            deleting = delete_for_others(self._backend, request.keys)
-            return wire.Done(done=await await_call(deleting))
-        except KVXferError as exc:
-            return wire.Failed(reason=str(exc))
+            async with asyncio.timeout(DELETE_WITHIN_S):
+                deleting = delete_for_others(self._backend, request.keys)
+                return wire.Done(done=await await_call(deleting))
+        except (KVXferError, TimeoutError) as exc:  # a delete that is late goes on
+            return wire.Failed(reason=str(exc) or "a tier below does not answer: blocks may stay")
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self)
             return wire.Failed(reason=repr(exc))

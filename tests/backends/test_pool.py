@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
@@ -28,7 +28,8 @@ from kvxfer.errors import (
 )
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory, DictBackend
+from kvxfer.tiering import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 from tests.backends.pool_servers import OwnPoolBackend, running_pool
@@ -169,6 +170,32 @@ def test_a_pool_says_that_a_tier_below_may_keep_blocks_that_no_lookup_finds(
         assert asyncio.run(engine.delete_or_keep([here])) == (set(), {here})
         tiers.delete_or_keep.return_value = {here}, {below}
         assert asyncio.run(engine.delete_or_keep([here, below])) == (set(), {here, below})
+
+
+async def test_a_delete_that_a_tier_below_does_not_answer_goes_on_and_ends_no_attachment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, may_delete = HostConfig(capacity=ByteSize(1 << 20), shared=True), asyncio.Event()
+
+    class SlowBackend(DictBackend):
+        async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+            await may_delete.wait()
+            return await super().delete(keys)
+
+    tiers = [HostBackend(config, peers.namespace()), SlowBackend(None, peers.namespace())]
+    tiered = TieredBackend(tiers, peers.namespace())
+    pool = PoolServer(path, config.capacity, lambda _: tiered)
+    async with contextlib.aclosing(pool):
+        await pool.start()
+        async with await asyncio.to_thread(attach, path) as engine:
+            await peers.store(engine)
+            await tiered.flush()
+            with monkeypatch.context() as patched:
+                patched.setattr(server, "DELETE_WITHIN_S", 0.0)
+                assert await engine.delete_or_keep(peers.KEYS) == (set(), {*peers.KEYS})
+            assert engine.is_attached
+            may_delete.set()
+            assert await engine.delete_or_keep(peers.KEYS) == (set(), set()), "not removed before"
 
 
 async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(path: Path) -> None:
