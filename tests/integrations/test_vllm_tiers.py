@@ -86,6 +86,21 @@ def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_a
     assert scheduler.resolve([key]) == [MISS]
 
 
+def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no_more(
+    start: Start,
+) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    backend.inner = KeepingBackend()
+    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler.store([key])
+    scheduler.until(lambda: backend.waiting)
+    assert scheduler.lookup([key]) == [HIT]
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
+    backend.release()
+    scheduler.until(lambda: metrics.LOWER_STORES_FAILED in scheduler.counts())
+    assert scheduler.resolve([key]) == [MISS]
+
+
 @pytest.mark.parametrize("answer", ["an error", "false"])
 def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch, answer: str

@@ -556,6 +556,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             else:
                 (stored if moved.outcome.done else failed).append(moved.key)
             self._metrics.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
+            if not sound and (held := self._wanted.get(moved.key)) is not None:
+                held.checked = None  # it is verified anew before it is promised
             self._index.unpin([moved.key])
         self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)
 
