@@ -138,6 +138,10 @@ class BytesBackend(Backend):
         self._guard.check_batch(keys)
         return await self._change(keys, partial(self._delete, self._names(keys)))
 
+    async def drain(self) -> None:
+        """See `Backend.drain`; also waits for changes whose callers gave them up."""
+        await self._locks.wait_for_others()
+
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls that hang are abandoned; the storage is closed after them."""
         await self._guard.aclose(self._release)

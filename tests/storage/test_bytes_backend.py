@@ -121,6 +121,27 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
     assert backend.num_closed == 1
 
 
+async def test_a_drain_waits_for_a_value_whose_store_was_given_up() -> None:
+    may_go_on = threading.Event()
+
+    class Slow(Values):
+        def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
+            may_go_on.wait(LIMIT_S)
+            return super().put(names, values)
+
+    async with Slow({}, MEMORY.namespace()) as backend:
+        storing = asyncio.ensure_future(backend.store(KEYS[:1], MEMORY.describe(0, [0])))
+        while KEYS[0] not in backend._locks:
+            await yield_to_loop(1)
+        await cancel(storing)
+        draining = asyncio.ensure_future(backend.drain())
+        await yield_to_loop(5)
+        assert not draining.done()
+        may_go_on.set()
+        await draining
+        assert await backend.lookup(KEYS[:1]) == [True]
+
+
 async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
     class Full(Values):
         def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
