@@ -78,7 +78,7 @@ def test_every_setting_of_a_draft_counts_where_there_is_one_but_those_of_proposa
 
 
 LOSSY = ["kt_weight_path", "enable_w4a4_mxfp4_megamoe", "enable_int8_mamba_checkpoint"]
-LOSSY += ["deepep_dispatcher_output_dtype", "weight_version"]
+LOSSY += ["deepep_dispatcher_output_dtype", "weight_version", "enable_tf32_matmul"]
 LOSSLESS = ["kt_cpuinfer", "fp8_gemm_runner_backend", "attention_backend", "port"]
 
 
@@ -86,6 +86,13 @@ LOSSLESS = ["kt_cpuinfer", "fp8_gemm_runner_backend", "attention_backend", "port
 def test_settings_of_other_groups_count_where_they_are_lossy(name: str, plain: str) -> None:
     with published(**{name: other_than(DEFAULTS[name])}):
         assert (hash_of_settings() != plain) == (name in LOSSY)
+
+
+@pytest.mark.parametrize("name", ["dsa_prefill_backend", "dsv4_prefill_backend"])
+def test_a_kernel_counts_where_it_rounds_to_fp8(name: str, plain: str) -> None:
+    for kernel, is_lossy in (("flashmla_sparse", False), ("flashmla_sparse_q8", True)):
+        with published(**{name: kernel}):
+            assert (hash_of_settings() != plain) == is_lossy
 
 
 @dataclass

@@ -58,11 +58,11 @@ PROPOSING = frozenset({
 LOSSY_WORDS = frozenset({
     "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",
     "fp8", "int4", "int8", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "w4a4", "w4a8", "w4a16", "w8a8",
-    "kt", "dllm",
+    "tf32", "kt", "dllm",
 })  # fmt: skip
 """Words in the names of settings in other groups that make weights or states others: quantization,
-experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which compute the same but
-for the order of additions, do not count, as in every engine."""
+products in TF32, experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which
+compute the same but for the order of additions, do not count, as in every engine."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or what is named.
@@ -75,6 +75,10 @@ DESCRIBED = frozenset({
 that release declares it."""
 
 KERNEL = "_backend"
+LOSSY_KERNELS = frozenset({"flashmla_sparse_q8"})
+"""Kernels that count all the same: they compute attention in FP8, whatever the data type.
+
+Source: `_validate_flashmla_sparse_q8_backend` of SGLang."""
 ADAPTERS = "lora_paths"
 """The adapters that an engine was started with, of which SGLang's keys have name and path; those of
 one that is loaded later have a random id."""
@@ -150,5 +154,6 @@ def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
         return False
     if setting.group in {MODEL, DRAFT}:
         return drafting or setting.group == MODEL
-    words = LOSSY_WORDS.intersection(setting.name.split("_"))
-    return bool(words) and not setting.name.endswith(KERNEL)
+    if setting.name.endswith(KERNEL):
+        return str(setting.value) in LOSSY_KERNELS
+    return not LOSSY_WORDS.isdisjoint(setting.name.split("_"))
