@@ -201,6 +201,33 @@ def test_code_of_a_model_that_was_edited_is_another_model(
             assert num_loaded(cache, prompt) == 0
 
 
+class Doubled(torch.nn.Module):
+    """Block that computes by a method."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.change(hidden)
+
+    def change(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden
+
+
+class Heir(Doubled):
+    """Block that inherits the method."""
+
+
+def test_a_method_that_a_class_no_longer_inherits_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    model.model.layers[0].mlp = Heir()
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        with monkeypatch.context() as patch:
+            patch.setattr(Heir, "change", lambda _, hidden: 3 * hidden)
+            assert num_loaded(cache, prompt) == 0
+        assert num_loaded(cache, prompt) == 32
+
+
 def change_data(model: Any) -> None:
     model.model.layers[0].mlp.up_proj.weight.data[5, 7] += 1  # which no version counter sees
 

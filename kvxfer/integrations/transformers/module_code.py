@@ -112,10 +112,12 @@ class _Walk:
         if name in self._seen or self._kind is object:
             return
         self._seen.add(name)
-        for kind in self._kind.__mro__:
+        bases = self._kind.__mro__
+        if name not in ENTRIES and not any(name in vars(kind) for kind in bases):
+            return
+        for kind in bases:
             found = _look_up(kind, name)
-            if found is not None or name in ENTRIES:
-                self.code.links.append((kind, name, found))
+            self.code.links.append((kind, name, found))
             if found is not None and kind not in {object, torch.nn.Module}:
                 self._follow(f"{kind.__module__}.{kind.__qualname__}", name, found)
 
