@@ -240,6 +240,25 @@ def test_what_cannot_be_mapped_is_kept_by_each_worker_for_itself(parallel: dict[
         assert why in tensor.encoding
 
 
+def test_opaque_rows_of_several_layers_are_those_of_these_layers_only() -> None:
+    stages = []
+    for names in (("layers.0", "layers.1"), ("layers.2", "layers.3")):
+        rows = torch.zeros(NUM_BLOCKS, 2, STATES.page_size_bytes // 2, dtype=torch.float16)
+        kv_caches = {
+            name: [
+                part.view(NUM_BLOCKS, *shape)
+                for part, shape in zip(
+                    rows[:, place].tensor_split([12], 1), STATES.shapes, strict=True
+                )
+            ]
+            for place, name in enumerate(names)
+        }
+        caches = canonicalize(kv_caches, KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(STATES, names),)))
+        assert [ref.layer_names for ref in caches.group_data_refs[0]] == [names]
+        stages.append(map_one(caches, TWO, opaque="engine 1").page)
+    assert stages[0] != stages[1]
+
+
 def test_a_group_that_can_be_mapped_is_so_beside_one_that_cannot() -> None:
     groups = (KVCacheGroup(SPEC, ("layers.0",)), KVCacheGroup(STATES, ("layers.1",)))
     kv_caches: dict[str, Any] = {

@@ -87,6 +87,8 @@ def map_caches(
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
             forms = spec.cache_tensors if spec else ()
             encoding += "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
+            if any(len(ref.layer_names) > 1 for ref in refs):  # whose tensors name no layer
+                encoding += f", layers {[list(ref.layer_names) for ref in refs]}"
             boxes = opaque_boxes(refs, encoding)
             page = portable_page(boxes, shard, num_tokens=1)
             mappings.append(_map(refs, boxes, page, shard, 1))
