@@ -123,7 +123,8 @@ class StoreBatch:
         indices = [index for index, each in enumerate(self._outcomes) if each is MISSING]
         absent = set(indices)
         spare = [key for index, key in enumerate(self._keys) if index not in absent]
-        self._space.index.touch(spare)
+        for key in self._space.index.touch(spare):
+            self._files.folder.note_use(key)
         if not absent:
             return
         keys = [self._keys[index] for index in indices]

@@ -315,6 +315,20 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
             assert gone == sorted(ages)[-number:]
 
 
+async def test_a_block_that_is_only_stored_again_is_not_collected_as_unused(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(2)))
+    for key in keys:
+        os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - 9000,) * 2)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        removed = GarbageCollection(FolderStore(tmp_path), max_age_s=4000.0).run()
+        assert removed.num_old == 1
+        assert await backend.lookup(keys) == [True, False]
+
+
 async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
     memory, keys = BlockMemory([[256 << 10]], num_blocks=4), hashed_keys(30)
     floor = 3 * MIB
