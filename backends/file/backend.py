@@ -110,6 +110,7 @@ class FileBackend(Backend):
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
         self._removers = Threads("kvxfer-file-remove", 1)
+        self._syncs = Threads("kvxfer-file-sync", 1)
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
         self._writing_since: list[float] = []
@@ -192,7 +193,7 @@ class FileBackend(Backend):
             BackendUnavailableError: A write to the disk has failed.
         """
         self._guard.check()
-        await self._ask(self._removers, self._folder.sync_file_system)
+        await self._ask(self._syncs, self._folder.sync_file_system)
 
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
@@ -213,7 +214,8 @@ class FileBackend(Backend):
 
     async def _release(self) -> None:
         timeout_s = self._close_timeout_s
-        pools = self._readers, self._writers, self._lookups, self._removers, self._scans
+        moving = self._readers, self._writers, self._lookups
+        pools = *moving, self._removers, self._syncs, self._scans
         num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))
         if num_left:
             release: Callable[[], None] = self._close_files

@@ -7,6 +7,7 @@ import os
 import random
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -257,6 +258,24 @@ async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
             clock.now += 30.0
             assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
             assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3
+
+
+async def test_deletes_and_purges_do_not_wait_for_a_flush_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, go = one_page_memory(), hashed_keys(2), threading.Event()
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(2)))
+        monkeypatch.setattr(runtime.disk(), "sync_file_system", lambda _fd: go.wait())
+        flush = asyncio.create_task(backend.flush())
+        try:
+            await asyncio.sleep(0)  # the flush is the first on its thread
+            assert await asyncio.wait_for(backend.delete(keys[:1]), 5) == [True]
+            assert await asyncio.wait_for(backend.purge(), 5) == 1
+            assert not flush.done()
+        finally:
+            go.set()
+        await flush
 
 
 @pytest.mark.parametrize("num_levels", [1, 2, 3], ids=["folder", "namespace", "root"])

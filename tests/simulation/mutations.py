@@ -446,7 +446,7 @@ TABLE = """
 -            self._sync(keys, results)
 --- backends/file/backend.py
 @@ files 60 a flush of files syncs nothing
--        await self._ask(self._removers, self._folder.sync_file_system)
+-        await self._ask(self._syncs, self._folder.sync_file_system)
 +        await asyncio.sleep(0)
 @@ files 60 stores of files do not lock their keys
 -        async with self._stores.acquire(keys):
