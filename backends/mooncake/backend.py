@@ -1,6 +1,7 @@
 """Backend over Mooncake Store: a page an object, verified after it has landed."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
-from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -34,6 +35,8 @@ NUM_THREADS = 2
 """Threads that copy and verify: of one run while bytes of another one arrive."""
 
 GONE = frozenset({Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY, Code.REPLICA_IS_GONE})
+
+NO_BUFFER = Outcome(Status.TIMED_OUT, reason="no staging buffer came back in time")
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +176,10 @@ class MooncakeBackend(TellsKept):
         outcomes: dict[int, list[Outcome]] = {}
 
         async def move_run(start: int, stop: int) -> list[Outcome]:
-            async with self._staging.hold(sizes[start:stop], [0] * (stop - start)) as staged:
+            async with contextlib.AsyncExitStack() as held:
+                staged = await self._hold(held, sizes[start:stop])
+                if staged is None:
+                    return [NO_BUFFER] * (stop - start)
                 views = view_memory(staged.blocks.addresses, staged.blocks.lengths)
                 slots = [np.frombuffer(view, np.uint8) for view in views]
                 part = blocks.select(start, stop)
@@ -196,6 +202,20 @@ class MooncakeBackend(TellsKept):
             for start, stop in self._staging.cut(sizes):
                 tasks.create_task(note_run(start, stop))
         return [outcome for start in sorted(outcomes) for outcome in outcomes[start]]
+
+    async def _hold(
+        self, held: contextlib.AsyncExitStack, sizes: Sequence[int]
+    ) -> StagedBlocks | None:
+        """Hold a buffer; None when none came back within the time of a call that is late.
+
+        While calls are answered buffers come back, however long a large batch waits for its last.
+        """
+        while True:
+            hold = self._staging.hold(sizes, [0] * len(sizes), timeout_s=self._config.timeout_s)
+            with contextlib.suppress(TimeoutError):
+                return await held.enter_async_context(hold)
+            if not self._client.is_available:
+                return None
 
     async def _store_run(self, run: _Run) -> list[Outcome]:
         names, outcomes = list(run.names), [DONE] * len(run.keys)

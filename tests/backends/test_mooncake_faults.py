@@ -20,6 +20,7 @@ from kvxfer.testing.conformance.suite import (
     statuses,
     store_generated,
 )
+from kvxfer.units import ByteSize
 from tests import needs
 from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
 from tests.backends.outages import BACK_S, move_until_one_fails, require_back
@@ -131,31 +132,59 @@ async def test_a_process_killed_in_the_middle_gives_whole_blocks_or_none(
             assert Status.CORRUPT not in statuses(loaded)
 
 
-async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
-    go, closed = threading.Event(), threading.Event()
+class Stuck:
+    """Client of Mooncake whose loads do not return before `go`."""
 
-    class Stuck:
-        """Client of Mooncake whose calls do not return before `go`."""
+    def __init__(self) -> None:
+        self.go, self.closed = threading.Event(), threading.Event()
 
-        def register_buffer(self, address: int, num_bytes: int) -> int:
-            return 0
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        return 0
 
-        def close(self) -> int:
-            closed.set()
-            return 0
+    def batch_get_into(self, names: Sequence[str], *_: object) -> list[int]:
+        self.go.wait()
+        return [-704] * len(names)
 
+    def close(self) -> int:
+        self.closed.set()
+        return 0
+
+
+def configure(stuck: Stuck, **fields: Any) -> MooncakeConfig:
     class Config(MooncakeConfig, frozen=True, kw_only=True):
         def open_store(self) -> Any:
-            return Stuck()
+            return stuck
 
-    memory = np.zeros(4096, np.uint8)
+    return Config(address="127.0.0.1:1", **fields)
+
+
+async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
+    stuck, memory = Stuck(), np.zeros(4096, np.uint8)
     region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
-    client = StoreClient(Config(address="127.0.0.1:1"), region)
+    client = StoreClient(configure(stuck), region)
     with pytest.raises(CallFailedError, match="no answer in time"):
-        await client.ask("load", lambda _: [int(go.wait())], 0.05)
+        await client.ask("load", lambda store: store.batch_get_into([""], [], []), 0.05)
     with pytest.raises(CallFailedError, match="late"):
         await client.ask("load", lambda _: [0], 60.0)
     assert await client.aclose(0.05) == 2, "the call, and what closes Mooncake after it"
-    assert not closed.is_set(), "Mooncake must not be closed during a call"
-    go.set()
-    assert await asyncio.to_thread(closed.wait, BACK_S)
+    assert not stuck.closed.is_set(), "Mooncake must not be closed during a call"
+    stuck.go.set()
+    assert await asyncio.to_thread(stuck.closed.wait, BACK_S)
+
+
+async def test_no_call_waits_for_a_staging_buffer_longer_than_its_time() -> None:
+    """A call that hangs keeps its buffer, and those of calls that were cancelled meanwhile."""
+    stuck, keys, blocks = Stuck(), make_keys(1), MEMORY.describe(0, [0])
+    config = configure(stuck, staging=ByteSize(1), timeout_s=0.5)  # two buffers
+    async with MooncakeBackend(config, MEMORY.namespace()) as backend:
+        hung, cancelled = (asyncio.create_task(backend.load(keys, blocks)) for _ in range(2))
+        for _ in range(10):  # until both have a buffer
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        try:
+            for each in (hung, backend.load(keys, blocks)):
+                (outcome,) = await asyncio.wait_for(each, 10)
+                assert outcome.status is Status.TIMED_OUT
+            assert "staging buffer" in outcome.reason
+        finally:
+            stuck.go.set()
