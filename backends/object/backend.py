@@ -99,14 +99,16 @@ class ObjectBackend(TellsKept):
         """See `Backend.lookup`; a block that is not known in time is taken to be missing."""
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
-        if not self._bucket.is_available:
-            await self._look_all(keys[:1], names[:1])  # which finds out whether the server is back
+        ends_at = runtime.monotonic() + self._config.lookup_timeout_s
+        if not self._bucket.is_available:  # which the first block finds out
+            await self._look_all(keys[:1], names[:1], ends_at)
             if not self._bucket.is_available:
                 return [False] * len(keys)
         self._begin_list()
         known = [self._presence.has(key) for key in keys]
         if asked := [index for index, there in enumerate(known) if there is None]:
-            found = await self._look_all([keys[i] for i in asked], [names[i] for i in asked])
+            chosen = [keys[i] for i in asked]
+            found = await self._look_all(chosen, [names[i] for i in asked], ends_at)
             for index in asked:
                 there = self._presence.has(keys[index])  # None where it may be kept for no time
                 known[index] = keys[index] in found if there is None else there
@@ -238,7 +240,9 @@ class ObjectBackend(TellsKept):
                 tasks.create_task(work())
         return [results[index] for index in range(num_blocks)]
 
-    async def _look_all(self, keys: Sequence[BlockKey], names: Sequence[str]) -> set[BlockKey]:
+    async def _look_all(
+        self, keys: Sequence[BlockKey], names: Sequence[str], ends_at: float
+    ) -> set[BlockKey]:
         """Ask for objects until the time of a lookup is over; return those that were found.
 
         It goes on when its caller leaves before, so that silence is counted all the same.
@@ -251,7 +255,8 @@ class ObjectBackend(TellsKept):
 
         try:
             asking = self._each(look, len(keys))
-            await self._calls.wait_for(self._config.lookup_timeout_s, asking, outlives_caller=True)
+            left_s = ends_at - runtime.monotonic()
+            await self._calls.wait_for(left_s, asking, outlives_caller=True)
         except TimeoutError:
             logger.debug("lookup of %d blocks in %s took too long", len(keys), self._bucket.place)
         return found

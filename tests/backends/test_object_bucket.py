@@ -1,5 +1,6 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
+import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +20,7 @@ from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, s
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import listed
 from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
+from tests.clock import Clock
 
 DONE = Status.DONE
 
@@ -154,6 +156,28 @@ async def test_what_goes_wrong_is_the_failure_of_its_block(monkeypatch: pytest.M
     monkeypatch.setattr(MemoryConfig, "open_store", raising(PanicException()))
     with pytest.raises(BackendUnavailableError, match="PanicException"):
         open_in_memory(PAGES.namespace())
+
+
+async def test_a_lookup_that_finds_the_server_back_takes_no_longer_than_others(
+    clock: Clock,
+) -> None:
+    config, keys = MemoryConfig(address="memory", lookup_timeout_s=60.0), make_keys(2)
+    hangs = False
+
+    async def answer(*_: object, **_fields: object) -> None:
+        nonlocal hangs
+        if hangs:
+            await asyncio.Event().wait()
+        hangs = True
+        clock.now += 59.9
+        raise FileNotFoundError
+
+    async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
+        plant(backend._bucket, head_async=answer, get_async=answer)
+        backend._bucket._breaker.trip("the server is gone")
+        clock.now += config.retry_after_s
+        assert await asyncio.wait_for(backend.lookup(keys), 5) == [False] * 2
+        assert hangs
 
 
 SECRET = "hide-and-seek"

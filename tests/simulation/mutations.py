@@ -251,7 +251,7 @@ TABLE = """
 -            if version is None or not await self._bucket.remove(name, version):
 +            if version is None or version:
 @@ objects 60 a lookup waits for silent requests
--await self._calls.wait_for(self._config.lookup_timeout_s, asking, outlives_caller=True)
+-await self._calls.wait_for(left_s, asking, outlives_caller=True)
 +await self._calls.wait_for(None, asking, outlives_caller=True)
 @@ objects 60 a store of an object does not wait for deletes
 -            await self._deletes.wait(keys)
