@@ -35,12 +35,15 @@ class BlockWriter:
 
     A failure is not raised: it is the outcome of its block, and leaves no file where that can be
     removed.
+
+    Attributes:
+        is_durable: Whether a block counts as stored only once it would survive a power cut.
     """
 
     def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:
         self._files = files
         self._ledger = ledger
-        self._durable = durability == "fsync"
+        self.is_durable = durability == "fsync"
         self._numbers = itertools.count()
 
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -67,7 +70,7 @@ class BlockWriter:
             None, or why they would not survive it.
         """
         try:
-            if keys and self._durable:
+            if keys and self.is_durable:
                 self._files.folder.sync(keys)
         except OSError as exc:
             return failure(exc)
@@ -114,7 +117,7 @@ class BlockWriter:
             )
             for index, result in zip(gone, again, strict=True):
                 results[index] = result
-        if self._durable:
+        if self.is_durable:
             self._sync(keys, results)
         return [_failure(each) if isinstance(each, OSError) else DONE for each in results]
 
@@ -142,7 +145,7 @@ class BlockWriter:
             [vectors[index] for index in placed],
             [sizes[index] for index in placed],
             self._files.flags,
-            durable=self._durable,
+            durable=self.is_durable,
         )
         for index, result in zip(placed, written, strict=True):
             results[index] = result

@@ -23,7 +23,7 @@ from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import PAUSED, Outcome, Status
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
@@ -122,6 +122,22 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
         assert "paused" in await store_another()
         clock.now += 1.0
         assert [await store_another() for _ in range(2)] == [""] * 2
+
+
+async def test_a_paused_store_syncs_no_folder_of_a_disk_that_may_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, go = one_page_memory(), hashed_keys(1), threading.Event()
+    async with open_store(tmp_path, memory.namespace(), durability="fsync") as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        backend._breaker.trip("the disk hangs")
+        monkeypatch.setattr(runtime.disk(), "fsync", lambda _fd: go.wait())
+        try:
+            stored = asyncio.wait_for(backend.store(keys, memory.describe(0, [0])), 5)
+            assert [each.reason for each in await stored] == [PAUSED.reason]
+            assert await asyncio.wait_for(backend.lookup(keys), 5) == [True]
+        finally:
+            go.set()
 
 
 async def test_no_walk_ends_while_room_is_given_back(

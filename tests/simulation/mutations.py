@@ -442,7 +442,7 @@ TABLE = """
 -                self._revoked.append(early.lease)
 --- backends/file/block_writer.py
 @@ files 600 the names of files do not reach the disk
--        if self._durable:
+-        if self.is_durable:
 -            self._sync(keys, results)
 --- backends/file/backend.py
 @@ files 60 a flush of files syncs nothing
