@@ -103,10 +103,11 @@ def test_a_long_copy_is_looked_at_more_and_more_rarely() -> None:
             looks_at.append(runtime.monotonic())
             return looks_at[-1] >= looks_at[0] + 0.1
 
+    def main() -> None:
+        simulation.run(wait_for_begun(Begun((DONE,), Slow())))
+
     with runtime.use(simulation.runtime):
-        simulation.runtime.scheduler.run(
-            lambda: simulation.run(wait_for_begun(Begun((DONE,), Slow())))
-        )
+        simulation.runtime.scheduler.run(main)
     assert len(looks_at) < 300
     assert looks_at[1] < looks_at[0] + 0.0002
     assert looks_at[-1] < looks_at[0] + 0.101
