@@ -415,6 +415,26 @@ async def test_files_of_a_dead_namespace_make_room(
         assert not list(tmp_path.glob(f"{dead.fingerprint}/*/*.safetensors"))  # noqa: ASYNC240 - few
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+async def test_files_that_may_not_be_removed_are_passed_over_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    capacity = ByteSize(4 * FILE_BYTES)
+    theirs = memory.namespace(model="another user's")
+    async with open_store(tmp_path, theirs, capacity=capacity) as backend:
+        await store(backend, keys[:2], memory.describe(0, range(2)))
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await backend.wait_indexed()
+        for key in keys[:2]:
+            refused = OSError(number, os.strerror(number))
+            fail_to(monkeypatch, "unlink", f"{key.hex()}*", refused)
+        for key in keys[2:]:
+            assert statuses(await store(backend, [key], memory.describe(0, [0]))) == [DONE]
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) <= capacity
+        assert await backend.lookup(keys[2:]) == [False] * 4 + [True] * 2
+
+
 NUM_STORED = 30
 MOST = (1 << 64) - 1
 OLD_FORMATS = [
