@@ -69,8 +69,10 @@ def require_root(config: FileConfig) -> Path:
     """Get the root of the store, which must be a valid path.
 
     Raises:
-        InvalidArgumentError: The path is invalid: it has a NUL in it, for example.
+        InvalidArgumentError: The path is empty or invalid: it has a NUL in it, for example.
     """
+    if not config.path:
+        raise InvalidArgumentError("path", "", "the folder of the store")
     try:
         with contextlib.suppress(OSError):
             runtime.disk().stat(config.path)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import make_block_key
 from tests.backends.file_store import (
+    GIB,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -153,6 +155,15 @@ async def test_a_key_that_is_none_or_too_long_is_refused(tmp_path: Path, key: An
         for call in calls:
             with pytest.raises(InvalidArgumentError):
                 await call([key])
+
+
+def test_a_store_without_a_folder_is_refused_and_is_not_where_the_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"path.*the folder of the store"):
+        FileBackend(FileConfig(path="", capacity=GIB), NAMESPACE)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_namespace_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
