@@ -101,6 +101,14 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
     assert scheduler.resolve([key]) == [MISS]
 
 
+def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -> None:
+    scheduler, (key, other) = start(broken(Operation.DELETE, error=1.0)), keys_of(2)
+    scheduler.tier.delete([key])
+    scheduler.store([key])
+    scheduler.store([other])
+    assert scheduler.manager._write_back.is_taken(other)
+
+
 @pytest.mark.parametrize("answer", ["an error", "false"])
 def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch, answer: str

@@ -485,7 +485,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         now = runtime.monotonic()
         taken = self._write_back.take(now, self._max_going_down - self._write_back.num_taken)
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
-            self._write_back.give_back(now, waiting)  # what is below is to be deleted first
+            # What is below is to be deleted first; others do not wait for that.
+            self._write_back.put_off(now, waiting, failed=False)
         if chosen := [key for key in taken if key not in waiting]:
             tier.submit_store(chosen, self._index.pin(chosen))
 
