@@ -493,10 +493,11 @@ def journal_observers(
 
 
 def flush_journal() -> None:
-    """Write what was noted so far in the journal that `KVXFER_JOURNAL` names."""
+    """Write what was noted so far in the journal of the process, for at most `CLOSE_TIMEOUT_S`."""
     journal = _journal_of_process()
     if journal is not None:
-        journal.flush()
+        flushing = runtime.begin_aside("kvxfer-journal-flush", journal.flush)
+        runtime.wait_futures([flushing], CLOSE_TIMEOUT_S)
 
 
 def journal_folder() -> str:

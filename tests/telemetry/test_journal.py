@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -105,6 +106,20 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     assert lost == [(3, True)]
     assert [each for each in found if isinstance(each, Source)]
     assert "cannot be written" in warning.message
+
+
+def test_a_disk_that_hangs_keeps_no_engine_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    written: list[bool] = []
+    monkeypatch.setenv(journal_module.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(journal_module, "CLOSE_TIMEOUT_S", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "flush", lambda _: written.append(answers.wait(5.0)))
+        journal_module.flush_journal()
+        assert not written
+        answers.set()
 
 
 def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:
