@@ -1,5 +1,6 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -
     assert scheduler.manager._write_back.is_taken(other)
 
 
-@pytest.mark.parametrize("answer", ["an error", "false"])
+@pytest.mark.parametrize("answer", ["an error", "false", "a cancellation"])
 def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -123,6 +124,8 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
             self.num_refused += 1
             if answer == "an error":
                 raise BackendUnavailableError("busy")
+            if answer == "a cancellation":
+                raise asyncio.CancelledError
             return [False] * len(keys)
 
     monkeypatch.setattr(lower_tier, "FIRST_PAUSE_S", 0.001)
@@ -144,6 +147,18 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
     scheduler.forget()
     assert scheduler.resolve([key], "later") == [HIT]
     assert scheduler.bytes_of(key) == payloads_of(key, version=1)
+
+
+def test_a_lookup_that_is_cancelled_within_the_tier_below_is_a_miss_and_not_late(
+    start: Start,
+) -> None:
+    class CancellingBackend(KeepingBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:  # noqa: ARG002
+            raise asyncio.CancelledError
+
+    scheduler = start(CancellingBackend())
+    assert scheduler.resolve(KEYS[:1]) == [MISS]
+    assert "deadline_misses" not in {name for name, _ in scheduler.counts()}
 
 
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:

@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Pause, Suspension, Threads, begin_aside
+from kvxfer.runtime import Pause, Suspension, Threads, await_call, begin_aside
 from kvxfer.storage.backend import (
     Backend,
     Outcome,
@@ -394,7 +394,7 @@ class LowerTier:
         """Look up keys and begin to load those that are found, on the engine's event loop."""
         found = [False] * len(names)
         try:
-            answer = await self._engine.backend.lookup(names)
+            answer = await await_call(self._engine.backend.lookup(names))
             found = [*answer] if len(answer) == len(names) else found
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
             logger.warning("a lookup of %d keys failed: %r", len(names), exc)
@@ -452,7 +452,7 @@ class LowerTier:
         pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while names:
             try:
-                _, left = await delete_from(self._engine.backend, names)
+                _, left = await await_call(delete_from(self._engine.backend, names))
             except Exception as exc:  # noqa: BLE001 - tried again
                 left = set(names)
                 if not pause.num_failures:
@@ -468,9 +468,11 @@ class LowerTier:
         """Try for the last time to delete what is not wanted."""
         if self._unwanted:
             unwanted = list(self._unwanted)
-            last = self._engine.submit_call(delete_from(self._engine.backend, unwanted))
+            last_try = await_call(delete_from(self._engine.backend, unwanted))
+            last = self._engine.submit_call(last_try)
             runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
-            if last.done() and not last.exception() and not last.result()[1]:
+            answers = last.done() and not last.cancelled() and not last.exception()
+            if answers and not last.result()[1]:
                 self._unwanted.clear()
         if self._unwanted:
             text = "the lower tier: %d rows stay that changed before they were stored there"
