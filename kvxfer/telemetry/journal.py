@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeAlias, get_args
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -276,6 +277,8 @@ class Journal:
         self._num_lost = 0
         self._lost_at_s = 0.0
         self._sources: dict[int, Source] = {}
+        self._numbers = itertools.count()
+        self._observers = WeakValueDictionary[int, JournalObserver]()
         self._telling: set[tuple[int, str]] = set()  # tiers that tell what they have stored
         self._file: IO[bytes] | None = None
         self._num_bytes = 0
@@ -297,9 +300,9 @@ class Journal:
             engine: Name of the engine that they are a part of, where that has several processes.
         """
         with self._lock:
-            number = len(self._sources)
+            number = next(self._numbers)
             self._sources[number] = Source(number, engine, namespace, ())
-        observer = JournalObserver(self, number)
+            self._observers[number] = observer = JournalObserver(self, number)
         self.append(observer, None)
         return observer
 
@@ -435,6 +438,8 @@ class Journal:
             remove_ended(self._folder, num_kept=MAX_PROCESSES)
         began = Began(VERSION, began_s, self._process, self._part)
         with self._lock:
+            for number in self._sources.keys() - self._observers.keys():
+                del self._sources[number]  # nothing notes its events any more
             sources = list(self._sources.values())
         first: list[Record] = [began, *sources]
         data = b"".join(map(encode_record, first))

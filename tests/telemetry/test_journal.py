@@ -122,6 +122,18 @@ def test_a_disk_that_hangs_keeps_no_engine_from_closing(
         answers.set()
 
 
+def test_a_source_whose_observer_is_gone_is_in_no_further_file(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), max_bytes=4)
+    for engine in ("gone", "kept"):
+        observer = journal.observer(engine=engine)
+        observer.note(Added("host", KEYS))
+        journal.flush()
+    observer.note(Added("host", KEYS))
+    journal.close()
+    told = [each for each in list_files(tmp_path)[-1].records() if isinstance(each, Source)]
+    assert {each.engine for each in told} == {"kept"}
+
+
 def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer = journal.observer()
