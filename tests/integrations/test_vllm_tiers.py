@@ -12,7 +12,7 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Ended, Late
+from kvxfer.storage.observer import Ended, Late, Removal
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
@@ -153,7 +153,7 @@ def test_a_lookup_that_is_cancelled_within_the_tier_below_is_a_miss_and_not_late
     start: Start,
 ) -> None:
     class CancellingBackend(KeepingBackend):
-        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:  # noqa: ARG002
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
             raise asyncio.CancelledError
 
     scheduler = start(CancellingBackend())
@@ -267,6 +267,17 @@ def test_what_was_planned_before_a_reset_is_loaded_and_who_began_before_it_store
     assert [each.done for each in read] == [True]
     wanted = KEYS[:2]
     assert [scheduler.store(wanted, context=each) for each in contexts] == [[], [], wanted]
+
+
+def test_a_reset_counts_the_chunks_that_it_drops_and_the_copies_that_are_not_made(
+    scheduler: Scheduler,
+) -> None:
+    scheduler.store(KEYS[:2])
+    scheduler.manager.prepare_store(KEYS[2:], ReqContext("storing"))
+    scheduler.manager.reset_cache()
+    counts = scheduler.counts()
+    assert counts[metrics.Count.of("removed_blocks", metrics.HOST, Removal.CLEARED)] == 2
+    assert counts[metrics.LOWER_STORES_DROPPED] == 2
 
 
 def test_a_request_raises_the_priority_of_chunks_that_it_finds_although_another_wish_is_wrong(

@@ -349,14 +349,19 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         in_use = [] if self._tier is None else self._tier.reset()
         text = "vLLM has reset its cache, as for new weights: %d chunks in host memory are dropped"
         logger.warning(text, len(self._index))
-        self._emit(self._index.keys(), removed=True)
-        self._reports.removed(self._index.keys(), Removal.CLEARED)
+        states = {key: self._index.state(key) for key in self._index.keys()}  # noqa: SIM118
+        stored = [key for key, state in states.items() if state is not BlockState.STORING]
+        count = metrics.Count.of("removed_blocks", metrics.HOST, Removal.CLEARED)
+        self._metrics.add(count, len(stored))
+        self._emit(stored, removed=True)
+        self._reports.removed(stored, Removal.CLEARED)
         self._index.clear()
         self._wanted.clear()
         self._storing.clear()
         self._loaded.clear()
         self._copied.clear()
-        self._write_back.clear()
+        if self._tier is not None:
+            self._drop_stores(self._write_back.clear())
         self._polled = self._tier is None
         if in_use:
             self._index.keep_out(set(in_use))
