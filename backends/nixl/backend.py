@@ -183,7 +183,7 @@ class NixlBackend(TellsKept):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: call_backend(home.load, _chosen(keys, at), blocks.take(at)),
+                lambda home, at: self._load_at(home, _chosen(keys, at), blocks.take(at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
@@ -282,7 +282,16 @@ class NixlBackend(TellsKept):
     ) -> list[Outcome]:
         if _is_suspended(home):
             return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
-        return await call_backend(home.store, keys, blocks)
+        if home is self._own:  # whose device may fail
+            return await call_backend(home.store, keys, blocks)
+        return await home.store(keys, blocks)
+
+    async def _load_at(
+        self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        if home is self._own:
+            return await call_backend(home.load, keys, blocks)
+        return await home.load(keys, blocks)
 
     async def _delete_at(
         self, home: Home, keys: Sequence[BlockKey]

@@ -185,6 +185,8 @@ async def wait_for_mark(mark: StreamMark | None) -> None:
     Raises:
         DeviceLostError: The device is gone.
     """
+    if mark is None:
+        return
     began = runtime.monotonic()
-    while mark is not None and not mark.has_passed():  # noqa: ASYNC110 - see `MARK_PAUSE_S`
+    while not mark.has_passed():  # noqa: ASYNC110 - see `MARK_PAUSE_S`
         await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))

@@ -19,6 +19,7 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable.page import PortablePage, natural_order, portable_page
 from kvxfer.kvcache.portable.page_mapping import PageMapping, compile_mapping
 from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
+from kvxfer.kvcache.spec import KVCacheSpec
 
 
 def map_caches(
@@ -85,14 +86,19 @@ def map_caches(
             if not opaque:
                 raise
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
-            forms = spec.cache_tensors if spec else ()
-            encoding += "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
-            if any(len(ref.layer_names) > 1 for ref in refs):  # whose tensors name no layer
-                encoding += f", layers {[list(ref.layer_names) for ref in refs]}"
-            boxes = opaque_boxes(refs, encoding)
+            boxes = opaque_boxes(refs, encoding + _contents(spec, refs))
             page = portable_page(boxes, shard, num_tokens=1)
             mappings.append(_map(refs, boxes, page, shard, 1))
     return tuple(mappings)
+
+
+def _contents(spec: KVCacheSpec | None, refs: Sequence[CanonicalKVCacheRef]) -> str:
+    """Describe what opaque boxes say nothing of: encodings, and layers that are in one row."""
+    forms = spec.cache_tensors if spec else ()
+    contents = "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
+    if any(len(ref.layer_names) > 1 for ref in refs):
+        contents += f", layers {[list(ref.layer_names) for ref in refs]}"
+    return contents
 
 
 def _map(
