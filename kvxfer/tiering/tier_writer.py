@@ -31,21 +31,21 @@ class StoredBlock:
         start: Byte of its chunk at which the block begins.
         num_bytes: Its bytes, maybe only a part of the chunk.
         is_new: Whether it is known that the tiers below do not have it.
-        silent: Indices of the tiers that did not say whether they had the chunk before.
+        may_have: Indices of the tiers that had the chunk before, or did not say so.
     """
 
     source: int
     start: int
     num_bytes: int
     is_new: bool = field(compare=False)
-    silent: frozenset[int] = field(default=frozenset(), compare=False)
+    may_have: frozenset[int] = field(default=frozenset(), compare=False)
 
     def covers(self, other: "StoredBlock") -> bool:
         """Whether it has all bytes of a block that was stored later, and its tier may have it."""
         ends_at = self.start + self.num_bytes
         covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
         is_there = self.source == other.source and not other.is_new
-        return covers and (is_there or self.source in other.silent)
+        return covers and (is_there or self.source in other.may_have)
 
 
 class TierWriter:

@@ -482,7 +482,7 @@ class TieredBackend(TellsKept):
                 silent.add(tier.index)
             held = [index for index in left if batch.keys[index] in found]
             await batch.move(tier.moving(Operation.STORE), held)
-            self._write_back(batch, tier, held, found, silent)
+            self._write_back(batch, tier, held, found, silent, holder=tier.index)
             left = batch.still_open(left)
         return list(left)
 
@@ -495,7 +495,7 @@ class TieredBackend(TellsKept):
         """
         for tier in self._tiers:
             await batch.move(tier.moving(Operation.STORE), left)
-            self._write_back(batch, tier, left, there, silent)
+            self._write_back(batch, tier, left, there, silent, holder=0)
             left = batch.still_open(left)
 
     def _write_back(
@@ -505,13 +505,20 @@ class TieredBackend(TellsKept):
         chosen: Sequence[int],
         old: set[BlockKey],
         silent: Collection[int],
+        *,
+        holder: int,
     ) -> None:
-        """Queue what a tier has stored for the tiers below, which may have the `old` keys."""
+        """Queue what a tier has stored for the tiers below, which may have the `old` keys.
+
+        The `holder` had these before, perhaps whole.
+        """
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         stored, unanswered = {}, frozenset(silent)
+        may_have = unanswered | {holder}
         for index in (each for each in chosen if batch.outcomes[each].done):
             key, place = batch.keys[index], (tier.index, starts[index], sizes[index])
-            stored[key] = StoredBlock(*place, key not in old, unanswered)
+            is_new = key not in old
+            stored[key] = StoredBlock(*place, is_new, unanswered if is_new else may_have)
         for writer in self._writers[tier.index :]:
             writer.add(stored)
 
