@@ -383,7 +383,7 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
 def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or_its_death(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "CREATION_30", 0.2)
+    monkeypatch.setattr(memory_module, "CREATION_TIMEOUT_S", 0.2)
     with (
         child_with(name, create_for_ever),
         pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"),
