@@ -100,8 +100,8 @@ class ObjectBackend(TellsKept):
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
         ends_at = runtime.monotonic() + self._config.lookup_timeout_s
-        if not self._bucket.is_available:  # which the first block finds out
-            await self._look_all(keys[:1], names[:1], ends_at)
+        if not self._bucket.is_available:
+            await self._look_all(keys[:1], names[:1], ends_at)  # tells whether the server is back
             if not self._bucket.is_available:
                 return [False] * len(keys)
         self._begin_list()

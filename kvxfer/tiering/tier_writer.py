@@ -31,7 +31,7 @@ class StoredBlock:
         start: Byte of its chunk at which the block begins.
         num_bytes: Its bytes, maybe only a part of the chunk.
         is_new: Whether it is known that the tiers below do not have it.
-        may_have: Indices of the tiers that had the chunk before, or did not say so.
+        may_have: Indices of the tiers that had the chunk before, or did not say whether.
     """
 
     source: int

@@ -186,7 +186,7 @@ async def test_a_holder_that_finds_nobody_cannot_tell_that_a_block_is_gone(
     async with NixlBackend(config, memory.namespace(), directory=discovery) as holder:
         await store_generated(holder, keys, blocks)
         assert await holder.delete_or_keep(keys) == (set(), {*keys})
-        assert await holder.lookup(keys) == [False] * 4, "its own blocks stay"
+        assert await holder.lookup(keys) == [False] * 4, "its own blocks are deleted"
         await store_generated(holder, keys, blocks)
         discovery.peers.return_value = discovery.announce.await_args.args[:1]
         assert await holder.delete_or_keep(keys) == ({*keys}, set())

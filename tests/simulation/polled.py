@@ -22,7 +22,7 @@ CLOSE_TIMEOUT_S = 30.0
 ENGINE_TIMEOUT_S = 5.0
 POLL_S, CLOSED_POLL_S = 0.004, 0.1
 SLACK_S = 0.1
-LATE_COPIES = 4
+MOST_COPIES = 4
 """Most late copies that a call waits for, where the threads of callers make them."""
 MOST_S = 600.0
 SLICES = (256, 1 << 20)
@@ -71,7 +71,7 @@ class PolledScenario(Scenario):
         """Open tiers, as the seed decides, or host memory alone."""
         if simulation.random("alone").random() < ALONE:
             if (copying := late_copies(simulation)) is not None:
-                self.slack_s += LATE_COPIES * max(COPIES_S)
+                self.slack_s += MOST_COPIES * max(COPIES_S)
             return Opened(backend=open_host(ROOM, namespace, copying=copying))
         return TiersScenario().open(simulation, namespace)
 
