@@ -67,6 +67,8 @@ class BytesBackend(Backend):
         self._checksum_bytes = 0 if integrity is Integrity.OFF else CHECKSUM_BYTES
         self._guard = CallGuard(type(self).__name__, namespace)
         self._threads = Threads("kvxfer-bytes", require_positive("num_threads", num_threads))
+        # What touches the memory of callers never waits for a call that hangs in the storage.
+        self._copies = Threads("kvxfer-bytes-copy", num_threads)
         self._locks = KeyLocks()
 
     @abstractmethod
@@ -104,6 +106,7 @@ class BytesBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
         self._guard.check_batch(keys, blocks)
+        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
         there = await self.lookup(keys)
         sizes = zip(blocks.block_sizes.tolist(), groups_of(keys).tolist(), strict=True)
         whole = [size == self._sizes[group] for size, group in sizes]
@@ -112,7 +115,7 @@ class BytesBackend(Backend):
         if left:
             chosen = [keys[n] for n in left]
             names = self._names(chosen)
-            values = await self._run(self._read, names, blocks.take(left))
+            values = await self._copies.run(self._read, names, blocks.take(left))
             stored = await self._change(chosen, partial(self.put, names, values))
             for index, is_stored in zip(left, stored, strict=True):
                 outcomes[index] = DONE if is_stored else REFUSED
@@ -124,7 +127,7 @@ class BytesBackend(Backend):
         names = self._names(keys)
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
         values = await self._threads.ask(self._call, partial(self.get, names))
-        outcomes = await self._run(self._write, names, sizes, values, blocks)
+        outcomes = await self._copies.run(self._write, names, sizes, values, blocks)
         pairs = enumerate(outcomes)
         corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
         if corrupt:
@@ -147,6 +150,7 @@ class BytesBackend(Backend):
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
+        await self._copies.aclose()
         if await self._threads.aclose():  # calls hang in the storage, which is closed after them
             self._threads.when_ended(partial(self._call, self.close))
             return

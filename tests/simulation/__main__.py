@@ -20,6 +20,7 @@ from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
 from tests.simulation.proxy import ProxyScenario
 from tests.simulation.rows import RowsScenario
+from tests.simulation.storage import StorageScenario
 from tests.simulation.tiers import TiersScenario
 
 
@@ -66,6 +67,7 @@ SCENARIOS: list[Scenario] = [
     PeersScenario(),
     LendingScenario(),
     ObjectsScenario(),
+    StorageScenario(),
     FilesScenario(),
     ProxyScenario(),
     *([OffloadingScenario(), HandoverScenario()] if find_spec("vllm") else []),

@@ -591,6 +591,18 @@ TABLE = """
 --- backends/host/scrubber.py
 @@ memory 60 the scrubber never begins
 -            self._threads.start(self._run, threading.get_ident())
+--- kvxfer/storage/bytes_backend.py
+@@ bytes 600 a store finds what a delete that was given up removes after it
+-        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
+@@ bytes 300 changes of a value overtake each other
+-        return await self._locks.hold_during(keys, partial(self._run, self._call, func))
++        return await self._threads.ask(self._call, func)
+@@ bytes 1500 a storage is closed while calls hang in it
+-        if await self._threads.aclose():  # calls hang
++        if await self._threads.aclose() < 0:  # calls hang
+@@ bytes 20 a part of a chunk is written to the beginning of its block
+-            payload = verified[start:]
++            payload = verified
 """
 """Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 

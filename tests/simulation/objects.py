@@ -81,20 +81,8 @@ class ObjectsScenario(EngineScenario):
         """Leave the first process alone, so that nobody else deletes, and let it give up."""
         left = [step for step in steps if step.arguments["process"] == 0]
         for _ in range(GIVEN_UP):
-            left += self._delete_given_up(random, random.random() * length_s)
+            left += delete_given_up(random, random.random() * length_s, process=0)
         return left
-
-    def _delete_given_up(self, random: Random, at_s: float) -> list[Step]:
-        """Plan a delete of a chunk that its caller gives up, beside stores of it."""
-        given: dict[str, Any] = {"process": 0, "parts": (Part(0, random.randrange(3)),)}
-        given |= {"timeout_s": None, "cancel_s": None}
-        delete = given | {"cancel_s": random.random() * 0.03}
-        stores = [
-            Step(at_s + random.random() * 0.06, "store", given)
-            for _ in range(random.choice((1, 1, 3)))
-        ]
-        before, after = Step(at_s - 0.2, "store", given), Step(at_s + 0.3, "load", given)
-        return [before, Step(at_s, "delete", delete), *stores, after]
 
     def _add_race(self, add: Callable[..., None], random: Random, at_s: float) -> None:
         """Add a delete of a chunk whose answers are lost, while both processes store it."""
@@ -126,6 +114,17 @@ class ObjectsScenario(EngineScenario):
         for tier in opened.tiers or [opened.backend]:
             left += leftovers_of_bucket(tier) if isinstance(tier, S3Backend) else []
         return left
+
+
+def delete_given_up(random: Random, at_s: float, **given: Any) -> list[Step]:
+    """Plan a delete of a chunk that its caller gives up, beside stores of it."""
+    given |= {"parts": (Part(0, random.randrange(3)),), "timeout_s": None, "cancel_s": None}
+    delete = given | {"cancel_s": random.random() * 0.03}
+    stores = [
+        Step(at_s + random.random() * 0.06, "store", given) for _ in range(random.choice((1, 1, 3)))
+    ]
+    before, after = Step(at_s - 0.2, "store", given), Step(at_s + 0.3, "load", given)
+    return [before, Step(at_s, "delete", delete), *stores, after]
 
 
 class _Counting(Observer):

@@ -116,6 +116,7 @@ FOUND = (
     ("objects", 3232),  # a block that a delete could not ask for was said to be there
     ("objects", 1243),  # a removal waited for its turn after its look at the object
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
+    ("bytes", 711),  # a store found what a delete that was given up removed after it
     ("tiers", 22064),  # a part took the place of its chunk, as the tier that has that failed
     ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
     ("rows", 6479),  # a store that stood still at its beginning stored its pages after a purge

@@ -23,9 +23,13 @@ class Values(BytesBackend):
     """Values in a dictionary, under the names of the base class."""
 
     def __init__(
-        self, values: dict[str, bytes], namespace: Namespace, integrity: Integrity = Integrity.FAST
+        self,
+        values: dict[str, bytes],
+        namespace: Namespace,
+        integrity: Integrity = Integrity.FAST,
+        **options: int,
     ) -> None:
-        super().__init__(namespace, integrity=integrity)
+        super().__init__(namespace, integrity=integrity, **options)
         self.values = values
         self.num_closed = 0
 
@@ -119,6 +123,27 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
     while not backend.num_closed:  # by the thread of the call that hung
         await yield_to_loop(1)
     assert backend.num_closed == 1
+
+
+async def test_a_value_that_has_come_is_written_beside_a_call_that_hangs() -> None:
+    may_go_on = threading.Event()
+
+    class Hanging(Values):
+        def get(self, names: Sequence[str]) -> list[bytes | None]:
+            if self.name_of(KEYS[1]) in names:
+                may_go_on.wait(LIMIT_S)
+            return super().get(names)
+
+    async with Hanging({}, MEMORY.namespace(), num_threads=1) as backend:
+        await store_generated(backend, KEYS[:2], MEMORY.describe(0, [0, 1]))
+        loads = [
+            asyncio.ensure_future(backend.load([key], MEMORY.describe(0, [block])))
+            for key, block in zip(KEYS[:2], (4, 5), strict=True)
+        ]
+        done, _ = await asyncio.wait(loads, timeout=LIMIT_S / 2, return_when="FIRST_COMPLETED")
+        assert done == {loads[0]}
+        may_go_on.set()
+        assert [each.done for load in loads for each in await load] == [True, True]
 
 
 async def test_a_drain_waits_for_a_value_whose_store_was_given_up() -> None:
