@@ -202,7 +202,8 @@ class JobMover:
             return False
         pieces = job.cut(self._slice_bytes(job, self._immediate))
         with self._lock:
-            if self._is_closed or (self._begun and self._has_to_wait(job)):
+            is_store = job.direction is Direction.STORE
+            if self._is_closed or (self._begun and is_store and self._meeting(job)):
                 return False
             each = self._begun[job.job_id] = _BegunJob(job, deque(pieces))
             if not (job.ended or self._begin_piece(self._immediate, each)):
@@ -218,12 +219,15 @@ class JobMover:
         is_hashed = backend.hashes[is_load]
         return slices.hashed_bytes if is_hashed else max(1, job.blocks.num_bytes)
 
-    def _has_to_wait(self, job: Job) -> bool:
-        """Whether a device moves blocks that a store would overwrite, or is to read."""
-        if job.direction is Direction.LOAD:
-            return False
-        moving = [each for each in self._begun.values() if each.transfer is not None]
-        return any(each.job.meets(job) for each in moving)
+    def _meeting(self, job: Job) -> list[_BegunJob]:
+        """Return what was begun and has to end before a job: what devices move, and any load.
+
+        A load writes blocks to its last slice. A store of which nothing is moved waits as well as
+        the job does.
+        """
+        begun = list(self._begun.values())
+        earlier = [each for each in begun if each.transfer or each.job.direction is Direction.LOAD]
+        return [each for each in earlier if each.job.meets(job)]
 
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
         """Look at every job, unless another thread does, and move a slice of the first.
@@ -321,6 +325,7 @@ class JobMover:
             except Exception as exc:
                 raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
             for task in settling:
+                self._settling.pop(task, None)
                 task.cancel()
             await asyncio.wait(settling)
 
@@ -339,11 +344,13 @@ class JobMover:
 
     async def _move(self, job: Job, piece: Piece) -> None:
         began = runtime.monotonic()
-        await self._wait_for_begun(job)
+        await self.drain_begun(job)
         async with self._admission.admit(job.direction, piece.num_bytes):
             # No load is begun that leaves no room for the piece, so those that were come to an end.
-            has_room = self._admission.has_room
-            await self._wait_until(lambda: has_room(self._bytes_begun))
+            asked = runtime.monotonic()
+            while not self._admission.has_room(self._bytes_begun):
+                self._ask_in_turn()
+                await asyncio.sleep(pause_of_look(asked, MARK_PAUSE_S))
             job.waited_s = max(job.waited_s, runtime.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
         self._note(job, piece, outcomes)
@@ -385,31 +392,20 @@ class JobMover:
         task.add_done_callback(self._end_settling)
 
     def _end_settling(self, task: asyncio.Task[bool]) -> None:
-        job_id = self._settling.pop(task)
-        if not (task.cancelled() or task.result()):
+        job_id = self._settling.pop(task, None)  # None once a call of `drain` has ended
+        if job_id is not None and (task.cancelled() or not task.result()):
             self._lost.add(job_id)
 
-    async def _wait_for_begun(self, job: Job) -> None:
-        """Wait until devices have moved the blocks of a job that they were moving before.
+    async def drain_begun(self, job: Job | None = None) -> None:
+        """Move jobs that were begun on threads to their ends: all, or those a job has to wait for.
 
-        What is begun meanwhile does not count, or a store might wait for ever.
+        What is begun meanwhile is not waited for by a job, or a store might wait for ever.
         """
-        moving = [each for each in list(self._begun.values()) if each.transfer is not None]
-        shared = [each for each in moving if each.job.meets(job)]
-        await self._wait_until(lambda: all(each.transfer is None for each in shared))
-
-    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
-        """Look at what devices move until a condition holds."""
+        met = None if job is None else [each.job.job_id for each in self._meeting(job)]
         began = runtime.monotonic()
-        while not is_met():
-            self._ask_in_turn()
+        while left := [each for each in list(self._begun) if met is None or each in met]:
+            self.look(left)
             await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
-
-    async def drain_begun(self) -> None:
-        """Wait for the end of the jobs that were begun on threads, and of their transfers."""
-        while self._begun:
-            self.look(list(self._begun))
-            await asyncio.sleep(MARK_PAUSE_S)
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:

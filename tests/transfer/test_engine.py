@@ -29,6 +29,7 @@ from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, describe_batch
 from kvxfer.transfer.mover import Admission
@@ -221,6 +222,23 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
         while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
             await asyncio.sleep(0)
     assert "1 transfers are abandoned" in caplog.text
+    assert engine.may_touch(job)
+
+
+def test_memory_whose_drain_never_ends_may_still_be_touched_after_the_end(
+    memory: BlockMemory,
+) -> None:
+    class Hanging(DictBackend):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+        async def drain(self) -> None:
+            await asyncio.Event().wait()
+
+    backend = Hanging(DictConfig(), memory.namespace())
+    with PolledEngine(memory.caches, backend, close_timeout_s=0.1) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        engine.wait([job])
     assert engine.may_touch(job)
 
 

@@ -121,3 +121,18 @@ def test_each_poll_moves_one_slice(
     assert all(backend.was_here)
     assert submit(engine, ELSEWHERE).done
     assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
+
+
+@pytest.mark.parametrize("slices", [ONE_BLOCK])
+def test_a_store_of_blocks_that_a_load_has_yet_to_write_waits_for_it(
+    engine: PolledEngine[ToldBackend], memory: BlockMemory
+) -> None:
+    payloads = [make_payload(key, 4096) for key in KEYS]
+    write_payloads(memory.describe(0, IDS[0]), payloads)
+    assert engine.wait([engine.submit_store(KEYS, IDS)])[0].done
+    loading = engine.submit_load(KEYS, ELSEWHERE)
+    assert engine.may_touch(loading)
+    engine.wait([engine.submit_store(KEYS[3:], [ELSEWHERE[0][3:]])])
+    assert [job.done for job in engine.get_finished()] == [True, True, True]
+    assert submit(engine, IDS).done
+    assert read_payloads(memory.describe(0, IDS[0])) == payloads
