@@ -286,7 +286,7 @@ class Handover:
     async def _shut_down(self) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
-                await self._loop.end_submitted()
+                await self._loop.end_submitted(CLOSE_S / 2)
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +294,25 @@ def test_a_copy_that_hangs_keeps_the_copy_engine_open(
     engine.close()
     ends.set()
     assert not closed.called
+
+
+def test_a_call_that_does_not_end_keeps_no_port(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.lending.handover.CLOSE_S", 1.0)
+    engine = open_engine(stack)
+    [worker] = engine.workers
+    port, stop = worker.port, time.monotonic() + 1.3
+
+    async def hang() -> None:
+        while time.monotonic() < stop:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    worker.submit(hang())
+    engine.close()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 def test_release_never_raises(stack: ExitStack) -> None:

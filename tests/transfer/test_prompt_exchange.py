@@ -1,6 +1,8 @@
 """Exchanges of prompts: engines offer and fetch by tokens and blocks, on their own event loop."""
 
 import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import kvxfer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
 from kvxfer.lending import PromptExchange
+from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer.cache_memory import CacheMemory
 
 MODEL = kvxfer.Namespace(model="m", revision="1")
@@ -94,6 +97,28 @@ async def test_blocks_of_a_device_are_lent_once_it_has_computed_them(
     async with opened(made) as lender:
         await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
         assert (memory >= 0).all()
+
+
+async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running: Future[Any] = Future()
+
+    def submit(call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        call.close()
+        return running
+
+    async with opened(caches()[0]) as exchange:
+        monkeypatch.setattr(exchange._handover, "submit", submit)
+        ticket = "127.0.0.1:9/0123456789abcdef"
+        fetching = asyncio.ensure_future(exchange.fetch(ticket, TOKENS, [[3, 1, 4, 15, 9, 2]]))
+        await yield_to_loop(5)
+        fetching.cancel()
+        await yield_to_loop(5)
+        assert not fetching.done()
+        running.set_result(None)
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
 
 
 async def test_a_ticket_that_is_given_up_twice_ends_once() -> None:
