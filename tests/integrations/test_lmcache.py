@@ -34,7 +34,8 @@ from lmcache.v1.platform import consume_fd
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache import KVXferL2Adapter
-from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_of
+from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
+from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Observer, Operation, Removal, Removed, Reports
@@ -327,6 +328,45 @@ def test_files_of_before_are_found_counted_and_listed(
     second.adapter.close()
 
 
+def test_an_object_grows_by_the_pieces_that_are_listed_after_its_first() -> None:
+    residents, told = Residents(65_536, "fingerprint", Mock()), list[int]()
+    pieces = [piece_key(object_id_of(make_key(1)), index) for index in range(3)]
+    for each in pieces[:2], pieces[2:]:
+        residents.add(each, tier="file")
+        residents.deliver(lambda _, sizes: told.append(sum(sizes)), Mock())
+    assert told == [2 * 65_536, 65_536]
+    residents.discard(pieces[:1], tier="file")
+    residents.deliver(Mock(), deleted := Mock())
+    deleted.assert_called_once_with([make_key(1)], [3 * 65_536])
+
+
+def test_an_object_that_lost_a_piece_nobody_knew_of_is_gone_and_can_be_stored_again(
+    tmp_path: Path, memory: Memory
+) -> None:
+    keys, stored = [make_key(1)], [memory.fill(200_000, 1)]
+    first = Driver.open(plugin(params_of(tmp_path)), memory)
+    first.store(keys, stored)
+    first.adapter.close()
+    paths = sorted(path for path in tmp_path.rglob("*.safetensors") if is_of(path, keys[0]))
+    paths[2].unlink()
+    second = Driver.open(plugin(params_of(tmp_path)), memory)
+    until(lambda: second.adapter.get_usage().total_bytes_used == 3 * 65_536)
+    loaded = [memory.allocate(200_000)]
+    assert second.load(keys, loaded) == [False]
+    until(lambda: second.lookup(keys) == [False])
+    assert second.store(keys, stored).bytes_transferred() == 200_000
+    assert second.load(keys, loaded) == [True]
+    assert bytes_of(loaded) == bytes_of(stored)
+    second.adapter.close()
+
+
+def test_an_object_that_evicts_its_own_pieces_is_no_hit(memory: Memory) -> None:
+    driver = Driver.open(plugin({"backend": "host://?capacity=128KiB", **PIECE}), memory)
+    driver.store([make_key(1)], [memory.fill(150_000, 1)])
+    until(lambda: driver.lookup([make_key(1)]) == [False])
+    driver.adapter.close()
+
+
 def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None:
     params = params_of(tmp_path) | {"backend": f"file://{tmp_path}?capacity=400KiB"}
     driver, keys = Driver.open(plugin(params), memory), [make_key(number) for number in range(8)]
@@ -516,6 +556,28 @@ def test_a_store_that_stops_is_answered_for(
     num_asked = len(adapter.faulty.injected)
     assert driver.lookup(KEYS) == [False, False]
     assert len(adapter.faulty.injected) == num_asked, "it is not asked now"
+
+
+@pytest.mark.parametrize(
+    "adapter", [{"pause_s": 60.0, "staging": "256KiB"}], indirect=True, ids=["two buffers"]
+)
+def test_stores_that_wait_for_a_buffer_suspend_no_backend_that_answers(
+    adapter: FaultyAdapter, memory: Memory
+) -> None:
+    operations = frozenset({Operation.STORE})
+    adapter.faulty.rates = FaultRates(delay=1.0, delay_s=0.1, operations=operations)
+    objects = [memory.fill(1000, number) for number in range(20)]
+    for number, each in enumerate(objects):
+        adapter.submit_store_task([make_key(number)], [each])
+    results: dict[int, L2StoreResult] = {}
+
+    def have_ended() -> bool:
+        results.update(adapter.pop_completed_store_tasks())
+        return len(results) == len(objects)
+
+    until(have_ended)
+    assert {each.is_successful() for each in results.values()} == {True, False}, "some are late"
+    assert adapter.report_status()["is_healthy"]
 
 
 @pytest.mark.parametrize("kind", ["stuck", "late"])

@@ -2,11 +2,13 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import create_event_notifier
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +66,29 @@ class Task:
     Attributes:
         done: Whether each of the keys is done.
         num_bytes: Bytes that were stored.
-        answered: Time at which the backend answered last, or that of the task's begin.
+        num_asked: Calls of the backend that have not ended.
+        answered: Time since which the backend owes an answer, or that of the last one.
     """
 
     def __init__(self, num_keys: int, deadline: float, answer: "Callable[[Task], object]") -> None:
         self.deadline = deadline
         self.done = [False] * num_keys
         self.num_bytes = 0
+        self.num_asked = 0
         self.answered = runtime.monotonic()
         self.ended = False
         self._answer = answer
         self._lock = runtime.lock()
+
+    async def ask(self, call: Awaitable[T]) -> T:
+        """Await a call of the backend, from which it counts until its end as owing an answer."""
+        if not self.num_asked:
+            self.answered = runtime.monotonic()
+        self.num_asked += 1
+        result = await call
+        self.num_asked -= 1
+        self.answered = runtime.monotonic()
+        return result
 
     def touch(self, func: Callable[[], object]) -> bool:
         """Call a function that touches LMCache's memory, unless the task has ended.

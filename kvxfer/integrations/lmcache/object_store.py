@@ -102,6 +102,7 @@ class ObjectStore:
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
+        self._moved_s = runtime.monotonic()  # when the backend answered a store or load last
         self._backend = open_it()  # last: an error of what comes after it would leave it open
 
     @property
@@ -202,7 +203,9 @@ class ObjectStore:
             await self._calls.wait_for(max(0.0, left), work())
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
-            if now - task.answered > timeout_s / 2:  # else it is slow, but it is there
+            # A task that waits for a buffer goes by what the backend answers to others.
+            since = task.answered if task.num_asked else max(task.answered, self._moved_s)
+            if now - since > timeout_s / 2:  # else it is slow, but it is there
                 self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
@@ -216,8 +219,7 @@ class ObjectStore:
             for each in ids
         }
         asked = [key for pieces in needed.values() for key in pieces]
-        answer = await self._backend.lookup(asked) if asked else []
-        task.answered = runtime.monotonic()
+        answer = await task.ask(self._backend.lookup(asked)) if asked else []
         found = dict(zip(asked, answer, strict=True))
         self._residents.miss([key for key, is_there in found.items() if not is_there])
         self._residents.find([key for key, is_there in found.items() if is_there])
@@ -261,10 +263,11 @@ class ObjectStore:
             if direction is Direction.STORE:
                 if not await self._threads.run(self._fill, task, pieces, staged):
                     return {}
-                outcomes = await staged.move(self._backend.store, keys, staged.blocks)
+                move = staged.move(self._backend.store, keys, staged.blocks)
             else:
-                outcomes = await staged.move(self._backend.load, keys, staged.blocks)
-            task.answered = runtime.monotonic()
+                move = staged.move(self._backend.load, keys, staged.blocks)
+            outcomes = await task.ask(move)
+            self._moved_s = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if direction is Direction.STORE:

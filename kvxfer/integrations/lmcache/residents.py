@@ -115,12 +115,14 @@ class Residents(Observer):
         with self._lock:
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
-                if resident is None or index not in resident.tiers:
+                if resident is None or (
+                    index not in resident.tiers and (tier is not None or resident.num_stores)
+                ):
                     continue
-                tiers = resident.tiers[index]
+                tiers = resident.tiers.get(index, set())
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
                 if not tiers:
-                    del resident.tiers[index]
+                    resident.tiers.pop(index, None)
                     if tier is None or len(self._telling) >= self.num_tiers:
                         self._note_back(object_id, index)
                         self._broken.add(object_id)  # else a tier that tells nothing may have it
@@ -168,6 +170,7 @@ class Residents(Observer):
         with self._lock:
             self._objects[object_id].num_stores -= 1
             self._changed.append(object_id)
+        self._wake()
 
     def keys_of(self, object_id: bytes) -> list[BlockKey]:
         """List the keys of the pieces that are known of an object, its first one in any case."""
@@ -177,10 +180,11 @@ class Residents(Observer):
         return [piece_key(object_id, index) for index in sorted(known)]
 
     def take_broken(self) -> list[BlockKey]:
-        """Take what is left of objects that lost a piece: nothing else would ask for it."""
+        """Take what is left of objects that lost a piece, once they are no longer being stored."""
         with self._lock:
-            broken, self._broken = self._broken, set()
-            left = {each: self._objects[each] for each in broken if each in self._objects}
+            known = {each: self._objects[each] for each in self._broken if each in self._objects}
+            self._broken = {each for each, resident in known.items() if resident.num_stores}
+            left = {each: known[each] for each in known.keys() - self._broken}
         return [piece_key(each, index) for each in left for index in list(left[each].tiers)]
 
     def put_back(self, broken: Iterable[BlockKey]) -> None:
@@ -288,13 +292,13 @@ class Residents(Observer):
                 if resident is None:
                     continue
                 is_there = resident.is_there
-                if resident.key is not None and is_there and not resident.told_bytes:
-                    if not resident.num_stores:
-                        pieces = len(resident.tiers) * self._piece_bytes
-                        resident.told_bytes = resident.num_bytes or pieces
-                        came.append((resident.key, resident.told_bytes))
+                if resident.key is not None and is_there:
+                    num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
+                    if not resident.num_stores and (more := num_bytes - resident.told_bytes) > 0:
+                        self.num_objects += not resident.told_bytes
+                        resident.told_bytes = num_bytes  # of files, as far as they were listed
+                        came.append((resident.key, more))
                         self._relist.add(object_id)
-                        self.num_objects += 1
                 elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
