@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -187,6 +187,18 @@ def test_a_drain_of_the_lower_tier_has_one_time_limit_for_all_that_it_waits_for(
         patched.setattr(runtime, "result", result := Mock())
         assert tier.drain(timeout_s=5.0)
     assert result.call_args.args[1] == 2.0
+
+
+def test_vllm_is_told_that_its_memory_may_still_be_touched(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gone = tiers.tier._tier._engine, BackendUnavailableError("gone")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "drain", AsyncMock(side_effect=gone))
+        patched.setattr(engine, "close", Mock(side_effect=gone))
+        for call in tiers.manager.reset_cache, tiers.manager.shutdown:
+            with pytest.raises(BackendUnavailableError, match="its memory is still in use"):
+                call()
 
 
 def test_an_engine_whose_lower_tier_cannot_listen_or_be_attached_does_not_start(

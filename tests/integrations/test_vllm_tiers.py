@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late, Removal
 from kvxfer.storage.observer import Operation as ToldOperation
-from kvxfer.testing import Operation
+from kvxfer.testing import DictBackend, Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.units import ByteSize
@@ -102,9 +106,49 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
     assert scheduler.resolve([key]) == [MISS]
 
 
+@pytest.mark.parametrize("end", ["reset", "shutdown"])
+def test_a_chunk_that_changes_while_it_is_written_back_is_not_left_below_at_the_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    backend, (key,) = KeepingBackend(), keys_of(1)
+
+    async def store(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        stored = await DictBackend.store(backend, keys, blocks)
+        begun.set()
+        await asyncio.to_thread(may_go_on.wait, 10.0)
+        return stored
+
+    begun, may_go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(backend, "store", store)
+    scheduler = start(backend)
+    scheduler.store([key])
+    scheduler.until(begun.is_set)
+    assert key in backend
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
+    ending = threading.Thread(
+        target=scheduler.manager.reset_cache if end == "reset" else scheduler.manager.shutdown
+    )
+    ending.start()
+    may_go_on.set()
+    ending.join()
+    deadline = time.monotonic() + 10.0
+    while key in backend:
+        assert time.monotonic() < deadline
+
+
+def test_a_row_that_is_loaded_holds_no_chunk_meanwhile(start: Start) -> None:
+    scheduler, (key, other) = start(broken(Operation.LOAD, hang=1.0)), keys_of(2)
+    scheduler.store([key])
+    scheduler.settle()
+    slot = scheduler.index.slot_of(key)
+    assert scheduler.pool.verify(slot, key).done
+    scheduler.tier.submit_load([other], [slot])
+    assert not scheduler.pool.verify(slot, key).done
+
+
 def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -> None:
     scheduler, (key, other) = start(broken(Operation.DELETE, error=1.0)), keys_of(2)
-    scheduler.tier.delete([key])
+    scheduler.tier._delete([key])
     scheduler.store([key])
     scheduler.store([other])
     assert scheduler.manager._write_back.is_taken(other)

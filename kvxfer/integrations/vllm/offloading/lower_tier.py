@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.backends.host import HostPool
 from kvxfer.connect import start_engine
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent, event_of_tier
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
@@ -165,8 +166,7 @@ class LowerTier:
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._pool = pool
         if pool is not None:
-            hashes = pool.integrity is MemoryIntegrity.FULL
-            backend = _CheckedStores(backend, partial(self._check_rows, pool), hashes=hashes)
+            backend = _CheckedStores(backend, pool, self._storing, self._delete)
         self._timeouts, self._reset_s = TierTimeouts(), reset_s
         self._lookup_s = self._timeouts.lookup_s or inf
         make = partial(TransferEngine, caches, mappings=mappings, timeout_s=STORE_TIMEOUT_S)
@@ -262,12 +262,6 @@ class LowerTier:
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a wish for rows, if the backend knows wishes; a failure is logged."""
         retain_in(self._engine.backend, [self._keys.name(key) for key in keys], retention)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to delete keys, which are misses from now on; tried again until they are gone."""
-        names = dict.fromkeys(self._keys.name(key) for key in keys)
-        self._unwanted |= names
-        self._engine.submit_call(self._delete_in_the_end(list(names)))
 
     def is_unwanted(self, key: BlockKey) -> bool:
         """Whether a key is still to be deleted, and so must not be stored yet."""
@@ -365,7 +359,7 @@ class LowerTier:
     def close(self) -> bool:
         """Finish stores, cancel loads, and close the backend.
 
-        Return whether that was done in time. If not, the backend may still touch rows.
+        Return whether it was closed in time. If not, the backend may still touch rows.
         """
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
@@ -380,15 +374,23 @@ class LowerTier:
         closing = begin_aside("kvxfer-close", self._close_engine)
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
+        if self._unwanted:
+            text = "the lower tier: %d rows stay that changed before they were stored there"
+            logger.warning(text, len(self._unwanted))
+            self._unwanted.clear()
         if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
-        return closing.done()
+        return closing.done() and closing.result()
 
-    def _close_engine(self) -> None:
+    def _close_engine(self) -> bool:
+        """Close the engine; return whether nothing touches a row any more."""
         try:
             self._engine.close()
         except Exception:
             logger.exception("the lower tier cannot be closed")
+            return False
+        job_ids = [*self._jobs, *(each.job_id for each in self._late)]
+        return not any(map(self._engine.may_touch, job_ids))
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
         """Look up keys and begin to load those that are found, on the engine's event loop."""
@@ -443,9 +445,11 @@ class LowerTier:
     def _loads(self) -> dict[JobId, RowJob]:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
-    def _check_rows(self, pool: HostPool, names: Sequence[BlockKey]) -> list[Outcome]:
-        rows = [self._storing.get(name) for name in names]
-        return [_ENDED if row is None else pool.verify(*row) for row in rows]
+    def _delete(self, names: Sequence[BlockKey]) -> None:
+        """Begin to delete keys of the backend, which are misses from now on, until all are gone."""
+        self._unwanted |= dict.fromkeys(names)
+        with suppress(ClosedError):  # then `close` tells that they stay
+            self._engine.submit_call(self._delete_in_the_end(list(names)))
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
         """Delete keys of the backend, after pauses those that it still has."""
@@ -474,10 +478,6 @@ class LowerTier:
             answers = last.done() and not last.cancelled() and not last.exception()
             if answers and not last.result()[1]:
                 self._unwanted.clear()
-        if self._unwanted:
-            text = "the lower tier: %d rows stay that changed before they were stored there"
-            logger.warning(text, len(self._unwanted))
-            self._unwanted.clear()
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
@@ -518,30 +518,61 @@ def _log_failure(call: Future[Any]) -> None:
 
 
 class _CheckedStores(WrappingBackend):
-    """Backend that gets only rows whose bytes are intact, since it would prove those of others."""
+    """Backend that gets only rows whose bytes are intact, since it would prove those of others.
+
+    A bit that flips while a row is read would be stored with a matching checksum. So rows are
+    verified again when they were stored, and those that have changed are deleted.
+
+    Args:
+        pool: Verifies rows, which are its slots.
+        rows: Row and key by the name of each that is being stored.
+        delete: Deletes names in the end.
+    """
 
     passes_on = frozenset({Retaining, TellsKept})
 
     def __init__(
-        self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]], *, hashes: bool
+        self,
+        inner: Backend,
+        pool: HostPool,
+        rows: Mapping[BlockKey, tuple[int, BlockKey]],
+        delete: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         super().__init__(inner)
-        self._check, self._hashes = check, hashes
+        self._pool, self._rows, self._delete = pool, rows, delete
         self._threads = Threads("kvxfer-verify", 1)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a row that has changed is `CORRUPT`."""
-        check = self._check
-        checked = await self._threads.run(check, keys) if self._hashes else check(keys)
-        sound = positions_done(checked)
+        rows = [self._rows.get(key) for key in keys]
+        outcomes = await self._verify(rows)
+        sound = positions_done(outcomes)
+        if not sound:
+            return outcomes
         names = [keys[index] for index in sound]
-        stored = iter(await self.inner.store(names, blocks.take(sound)) if sound else ())
-        return [next(stored) if each.done else each for each in checked]
+        try:
+            stored = await self.inner.store(names, blocks.take(sound))
+        finally:  # also what a call that was given up may have stored
+            checked = await self._verify([rows[index] for index in sound])
+            if changed := [names[n] for n, each in enumerate(checked) if not each.done]:
+                self._delete(changed)
+        for index, outcome, verified in zip(sound, stored, checked, strict=True):
+            outcomes[index] = verified if outcome.done else outcome
+        return outcomes
+
+    async def _verify(self, rows: Sequence[tuple[int, BlockKey] | None]) -> list[Outcome]:
+        verify = partial(_verify_rows, self._pool, rows)
+        hashes = self._pool.integrity is MemoryIntegrity.FULL
+        return await self._threads.run(verify) if hashes else verify()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         await self.inner.aclose()
         await self._threads.aclose()
+
+
+def _verify_rows(pool: HostPool, rows: Sequence[tuple[int, BlockKey] | None]) -> list[Outcome]:
+    return [_ENDED if row is None else pool.verify(*row) for row in rows]
 
 
 class TierEvents(Observer):

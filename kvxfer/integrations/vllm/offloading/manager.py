@@ -168,7 +168,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._given: set[str] = set()  # requests with tokens of another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
-        self._copied: deque[RowOutcome] = deque()  # to be verified
+        self._copied: deque[RowOutcome] = deque()  # to be unpinned
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
@@ -539,30 +539,22 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._take_moved()
 
     def _end_stores(self, tier: LowerTier) -> None:
-        """Unpin chunks that were written back, and verify that the copies are of intact bytes.
-
-        A bit that flipped in host memory while it was read would be stored with a matching
-        checksum; `integrity=full` finds it here. Requests come first: this uses the bytes of the
-        step that they left over.
-        """
+        """Unpin chunks that were written back; those that changed meanwhile are deleted there."""
         stored: list[BlockKey] = []
         failed: list[BlockKey] = []
-        while self._copied and self._bytes_to_verify > 0:
+        while self._copied:
             moved = self._copied.popleft()
-            sound = moved.outcome.done
-            if sound:
-                self._bytes_to_verify -= self._hashed_bytes
-                sound = self._pool.verify(moved.row, moved.key).done
-                if not sound:
-                    tier.delete([moved.key])
-                elif (retention := self._index.retentions([moved.key])[0]) != NORMAL:
+            if moved.outcome.done:
+                stored.append(moved.key)
+                if (retention := self._index.retentions([moved.key])[0]) != NORMAL:
                     tier.retain([moved.key], retention)
-            if moved.outcome.status is Status.CORRUPT:
+            elif moved.outcome.status is Status.CORRUPT:
                 self._write_back.skip([moved.key])  # no other attempt makes it intact
             else:
-                (stored if moved.outcome.done else failed).append(moved.key)
-            self._metrics.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
-            if not sound and (held := self._wanted.get(moved.key)) is not None:
+                failed.append(moved.key)
+            is_done = moved.outcome.done
+            self._metrics.add(metrics.LOWER_STORED if is_done else metrics.LOWER_STORES_FAILED)
+            if not is_done and (held := self._wanted.get(moved.key)) is not None:
                 held.checked = None  # it is verified anew before it is promised
             self._index.unpin([moved.key])
         self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)

@@ -184,8 +184,15 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
-        """Block until every job ended and nothing touches the CPU tier's memory."""
-        self._tier.drain()
+        """Block until every job ended and nothing touches the CPU tier's memory.
+
+        Raises:
+            BackendUnavailableError: The backend cannot be drained, so vLLM must not reset its tier.
+        """
+        if not self._tier.drain():
+            raise BackendUnavailableError(
+                f"{self.tier_type} cannot be drained; its memory is still in use"
+            )
 
     def shutdown(self) -> None:
         """Finish the stores, as far as time allows, and close the backend; may be called again.
