@@ -202,8 +202,9 @@ class JobMover:
             return False
         pieces = job.cut(self._slice_bytes(job, self._immediate))
         with self._lock:
-            is_store = job.direction is Direction.STORE
-            if self._is_closed or (self._begun and is_store and self._meeting(job)):
+            if self._is_closed:
+                return False
+            if self._begun and job.direction is Direction.STORE and self._meeting(job):
                 return False
             each = self._begun[job.job_id] = _BegunJob(job, deque(pieces))
             if not (job.ended or self._begin_piece(self._immediate, each)):
