@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_497,
     "kvxfer/explain": 887,
     "kvxfer/face": 425,
-    "kvxfer/integrations": 10_211,
+    "kvxfer/integrations": 10_271,
     "kvxfer/kvcache": 5_689,
     "kvxfer/lending": 1_487,
     "kvxfer/pages": 2_279,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_656,
     "kvxfer/testing": 7_098,
     "kvxfer/tiering": 1_548,
-    "kvxfer/transfer": 2_061,
+    "kvxfer/transfer": 2_063,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -245,11 +245,12 @@ class JobMover:
                 away_s = now - self._looked_s
                 if not hurry:
                     until = now + self._slices.share * away_s
+                chosen = hurry or list(self._begun)
                 if hurry or away_s < AT_ONCE_S:
-                    for each in self._begun.values():
+                    for each in filter(None, map(self._begun.get, chosen)):
                         if each.transfer is None and each.job.blocks.device == HOST:
                             each.join_pieces(self._slices.spare_bytes)
-                self._go_on(self._immediate, hurry or list(self._begun), until)
+                self._go_on(self._immediate, chosen, until)
                 self._looked_s = runtime.monotonic()
 
     def choose_begun(self, job_ids: Collection[JobId]) -> list[JobId]:
@@ -405,7 +406,7 @@ class JobMover:
         met = None if job is None else [each.job.job_id for each in self._meeting(job)]
         began = runtime.monotonic()
         while left := [each for each in list(self._begun) if met is None or each in met]:
-            self.look(left)
+            self.look(left, runtime.monotonic())  # one slice: others wait for the lock and the loop
             await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
 
     @contextmanager

@@ -331,13 +331,35 @@ def test_files_of_before_are_found_counted_and_listed(
 def test_an_object_grows_by_the_pieces_that_are_listed_after_its_first() -> None:
     residents, told = Residents(65_536, "fingerprint", Mock()), list[int]()
     pieces = [piece_key(object_id_of(make_key(1)), index) for index in range(3)]
+
+    def deliver() -> None:
+        residents.deliver(
+            lambda _, sizes: told.extend(sizes), lambda _, sizes: told.extend(-n for n in sizes)
+        )
+
     for each in pieces[:2], pieces[2:]:
         residents.add(each, tier="file")
-        residents.deliver(lambda _, sizes: told.append(sum(sizes)), Mock())
-    assert told == [2 * 65_536, 65_536]
+        deliver()
+    assert told == [2 * 65_536, -2 * 65_536, 3 * 65_536]
     residents.discard(pieces[:1], tier="file")
-    residents.deliver(Mock(), deleted := Mock())
-    deleted.assert_called_once_with([make_key(1)], [3 * 65_536])
+    deliver()
+    assert sum(told) == 0
+
+
+def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
+    pieces = [piece_key(object_id_of(key), index) for index in range(2)]
+    residents.add(pieces, tier="file")
+    for lost in (pieces[:1], pieces[1:]):  # the second one while its object is being stored
+        if lost == pieces[1:]:
+            residents.begin_store(key, 100_000)
+        residents.discard(lost, tier="file")
+    assert residents.take_broken() == []
+    residents.add(pieces, tier="file")
+    residents.end_store(key)
+    assert residents.take_broken() == []
+    residents.discard(pieces[1:], tier="file")
+    assert residents.take_broken() == pieces[:1]
 
 
 def test_an_object_that_lost_a_piece_nobody_knew_of_is_gone_and_can_be_stored_again(

@@ -136,6 +136,30 @@ def test_a_chunk_that_changes_while_it_is_written_back_is_not_left_below_at_the_
         assert time.monotonic() < deadline
 
 
+def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_as_it_is_verified(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, (key,) = KeepingBackend(), keys_of(1)
+    scheduler = start(backend)
+    verify, begun, may_go_on = scheduler.pool.verify, threading.Event(), threading.Event()
+
+    def verify_slowly(slot: int, key: BlockKey) -> Outcome:
+        if key in backend:
+            scheduler.pool.slots[slot][0, 7] ^= 1
+            begun.set()
+            may_go_on.wait(10.0)
+        return verify(slot, key)
+
+    monkeypatch.setattr(scheduler.pool, "verify", verify_slowly)
+    scheduler.store([key])
+    scheduler.until(begun.is_set)
+    for job_id in list(scheduler.tier._jobs):
+        scheduler.tier._engine.cancel(job_id)
+    scheduler.until(lambda: not scheduler.tier._jobs)
+    may_go_on.set()
+    scheduler.until(lambda: key not in backend)
+
+
 def test_a_row_that_is_loaded_holds_no_chunk_meanwhile(start: Start) -> None:
     scheduler, (key, other) = start(broken(Operation.LOAD, hang=1.0)), keys_of(2)
     scheduler.store([key])

@@ -448,7 +448,7 @@ TABLE = """
 @@ files 60 a flush of files syncs nothing
 -        await self._ask(self._syncs, self._folder.sync_file_system)
 +        await asyncio.sleep(0)
-@@ files 60 stores of files do not lock their keys
+@@ files 600 stores of files do not lock their keys
 -        async with self._stores.acquire(keys):
 +        async with contextlib.AsyncExitStack():
 @@ files 10 the count is not closed

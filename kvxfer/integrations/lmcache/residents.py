@@ -31,6 +31,7 @@ class _Resident:
 
     Attributes:
         away: Pieces that were not found lately, although nobody has said that they are gone.
+        lost: Pieces that are gone, and were neither found nor stored since.
     """
 
     key: ObjectKey | None  # None where nobody has told it
@@ -39,6 +40,7 @@ class _Resident:
     told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
     num_stores: int = 0  # that have not ended
     away: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
 
     @property
     def is_there(self) -> bool:
@@ -125,6 +127,7 @@ class Residents(Observer):
                     resident.tiers.pop(index, None)
                     if tier is None or len(self._telling) >= self.num_tiers:
                         self._note_back(object_id, index)
+                        resident.lost.add(index)
                         self._broken.add(object_id)  # else a tier that tells nothing may have it
                 self._changed.append(object_id)
         self._wake()
@@ -153,9 +156,8 @@ class Residents(Observer):
         """List the pieces of an object that were not found lately: it needs them to be there."""
         with self._lock:
             resident = self._objects.get(object_id)
-            return [
-                piece_key(object_id, index) for index in sorted(resident.away if resident else ())
-            ]
+            away = resident.away | resident.lost if resident else ()
+            return [piece_key(object_id, index) for index in sorted(away)]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
         """Note an object that is being stored: LMCache is told of it after `end_store`."""
@@ -163,6 +165,7 @@ class Residents(Observer):
             resident = self._objects.setdefault(object_id_of(key), _Resident(key))
             resident.key, resident.num_bytes = key, num_bytes
             resident.num_stores += 1
+            resident.lost.clear()
 
     def end_store(self, key: ObjectKey) -> None:
         """Note that an object is no longer being stored."""
@@ -183,6 +186,7 @@ class Residents(Observer):
         """Take what is left of objects that lost a piece, once they are no longer being stored."""
         with self._lock:
             known = {each: self._objects[each] for each in self._broken if each in self._objects}
+            known = {each: resident for each, resident in known.items() if resident.lost}
             self._broken = {each for each, resident in known.items() if resident.num_stores}
             left = {each: known[each] for each in known.keys() - self._broken}
         return [piece_key(each, index) for each in left for index in list(left[each].tiers)]
@@ -277,7 +281,10 @@ class Residents(Observer):
     def _note_back(self, object_id: bytes, index: int) -> None:
         resident = self._objects.get(object_id)
         self._changed.append(object_id)
-        if resident is not None and index in resident.away:
+        if resident is None:
+            return
+        resident.lost.discard(index)
+        if index in resident.away:
             resident.away.discard(index)
             if not resident.away:
                 del self._away[object_id]
@@ -294,10 +301,12 @@ class Residents(Observer):
                 is_there = resident.is_there
                 if resident.key is not None and is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
-                    if not resident.num_stores and (more := num_bytes - resident.told_bytes) > 0:
+                    if not resident.num_stores and num_bytes > resident.told_bytes:
+                        if resident.told_bytes:  # more of its files were listed
+                            gone.append((resident.key, resident.told_bytes))
                         self.num_objects += not resident.told_bytes
-                        resident.told_bytes = num_bytes  # of files, as far as they were listed
-                        came.append((resident.key, more))
+                        resident.told_bytes = num_bytes
+                        came.append((resident.key, num_bytes))
                         self._relist.add(object_id)
                 elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))

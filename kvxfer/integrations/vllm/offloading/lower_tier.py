@@ -5,11 +5,10 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,7 +61,12 @@ still read, and the threads of a backend get about equal shares."""
 MAX_TOLD = 1 << 16
 """Blocks of a tier that are remembered, some 12 MiB: buckets and peers have no bound of theirs."""
 
+CHANGED_ROWS_STAY = "the lower tier: %d rows stay that changed before they were stored there"
+
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
+
+T = TypeVar("T")
+_Row = tuple[int, BlockKey]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class RowOutcome:
     row: int
     outcome: Outcome
     void: bool = False  # the tier was reset meanwhile: the row's bytes are of no use
+    name: BlockKey | None = None  # key of the backend, of a store
 
 
 @dataclass(slots=True)
@@ -163,7 +168,7 @@ class LowerTier:
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
-        self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
+        self._storing: dict[BlockKey, _Row] = {}  # row and key of a backend's key
         self._pool = pool
         if pool is not None:
             backend = _CheckedStores(backend, pool, self._storing, self._delete)
@@ -274,10 +279,14 @@ class LowerTier:
         moved: list[RowOutcome] = []
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
-            for name in job.names:
-                self._storing.pop(name, None)
-            for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
-                each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
+            for stored in job.names:
+                self._storing.pop(stored, None)
+            names: Sequence[BlockKey | None] = job.names or [None] * len(job.keys)
+            moves = zip(job.keys, job.rows, finished.outcomes, names, strict=True)
+            for key, row, outcome, name in moves:
+                each = RowOutcome(
+                    finished.job_id, job.direction, key, row, outcome, void=job.void, name=name
+                )
                 (moved if outcome.memory_safe else self._late).append(each)
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
                     self.wanted.deny([key])
@@ -287,7 +296,14 @@ class LowerTier:
                         )
         late, self._late = self._late, []
         for each in late:
-            (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
+            if self._engine.may_touch(each.job_id):
+                self._late.append(each)
+                continue
+            moved.append(each)
+            # A call that was abandoned may have stored the row after it was verified.
+            pool = self._pool
+            if pool is not None and each.name and not pool.verify(each.row, each.key).done:
+                self._delete([each.name])
         loads = (each for each in self._late if each.direction is Direction.LOAD)
         self._late_loads = {each.key for each in loads if not each.void}
         return moved
@@ -375,8 +391,7 @@ class LowerTier:
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
         if self._unwanted:
-            text = "the lower tier: %d rows stay that changed before they were stored there"
-            logger.warning(text, len(self._unwanted))
+            logger.warning(CHANGED_ROWS_STAY, len(self._unwanted))
             self._unwanted.clear()
         if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
@@ -445,11 +460,22 @@ class LowerTier:
     def _loads(self) -> dict[JobId, RowJob]:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
-    def _delete(self, names: Sequence[BlockKey]) -> None:
-        """Begin to delete keys of the backend, which are misses from now on, until all are gone."""
+    def _delete(self, names: Sequence[BlockKey]) -> bool:
+        """Begin to delete keys of the backend, which are misses from now on, until all are gone.
+
+        Any thread may call it. Return whether that has begun: not while the engine is closed.
+        """
         self._unwanted |= dict.fromkeys(names)
-        with suppress(ClosedError):  # then `close` tells that they stay
+        try:
             self._engine.submit_call(self._delete_in_the_end(list(names)))
+        except ClosedError:
+            self._forget_unwanted(names)
+            return False
+        return True
+
+    def _forget_unwanted(self, names: Sequence[BlockKey]) -> None:
+        for name in names:
+            self._unwanted.pop(name, None)
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
         """Delete keys of the backend, after pauses those that it still has."""
@@ -461,9 +487,7 @@ class LowerTier:
                 left = set(names)
                 if not pause.num_failures:
                     logger.warning("%d rows cannot be deleted yet: %r", len(left), exc)
-            for name in names:
-                if name not in left:
-                    self._unwanted.pop(name, None)
+            self._forget_unwanted([name for name in names if name not in left])
             names = [name for name in names if name in left]
             if names:
                 await asyncio.sleep(pause.next_s())
@@ -477,7 +501,7 @@ class LowerTier:
             runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
             answers = last.done() and not last.cancelled() and not last.exception()
             if answers and not last.result()[1]:
-                self._unwanted.clear()
+                self._forget_unwanted(unwanted)
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
@@ -526,7 +550,7 @@ class _CheckedStores(WrappingBackend):
     Args:
         pool: Verifies rows, which are its slots.
         rows: Row and key by the name of each that is being stored.
-        delete: Deletes names in the end.
+        delete: Begins to delete names, on any thread; returns whether it does.
     """
 
     passes_on = frozenset({Retaining, TellsKept})
@@ -535,8 +559,8 @@ class _CheckedStores(WrappingBackend):
         self,
         inner: Backend,
         pool: HostPool,
-        rows: Mapping[BlockKey, tuple[int, BlockKey]],
-        delete: Callable[[Sequence[BlockKey]], None],
+        rows: Mapping[BlockKey, _Row],
+        delete: Callable[[Sequence[BlockKey]], bool],
     ) -> None:
         super().__init__(inner)
         self._pool, self._rows, self._delete = pool, rows, delete
@@ -545,33 +569,60 @@ class _CheckedStores(WrappingBackend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a row that has changed is `CORRUPT`."""
         rows = [self._rows.get(key) for key in keys]
-        outcomes = await self._verify(rows)
+        outcomes = await self._run(partial(_verify_rows, self._pool, rows))
         sound = positions_done(outcomes)
         if not sound:
             return outcomes
-        names = [keys[index] for index in sound]
+        names, rows = [keys[index] for index in sound], [rows[index] for index in sound]
+        verify_again = partial(self._delete_changed, names, rows)
         try:
             stored = await self.inner.store(names, blocks.take(sound))
         finally:  # also what a call that was given up may have stored
-            checked = await self._verify([rows[index] for index in sound])
-            if changed := [names[n] for n, each in enumerate(checked) if not each.done]:
-                self._delete(changed)
+            checked, left = await self._run(verify_again)
+            if left:  # the engine is being closed, after its calls
+                await self._delete_now(left)
         for index, outcome, verified in zip(sound, stored, checked, strict=True):
             outcomes[index] = verified if outcome.done else outcome
         return outcomes
-
-    async def _verify(self, rows: Sequence[tuple[int, BlockKey] | None]) -> list[Outcome]:
-        verify = partial(_verify_rows, self._pool, rows)
-        hashes = self._pool.integrity is MemoryIntegrity.FULL
-        return await self._threads.run(verify) if hashes else verify()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         await self.inner.aclose()
         await self._threads.aclose()
 
+    async def _run(self, verify: Callable[[], T]) -> T:
+        """Verify rows, on a thread where that hashes; when cancelled, wait for its end."""
+        hashes = self._pool.integrity is MemoryIntegrity.FULL
+        return await self._threads.run(verify) if hashes else verify()
 
-def _verify_rows(pool: HostPool, rows: Sequence[tuple[int, BlockKey] | None]) -> list[Outcome]:
+    def _delete_changed(
+        self, names: Sequence[BlockKey], rows: Sequence[_Row | None]
+    ) -> tuple[list[Outcome], list[BlockKey]]:
+        """Verify rows that were stored, and begin to delete those that have changed.
+
+        Done in one call, which no cancellation cuts. Also return the names that are to be deleted
+        where that cannot begin.
+        """
+        try:
+            checked = _verify_rows(self._pool, rows)
+        except Exception:
+            logger.exception("%d rows that were stored cannot be verified", len(rows))
+            checked = [_ENDED] * len(rows)
+        pairs = zip(names, checked, strict=True)
+        changed = [name for name, each in pairs if not each.done]
+        return checked, [] if not changed or self._delete(changed) else changed
+
+    async def _delete_now(self, names: Sequence[BlockKey]) -> None:
+        try:
+            _, left = await delete_from(self.inner, names)
+        except Exception:
+            logger.exception("rows cannot be deleted")
+            left = set(names)
+        if left:
+            logger.warning(CHANGED_ROWS_STAY, len(left))
+
+
+def _verify_rows(pool: HostPool, rows: Sequence[_Row | None]) -> list[Outcome]:
     return [_ENDED if row is None else pool.verify(*row) for row in rows]
 
 
