@@ -591,6 +591,14 @@ TABLE = """
 --- backends/host/scrubber.py
 @@ memory 60 the scrubber never begins
 -            self._threads.start(self._run, threading.get_ident())
+--- kvxfer/storage/staging_memory.py
+@@ tiers 40 a buffer is drained by all tiers
+-        drain = drain or self._drain
++        drain = self._drain
+--- backends/file/io/file_io.py
+@@ files 200 a file that cannot be looked for is not there
+-            sizes.append(None if runtime.is_absent(exc) else exc)
++            sizes.append(None)
 --- kvxfer/storage/bytes_backend.py
 @@ bytes 600 a store finds what a delete that was given up removes after it
 -        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
