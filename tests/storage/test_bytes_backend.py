@@ -146,6 +146,40 @@ async def test_a_value_that_has_come_is_written_beside_a_call_that_hangs() -> No
         assert [each.done for load in loads for each in await load] == [True, True]
 
 
+async def test_a_load_whose_value_comes_after_a_close_began_touches_no_memory() -> None:
+    events = [threading.Event() for _ in range(4)]
+    copies, may_copy, asks, may_answer = events
+
+    class Slow(Values):
+        def get(self, names: Sequence[str]) -> list[bytes | None]:
+            if self.name_of(KEYS[1]) in names:
+                asks.set()
+                may_answer.wait(LIMIT_S)
+            return super().get(names)
+
+        def _verified(self, name: str, size: int, value: bytes) -> memoryview | None:
+            copies.set()
+            may_copy.wait(LIMIT_S)
+            return super()._verified(name, size, value)
+
+    backend = Slow({}, MEMORY.namespace())
+    await store_generated(backend, KEYS[:2], MEMORY.describe(0, [0, 1]))
+    copying, asking = (
+        asyncio.ensure_future(backend.load([key], MEMORY.describe(0, [block])))
+        for key, block in zip(KEYS[:2], (4, 5), strict=True)
+    )
+    while not (copies.is_set() and asks.is_set()):
+        await yield_to_loop(1)
+    closing = asyncio.ensure_future(backend.aclose())
+    await yield_to_loop(5)
+    may_answer.set()
+    with pytest.raises(ClosedError):
+        await asyncio.wait_for(asking, LIMIT_S / 2)
+    may_copy.set()
+    assert (await copying)[0].done
+    await closing
+
+
 async def test_a_drain_waits_for_a_value_whose_store_was_given_up() -> None:
     may_go_on = threading.Event()
 
