@@ -193,21 +193,29 @@ async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_
     assert gpu.get("registered_bytes") == 0
 
 
+async def store_on_lost_device(
+    gpu: SimulatedGpu, engine: kvxfer.TransferEngine
+) -> Sequence[kvxfer.Outcome]:
+    """Store blocks whose device is lost while it copies them."""
+    batches = gpu.get("num_batches")
+    gpu.set("paused", 1)
+    store = asyncio.create_task(engine.store(KEYS[:20], [range(20)]))
+    await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches)
+    gpu.set("lost", 0)
+    outcomes = await store
+    gpu.set("paused", 0)
+    return outcomes
+
+
 @pytest.mark.parametrize("integrity", ["fenced", "full"])
 async def test_a_device_that_is_lost_in_the_middle_leaves_memory_and_slots_unsafe(
     gpu: SimulatedGpu, engine_caches: EngineCaches, integrity: str
 ) -> None:
     url = f"host://?capacity=4MiB&integrity={integrity}"
     async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
-        batches = gpu.get("num_batches")
-        gpu.set("paused", 1)
-        store = asyncio.create_task(engine.store(KEYS[:20], [range(20)]))
-        await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches)
-        gpu.set("lost", 0)
-        for outcome in await store:
+        for outcome in await store_on_lost_device(gpu, engine):
             assert outcome.status is kvxfer.Status.FAILED
             assert not outcome.memory_safe
-        gpu.set("paused", 0)
         await engine.drain()
         assert await engine.lookup(KEYS[:20]) == [False] * 20
         assert isinstance(host := engine.backend, HostBackend)
@@ -222,13 +230,8 @@ async def test_slots_of_a_pool_that_a_lost_device_may_write_to_stay_those_of_thi
     with running_pool(path, capacity="4MiB") as hosts:
         url = f"pool://{path}"
         async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
-            batches = gpu.get("num_batches")
-            gpu.set("paused", 1)
-            store = asyncio.create_task(engine.store(KEYS[:20], [range(20)]))
-            await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches)
-            gpu.set("lost", 0)
-            assert not any(outcome.done or outcome.memory_safe for outcome in await store)
-            gpu.set("paused", 0)
+            outcomes = await store_on_lost_device(gpu, engine)
+            assert not any(outcome.done or outcome.memory_safe for outcome in outcomes)
             [host] = hosts
             assert host._index.num_free_slots == host.num_slots - 20, "they may still be written to"
         async with PoolBackend(PoolConfig(path=str(path)), namespace) as other:
