@@ -223,8 +223,8 @@ class JobMover:
     def _meeting(self, job: Job) -> list[_BegunJob]:
         """Return what was begun and has to end before a job: what devices move, and any load.
 
-        A load writes blocks to its last slice. A store of which nothing is moved waits as well as
-        the job does.
+        A load writes its blocks until its last slice has landed. A store that a device does not
+        move just now need not end first.
         """
         begun = list(self._begun.values())
         earlier = [each for each in begun if each.transfer or each.job.direction is Direction.LOAD]
@@ -401,7 +401,7 @@ class JobMover:
     async def drain_begun(self, job: Job | None = None) -> None:
         """Move jobs that were begun on threads to their ends: all, or those a job has to wait for.
 
-        What is begun meanwhile is not waited for by a job, or a store might wait for ever.
+        A job does not wait for what is begun meanwhile, or a store might wait for ever.
         """
         met = None if job is None else [each.job.job_id for each in self._meeting(job)]
         began = runtime.monotonic()

@@ -81,7 +81,7 @@ class Task:
         self._lock = runtime.lock()
 
     async def ask(self, call: Awaitable[T]) -> T:
-        """Await a call of the backend, from which it counts until its end as owing an answer."""
+        """Await a call of the backend, which owes an answer until the call ends."""
         if not self.num_asked:
             self.answered = runtime.monotonic()
         self.num_asked += 1

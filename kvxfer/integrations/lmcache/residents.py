@@ -153,7 +153,7 @@ class Residents(Observer):
                 self._note_back(object_id, index)
 
     def away_of(self, object_id: bytes) -> list[BlockKey]:
-        """List the pieces of an object that were not found lately: it needs them to be there."""
+        """List the pieces that an object lacks: those that are gone or were not found lately."""
         with self._lock:
             resident = self._objects.get(object_id)
             away = resident.away | resident.lost if resident else ()

@@ -375,7 +375,7 @@ class LowerTier:
     def close(self) -> bool:
         """Finish stores, cancel loads, and close the backend.
 
-        Return whether it was closed in time. If not, the backend may still touch rows.
+        Return whether nothing touches a row any more: not if it is late, or the close has failed.
         """
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
