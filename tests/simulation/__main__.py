@@ -12,6 +12,7 @@ from unittest.mock import patch
 from kvxfer.testing.simulation import Scenario, Simulation, Step, main
 from kvxfer.testing.simulation.campaign import scenario_named
 from tests.simulation.files import FilesScenario
+from tests.simulation.isolation import IsolationScenario
 from tests.simulation.lending import LendingScenario
 from tests.simulation.memory import MemoryScenario
 from tests.simulation.objects import ObjectsScenario
@@ -60,6 +61,7 @@ class HandoverScenario(VLLMScenario):
 
 SCENARIOS: list[Scenario] = [
     TiersScenario(),
+    IsolationScenario(),
     PolledScenario(),
     RowsScenario(),
     MemoryScenario(),

@@ -67,7 +67,7 @@ class TiersScenario(EngineScenario):
         faulty: dict[int, FaultyTier] = {}
         for number, kind in enumerate(kinds):
             num_blocks = ROOM if is_roomy or number else random.choice((2, 4, 8))
-            tier = _open_tier(kind, num_blocks, namespace, hashing.choice(HASHING), copying)
+            tier = open_tier(kind, num_blocks, namespace, hashing.choice(HASHING), copying)
             if number or random.random() < 0.5:
                 tier = faulty[number] = FaultyTier(tier, simulation, f"{number} {kind}")
             tiers.append(tier)
@@ -78,12 +78,12 @@ class TiersScenario(EngineScenario):
             staging_bytes = random.choice((8192, 16384, 65536))
             backend = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
         if isinstance(backend, TieredBackend):
-            _watch_staging(simulation, backend._staging)
+            watch_staging(simulation, backend._staging)
         staging = simulation.random("staging")
         if staging.random() > 1 - STAGED:
             copies, staging_bytes = LateCopyEngine(staging), staging.choice((2048, 16384))
             backend = _Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
-            _watch_staging(simulation, backend._staging)
+            watch_staging(simulation, backend._staging)
         return Opened(
             backend=backend,
             tiers=() if is_alone else tiers,
@@ -99,7 +99,7 @@ class TiersScenario(EngineScenario):
         return leftovers_of_all(engine, opened, may_lose=may_lose)
 
 
-def _open_tier(
+def open_tier(
     kind: str,
     num_blocks: int,
     namespace: Namespace,
@@ -245,7 +245,7 @@ def join(
     return joined
 
 
-def _watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
+def watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
     """Fill each buffer that is given back, and check that nothing has touched it until its use."""
     take, give_back = staging._take, staging._give_back
     free: dict[int, Any] = {}

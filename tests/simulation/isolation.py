@@ -1,0 +1,131 @@
+"""Scenario of three tiers, of which the second hangs: it takes nothing from the other two."""
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.simulation import EngineRun, FaultyTier, Opened, Simulation, Step
+from kvxfer.testing.simulation.faults import TierFault
+from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
+from tests.simulation.tiers import HASHING, ROOM, TiersScenario, join, open_tier, watch_staging
+
+LISTS = (("host", "dict", "dict"), ("dict", "dict", "dict"), ("host", "host", "dict"))
+NUM_TASKS = 3
+HANGS_S = 120.0
+TURNS = 20
+PAUSE_S = 0.25
+LONGEST_S = 4.0
+"""Virtual time that a lookup takes at most: twice it waits for a buffer, and for a late load."""
+SLOW_S = 0.9
+MOST_SLOW = 16
+"""Lookups that take as long as a late load, until the tier has lost its share of the buffers."""
+DELETE_S = 0.6
+
+
+class IsolationScenario(TiersScenario):
+    """Engine over three tiers; loads of the second hang, and what they hold never comes back.
+
+    What the last tier has is found all the same, and soon. A block that waits for a buffer is not
+    locked: it can be deleted.
+    """
+
+    name = "isolation"
+    share = 0.2
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        group = random.randrange(len(PAGE_SIZES_BYTES))
+        kept, lost, renewed = (tuple(Part(group, 3 * i + of) for of in range(3)) for i in range(3))
+        waiting = Part(group, NUM_KEYS - 1)
+        calls = {"timeout_s": None, "cancel_s": None}
+        hanging = random.choice((TierFault.LATE, TierFault.STUCK))
+        fault = {"fault": hanging, "for_s": HANGS_S, "share": 1.0, "calls": ("load",)}
+        steps = [
+            Step(0.0, "store", calls | {"parts": (*kept, *lost, waiting)}),
+            Step(1.0, "flush", calls),
+            Step(2.0, "lose", {"tier": 1, "parts": lost}),
+            Step(2.1, "fault", fault | {"tier": 1}),
+        ]
+        for number in range(NUM_TASKS):
+            cancel_s = random.choice((None, 0.3, 0.5))
+            steps += [
+                Step(2.2, "find", {"parts": (kept[number], lost[number]), "cancel_s": cancel_s}),
+                Step(2.2, "renew", {"part": renewed[number]}),
+            ]
+        return [*steps, Step(2.4, "find_and_delete", {"part": waiting})]
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        random = simulation.random("tiers")
+        tiers: list[Backend] = [
+            FaultyTier(
+                open_tier(kind, ROOM, namespace, random.choice(HASHING), None),
+                simulation,
+                f"{number} {kind}",
+            )
+            for number, kind in enumerate(random.choice(LISTS))
+        ]
+        staging_bytes, pause_s = random.choice((8192, 16384, 32768)), random.choice((0.1, 1.0))
+        backend = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
+        watch_staging(simulation, backend._staging)
+        faulty = {at: each for at, each in enumerate(tiers) if isinstance(each, FaultyTier)}
+        return Opened(backend=backend, tiers=tiers, faulty=faulty)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        world = World(simulation)
+        opened = self.open(simulation, world.namespace)
+        opened.excuse([step.arguments for step in steps if step.what == "fault"], world.history)
+        simulation.run(self._run(_IsolationRun(self, simulation, world, opened), steps))
+
+
+class _IsolationRun(EngineRun):
+    """Engine that looks for what its first tier has lost, again and again."""
+
+    _num_looking = _num_slow = 0
+
+    async def _lose(self, tier: int, parts: tuple[Part, ...]) -> None:
+        """Delete from one tier what a lower one has."""
+        await self._inner(tier).delete(self._world.keys(parts))
+
+    async def _find(self, parts: tuple[Part, ...], cancel_s: float | None) -> None:
+        """Look up chunks that come from a lower tier each time; the first lookup is cancelled."""
+        self._num_looking += 1
+        random = self._simulation.random(f"find {parts}")
+        for turn in range(TURNS):
+            part = parts[turn % len(parts)]
+            await self._lose(0, (part,))
+            began = self._simulation.now
+            await self._lookup((part,), None, None if turn else cancel_s)
+            took_s = self._simulation.now - began
+            if took_s > LONGEST_S:
+                self._simulation.fail("late", f"lookup of {part} took {took_s:.3f} s")
+            self._num_slow += took_s > SLOW_S
+            await asyncio.sleep(random.random() * PAUSE_S)
+        if self._num_slow > MOST_SLOW:
+            self._simulation.fail("slow beside a tier that hangs", f"{self._num_slow} lookups")
+
+    async def _renew(self, part: Part) -> None:
+        """Store and delete a chunk again and again, which is written back meanwhile."""
+        random = self._simulation.random(f"renew {part}")
+        for _ in range(TURNS):
+            await self._move("store", (part,), None, None)
+            await asyncio.sleep(random.random() * PAUSE_S)
+            await self._delete_soon(part)
+
+    async def _find_and_delete(self, part: Part) -> None:
+        """Delete a chunk whose lookup waits for a buffer, as the others have those of its tier."""
+        if self._num_looking < NUM_TASKS:
+            return
+        await self._lose(0, (part,))
+        finding = asyncio.create_task(self._engine.lookup(self._world.keys([part])))
+        await asyncio.sleep(2 * PAUSE_S / 3)
+        await self._delete_soon(part)
+        await finding
+
+    async def _delete_soon(self, part: Part) -> None:
+        began = self._simulation.now
+        await self._delete((part,), None, None)
+        took_s = self._simulation.now - began
+        if took_s > DELETE_S:
+            self._simulation.fail("late", f"delete of {part} took {took_s:.3f} s")
