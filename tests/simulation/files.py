@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -109,6 +110,9 @@ class FilesScenario(EngineScenario):
                 "calls": random.choice((CALLS, READS, WRITES, ("sync",), ("name",), ("open",))),
             }
             steps.append(Step(random.random() * length_s, "bad_disk", given))
+        for _ in range(random.choice((0, 0, 0, 0, 0, 0, 1, 2))):
+            given = {"process": random.choice(names), "number": random.randrange(1 << 20)}
+            steps.append(Step(random.random() * length_s, "damage_inode", given))
         return sorted(steps, key=lambda step: step.at_s)
 
     def _of_a_process(
@@ -151,8 +155,11 @@ class _Store:
         self.config = _draw_config(random)
         self._has_tiers = random.random() < 0.25
         self._is_small_disk = random.random() < 0.15
-        self.has_faults = self._is_small_disk or any(step.what == "bad_disk" for step in steps)
+        faults = {step.what for step in steps}.intersection(("bad_disk", "damage_inode"))
+        self.has_faults = self._is_small_disk or bool(faults)
+        self.is_damaged_only = not self._is_small_disk and faults == {"damage_inode"}
         self.was_cut = False
+        self._damaged: dict[str, None] = {}
         self._random = random
         self._done = dict.fromkeys(PROCESSES, -1.0)
         self._processes: dict[str, SimulatedProcess] = {}
@@ -332,11 +339,30 @@ class _Store:
 
     def rot(self, keys: Mapping[str, BlockKey]) -> None:
         """Let the files of these names rot; what is there may be gone from now on."""
-        for path, size in self._disk.files().items():
+        for path, size in self._blocks().items():
             key = keys.get(path.rpartition("/")[2])
             if size and key is not None and "quarantine" not in path:
                 self._disk.damage(path)
                 self._history.note_rot(key)
+
+    def damage_inode(self, number: int) -> None:
+        """Damage the inode of a block's file, or of the folder that it is in."""
+        paths = [path for path in self._blocks() if "quarantine" not in path]
+        if paths:
+            path = paths[number % len(paths)]
+            is_folder = number // len(paths) % 4 == 0
+            self._disk.damage_inode(path.rpartition("/")[0] if is_folder else path)
+            self._damaged |= dict.fromkeys(
+                self._names.values() if is_folder else [path.rpartition("/")[2]]
+            )
+
+    def judge_beside_damage(self, parts: Sequence[Part], outcomes: Sequence[Outcome]) -> None:
+        """Check that a file that cannot be read fails no block but its own."""
+        for part, each in zip(parts, outcomes, strict=bool(outcomes)):
+            name = file_name(self._world.key(part))
+            is_other = self.is_damaged_only and name not in self._damaged
+            if is_other and os.strerror(errno.EIO) in each.reason:
+                self._simulation.fail("failed by the damage of another file", f"{part}: {each}")
 
     def require_flushed(self, since: float) -> None:
         """Check that a power cut could not take what was stored before a flush began.
@@ -375,7 +401,9 @@ class _Store:
         return {
             path: -(-size // 4096) * 4096
             for path, size in self._disk.files().items()
-            if path.endswith(suffixes) and (size >= 4096 or not path.endswith(".tmp"))
+            if path.endswith(suffixes)
+            and (size >= 4096 or not path.endswith(".tmp"))
+            and self._disk.is_readable(path)
         }
 
     def _require_capacity(self) -> None:
@@ -420,6 +448,11 @@ class _FileRun(EngineRun):
         self._store_of_all = store
         self._name = name
 
+    async def _move(self, what: str, parts: tuple[Part, ...], *given: Any, **more: Any) -> Any:
+        outcomes = await super()._move(what, parts, *given, **more)
+        self._store_of_all.judge_beside_damage(parts, outcomes or ())
+        return outcomes
+
     async def _bad_disk(
         self, error: int, for_s: float, share: float, calls: tuple[str, ...]
     ) -> None:
@@ -446,6 +479,8 @@ class _FileRun(EngineRun):
         if self._store_of_all.has_faults:
             files = self.opened.backend
             await asyncio.sleep(QUIET_S)
+            if self._store_of_all.is_damaged_only and isinstance(files, FileBackend):
+                await self._aside(partial(_walk, files))
             for what in held_by_files(files) if isinstance(files, FileBackend) else []:
                 self._simulation.fail("left", f"{what} at rest, on a bad disk")
             return
@@ -519,6 +554,10 @@ class _FileRun(EngineRun):
         """Let files rot; whoever finds one corrupt removes it."""
         self._store_of_all.rot({file_name(key): key for key in self._world.keys(parts)})
 
+    async def _damage_inode(self, number: int) -> None:
+        """Damage a file or folder, which is skipped from now on by those who count and collect."""
+        self._store_of_all.damage_inode(number)
+
     async def _lose_count(self, after_s: float) -> None:
         """Let an operator remove the count, while files are counted."""
         files = self.opened.tiers[-1] if self.opened.tiers else self.opened.backend
@@ -536,11 +575,22 @@ class _FileRun(EngineRun):
         try:
             await runtime.run_aside("operator", work)
         except OSError:
-            if not self._store_of_all.has_faults:
+            if not self._store_of_all.has_faults or self._store_of_all.is_damaged_only:
                 raise
         except InvalidArgumentError:
             if any(path.endswith(MARKS) for path in self._simulation.runtime.files.files()):
                 raise
+
+
+def _walk(files: FileBackend) -> None:
+    """Walk through all files, as a store does that finds no room.
+
+    Raises:
+        OSError: The walk has failed.
+    """
+    walk = files._space.begin_scan()
+    runtime.wait_futures([walk], QUIET_S)
+    walk.result(0)
 
 
 def _draw_config(random: Random) -> FileConfig:

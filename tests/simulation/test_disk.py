@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvxfer import runtime
 from kvxfer.testing.simulation import Simulation
 
@@ -75,6 +77,34 @@ def test_the_disk_of_a_simulation_answers_as_that_of_the_machine(tmp_path: Path)
     found: list[list[object]] = []
     run_simulated(lambda _: found.append(answers(Path("/root"))), 1)
     assert found == [answers(tmp_path)]
+
+
+def test_a_damaged_inode_can_be_neither_read_nor_removed_until_faults_end() -> None:
+    def body(simulation: Simulation) -> None:
+        disk, files = runtime.disk(), simulation.runtime.files
+        for name in ("kept", "folder/inner"):
+            disk.makedirs(Path(f"/{name}").parent, exist_ok=True)
+            disk.close(disk.open(f"/{name}", os.O_CREAT | os.O_RDWR))
+        disk.close(disk.open("/damaged", os.O_CREAT | os.O_RDWR))
+        files.damage_inode("/damaged")
+        files.damage_inode("/folder")
+        calls: list[Callable[[], object]] = [
+            lambda: disk.open("/damaged", os.O_RDONLY),
+            lambda: disk.stat("/damaged"),
+            lambda: disk.unlink("/damaged"),
+            lambda: disk.rename("/kept", "/damaged"),
+            lambda: disk.open("/folder/inner", os.O_RDONLY),
+        ]
+        for call in calls:
+            with pytest.raises(OSError, match="Input/output error"):
+                call()
+        paths = ("/kept", "/damaged", "/folder/inner", "/none")
+        assert [files.is_readable(path) for path in paths] == [True, False, False, True]
+        files.end_faults()
+        disk.stat("/folder/inner")
+        disk.unlink("/damaged")
+
+    run_simulated(body, 1)
 
 
 def test_a_power_cut_loses_what_was_not_synced_and_nothing_else() -> None:

@@ -36,6 +36,7 @@ class _Node:
     Attributes:
         pending: Bytes with their offsets, lengths to which a file is cut, or names with what they
             mean from then on.
+        is_damaged: Whether its inode cannot be read: it can neither be opened nor be removed.
     """
 
     number: int
@@ -49,6 +50,7 @@ class _Node:
     pending: list[tuple[int, bytes] | int] = field(default_factory=list)
     pending_names: list[dict[str, "_Node | None"]] = field(default_factory=list)
     locks: dict["_Opened", int] = field(default_factory=dict)
+    is_damaged: bool = False
 
     def sync(self) -> None:
         """Bring everything to the medium."""
@@ -117,6 +119,13 @@ class SimulatedDisk:
     def end_faults(self) -> None:
         """Let no call fail any more."""
         self._windows = FaultWindows()
+        for node in self._nodes.values():
+            node.is_damaged = False
+
+    def damage_inode(self, path: str) -> None:
+        """Damage the inode of a file or folder: EIO says whoever looks for it, until the end."""
+        folder, name = self._find(path, None)
+        folder.names[name].is_damaged = True
 
     def crash_at(
         self, process: SimulatedProcess, num_changes: int, crash: Callable[[], object]
@@ -167,6 +176,14 @@ class SimulatedDisk:
         data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         folder.names[name].sync()
 
+    def is_readable(self, path: str) -> bool:
+        """Whether neither a file nor a folder above it has a damaged inode."""
+        try:
+            self._existing(path, None)
+        except OSError as exc:
+            return exc.errno != errno.EIO
+        return True
+
     def safe_files(self) -> list[str]:
         """List the paths of the files that a power cut would leave whole, whatever it takes."""
         paths = self._paths(self._root, is_safe=True)
@@ -183,6 +200,7 @@ class SimulatedDisk:
         self._begin("open", path)
         folder, name = self._find(path, dir_fd)
         node = folder.names.get(name) if name else folder
+        _require_readable(node, path)
         process = self._scheduler.current.process
         if sum(each.process is process for each in self._opened.values()) >= MOST_FDS:
             _fail(errno.EMFILE, path)
@@ -303,6 +321,7 @@ class SimulatedDisk:
         self._begin("name", src)
         node = self._existing(src, src_dir_fd)
         (source, old), (target, new) = self._find(src, src_dir_fd), self._find(dst, dst_dir_fd)
+        _require_readable(target.names.get(new), dst)
         if new in target.names and target.names[new].is_folder:
             _fail(errno.EISDIR, dst)
         if source is target:
@@ -513,6 +532,7 @@ class SimulatedDisk:
     def _existing(self, path: _Name, dir_fd: int | None) -> _Node:
         folder, name = self._find(path, dir_fd)
         node = folder.names.get(name) if name else folder
+        _require_readable(node, path)
         if node is None:
             _fail(errno.ENOENT, path)
         return node
@@ -525,6 +545,7 @@ class SimulatedDisk:
             found = node.names.get(each)
             if found is None:
                 _fail(errno.ENOENT, path)
+            _require_readable(found, path)
             node = found
         if not node.is_folder:
             _fail(errno.ENOTDIR, path)
@@ -545,6 +566,11 @@ class SimulatedDisk:
 
 def _fail(number: int, path: "_Name | None" = None) -> NoReturn:
     raise OSError(number, os.strerror(number), *([] if path is None else [os.fsdecode(path)]))
+
+
+def _require_readable(node: _Node | None, path: _Name) -> None:
+    if node is not None and node.is_damaged:
+        _fail(errno.EIO, path)
 
 
 def _parts(path: _Name) -> list[str]:
