@@ -40,6 +40,14 @@ class Mutation:
 
 
 TABLE = """
+--- backends/nixl/client.py
+@@ peers 200 lookups and deletes do not wait for their turn at a holder
+-        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
++        self._asked = asyncio.Semaphore(1 << 20)
+--- backends/file/folders/block_tree.py
+@@ files 100 a walk ends at a file that cannot be read
+-    if exc.errno in DAMAGE_ERRORS:
++    if exc.errno in ():
 --- backends/host/scrubber.py
 @@ memory 40 the scrubber ignores the generation of a slot
 -        is_known = int(self._seen[slot]) == generation
@@ -51,6 +59,16 @@ TABLE = """
 -        if slot in self._unhashed:
 +        if slot < 0:
 --- kvxfer/tiering/tiered_backend.py
+@@ isolation 20 keys that are brought up are locked before there is a buffer
+             async with AsyncExitStack() as held:
++                await held.enter_async_context(self._locks.acquire(batch))
+                 try:  # not under the locks, which others wait for
+                     hold = tier.hold(sizes[start:stop], [0] * len(batch))
+                     staged = await held.enter_async_context(hold)
+                 except TimeoutError:
+                     logger.warning("%s: no staging buffer comes back in time", tier.name)
+                     break
+-                await held.enter_async_context(self._locks.acquire(batch))
 @@ tiers 60 a delete does not wait for what moves
 -            await held.enter_async_context(self._locks.acquire(keys))
 @@ tiers 10 a lookup finds what no tier has
@@ -87,6 +105,15 @@ TABLE = """
 -                while before := turn.find_before(key):
 -                    await before.wait()
 --- kvxfer/tiering/tier_writer.py
+@@ isolation 20 keys that are written back are locked before there is a buffer
+         async with AsyncExitStack() as held:
++            await held.enter_async_context(self._locks.acquire(list(taken)))
+             try:
+                 staged = await held.enter_async_context(self._target.hold(sizes, starts))
+             except TimeoutError:
+                 self.queue.give_back(runtime.monotonic(), taken)
+                 return
+-            await held.enter_async_context(self._locks.acquire(list(taken)))
 @@ tiers 60 write-backs do not lock their keys
 -            await held.enter_async_context(self._locks.acquire(list(taken)))
 @@ tiers 300 blocks that could not be read are not written back
@@ -95,6 +122,15 @@ TABLE = """
 @@ tiers 200 blocks whose tier pauses are not written back
 -            self.queue.put_off(runtime.monotonic(), keys, failed=False)
 --- kvxfer/tiering/isolated_tier.py
+@@ isolation 20 a tier may hold every staging buffer
+-share=self._share, timeout_s=self._timeouts.move_s)
++timeout_s=self._timeouts.move_s)
+@@ isolation 20 a staging buffer is waited for without a deadline
+-share=self._share, timeout_s=self._timeouts.move_s)
++share=self._share)
+@@ isolation 40 a tier is asked whose buffers are all being drained
+-        return not (is_late or self._share.is_spent)
++        return not is_late
 @@ rows 400 a store that was given up brings back what was purged
 -            await self.backend.drain()
 -            self._num_drained
@@ -279,6 +315,9 @@ TABLE = """
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
+@@ files 200 an eviction ends at a file that cannot be removed
+-                if not may_not and exc.errno not in DAMAGE_ERRORS:
++                if not may_not:
 @@ files 400 a corrupt block that two have found is taken off the count twice
 -            moved, is_known = self._quarantine(key, fd), True
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True

@@ -2,15 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery
+from kvxfer.backends.nixl import client as nixl_client
+from kvxfer.backends.nixl import server as nixl_server
+from kvxfer.backends.nixl.client import ASKED_AT_A_PEER
 from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.backends.nixl.reads import GRACE_S
+from kvxfer.backends.nixl.server import MAX_REQUESTS
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulation, Step
+from kvxfer.testing.simulation.world import draw_parts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.etcd import EtcdFault, SimulatedEtcd
@@ -24,6 +30,11 @@ from tests.simulation.tiers import (
     open_host,
 )
 
+BURSTS = 0.08
+NUM_ASKED = 5
+FEW = 8
+"""Most requests of an engine that a holder answers at one time, in a burst of more."""
+CALL_LIMITS = ("timeout_s", "cancel_s")
 FIRST_PORT = 9000
 REPLICAS = (1, 1, 2)
 ETCD_SHARE = 0.4
@@ -68,15 +79,32 @@ class PeersScenario(FleetScenario):
     lasting: ClassVar[tuple[str, ...]] = ("kvxfer-etcd",)
     gone_s: ClassVar[float] = LEASE_S + 1.0
 
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`; some are bursts of more requests than a holder answers at a time."""
+        plan = super().plan(random)
+        if random.random() > BURSTS:
+            return plan
+        calls: dict[str, Any] = {"engine": 0, "timeout_s": None, "cancel_s": None}
+        stores = [Step(0.0, "store", calls | {"parts": draw_parts(random)}) for _ in range(4)]
+        asked = [
+            Step(2.0, what, calls | {"parts": draw_parts(random)})
+            for what in ["lookup", "lookup", "delete"] * NUM_ASKED
+        ]
+        return stores + asked + [Step(4.0, "lookup", calls | {"parts": draw_parts(random)})]
+
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         self._agents: list[tuple[Any, FakeNixlAgent]] = []
         self._unwanted: dict[tuple[int, int], float] = {}
         self._longest_s = 0.0
         self._may_lag = any(step.what in LAGS for step in steps)
         self._etcd = SimulatedEtcd(simulation)
+        ends = {step.arguments.get(limit, 0.0) for step in steps for limit in CALL_LIMITS}
+        is_burst = ends == {None}  # nothing is given up, which would be answered all the same
         with (
             patch.object(discovery, "open_session", self._etcd.open_session),
             patch.object(discovery, "own_loop", self._etcd.own_loop),
+            patch.object(nixl_server, "MAX_REQUESTS", FEW if is_burst else MAX_REQUESTS),
+            patch.object(nixl_client, "ASKED_AT_A_PEER", FEW // 2 if is_burst else ASKED_AT_A_PEER),
         ):
             super().run(simulation, steps)
 
