@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_884,
     "kvxfer/telemetry": 1_656,
-    "kvxfer/testing": 7_098,
+    "kvxfer/testing": 7_124,
     "kvxfer/tiering": 1_548,
     "kvxfer/transfer": 2_063,
 }
