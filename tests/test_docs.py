@@ -35,12 +35,11 @@ def fences(page: Path) -> list[re.Match[str]]:
     return list(FENCE.finditer(page.read_text()))
 
 
-def run_blocks(page: Path, *, before: str | None = None) -> ModuleType:
+def run_blocks(page: Path) -> ModuleType:
     """Run the Python blocks of a page in order, as one module with the page's line numbers."""
     module = ModuleType(page.stem)
     text = page.read_text()
-    end = len(text) if before is None else text.index(f"\n{before}\n")
-    for fence in FENCE.finditer(text, 0, end):
+    for fence in FENCE.finditer(text):
         if fence[1] == "python":
             lines_before = text.count("\n", 0, fence.start(2))
             code = compile("\n" * lines_before + fence[2], page, "exec")
@@ -82,7 +81,7 @@ def test_the_python_blocks_of_a_page_run(page: Path) -> None:
 
 def test_the_readme_and_the_guides_have_code() -> None:
     names = {page.name for page in PAGES_WITH_CODE}
-    guides = {"concepts.md", "backends.md", "peers.md"}
+    guides = {"concepts.md", "backends.md", "testing.md", "peers.md"}
     assert {"README.md", "index.md"} | guides <= names
 
 
@@ -224,6 +223,6 @@ def test_the_messages_that_the_page_about_failures_quotes_are_in_the_source() ->
 
 
 # The backends of the guide are held to the contract that it explains.
-_GUIDE = run_blocks(ROOT / "docs" / "backends.md", before="## Every order of events")
+_GUIDE = run_blocks(ROOT / "docs" / "backends.md")
 TestBackendOfTheGuide = _GUIDE.TestMemoryBackend
 TestDirectBackendOfTheGuide = _GUIDE.TestDirectBackend
