@@ -332,7 +332,7 @@ TABLE = """
 +            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 @@ files 60 an evicted file is not told
 -                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
-@@ files 100 the room of a failed store of files is not given back
+@@ files 200 the room of a failed store of files is not given back
 -                    self._ledger.give_back(settled[1])
 +                    self._ledger.give_back(0)
 --- backends/file/folders/namespace_folder.py
@@ -367,7 +367,7 @@ TABLE = """
 @@ peers 40 pins of a peer that has gone stay
 -        while self._pins:
 +        while not self._ended:
-@@ peers 100 a request that was given up goes on at its holder
+@@ peers 300 a request that was given up goes on at its holder
 -            if job := self._jobs.get(number):
 -                job.cancel()
 --- backends/nixl/reads.py
