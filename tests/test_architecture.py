@@ -63,11 +63,11 @@ BUDGETS = {
     "kvxfer/pages": 2_279,
     "kvxfer/replay": 1_664,
     "kvxfer/runtime": 1_192,
-    "kvxfer/storage": 4_884,
+    "kvxfer/storage": 4_910,
     "kvxfer/telemetry": 1_656,
     "kvxfer/testing": 7_124,
-    "kvxfer/tiering": 1_548,
-    "kvxfer/transfer": 2_063,
+    "kvxfer/tiering": 1_593,
+    "kvxfer/transfer": 2_064,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -19,7 +19,7 @@ from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import outside_of
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, staging_of
 
 GENERATION_BYTES = 8
 """Bytes of a slot's generation: a uint64, which one read fetches whole."""
@@ -189,7 +189,7 @@ class StagedLender(Lender):
         self._backend = backend
         self._copy_engine = copy_engine
         self._threads = threads
-        self._staging = StagingMemory(max_bytes, max(self._chunk_sizes), backend.drain)
+        self._staging = staging_of(backend, max_bytes, max(self._chunk_sizes))
         self.regions = [self._staging.region]
 
     @asynccontextmanager

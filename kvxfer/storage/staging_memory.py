@@ -5,6 +5,7 @@ import heapq
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate, count, takewhile
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Outcome
+from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.calls import Drain, Move, call_backend, drain_in_the_end
 from kvxfer.storage.keys import BlockKey
 
@@ -93,9 +94,29 @@ class Share(asyncio.Semaphore):
         """Whether every buffer of the share is being drained."""
         return self._num_unsafe >= self._num_buffers
 
-    def note_unsafe(self, change: int) -> None:
-        """Note that a buffer begins to be drained, 1, or was drained, -1."""
-        self._num_unsafe += change
+    async def settle(self, drains: Collection[Drain], what: str, gives_up: asyncio.Event) -> bool:
+        """Keep a buffer until all that may touch it were drained; False where it is lost."""
+        self._num_unsafe += 1
+        for drain in drains:
+            if not await drain_in_the_end(drain, what, gives_up):
+                return False
+        self._num_unsafe -= 1
+        self.release()
+        return True
+
+
+@runtime_checkable
+class SharesBuffers(Protocol):
+    """Backend of several media, of which one that hangs keeps its share of a caller's buffers.
+
+    Attributes:
+        num_shares: Buffers that a caller has at least: one for each medium.
+    """
+
+    num_shares: int
+
+    def share_out(self, num_buffers: int) -> None:
+        """Let no medium but the first have all buffers of the caller, which has so many."""
 
 
 class StagingMemory:
@@ -224,15 +245,10 @@ class StagingMemory:
             raise
 
     async def _settle(self, buffer: Buffer, share: Share | None, drains: Collection[Drain]) -> None:
-        if share is not None:
-            share.note_unsafe(1)
+        share = share or Share(1)
         what = f"a staging buffer of {buffer.nbytes} bytes"
-        for drain in drains:
-            if not await drain_in_the_end(drain, what, self._closing):
-                return
-        if share is not None:
-            share.note_unsafe(-1)
-        self._give_back(buffer, share)
+        if await share.settle(drains, what, self._closing):
+            self._give_back(buffer)
 
     def _give_back(self, buffer: Buffer, share: Share | None = None) -> None:
         if share is not None:
@@ -243,6 +259,16 @@ class StagingMemory:
                 turn.set_result(buffer)
                 return
         self._idle.append(buffer)
+
+
+def staging_of(backend: Backend, max_bytes: int, largest_block_bytes: int) -> StagingMemory:
+    """Make staging memory for the blocks of a backend, whose media share its buffers."""
+    shares = backend.provide(SharesBuffers)
+    num_shares = MIN_BUFFERS if shares is None else max(MIN_BUFFERS, shares.num_shares)
+    staging = StagingMemory(max_bytes, largest_block_bytes, backend.drain, min_buffers=num_shares)
+    if shares is not None:
+        shares.share_out(staging.num_buffers)
+    return staging
 
 
 def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:

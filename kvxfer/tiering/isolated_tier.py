@@ -1,5 +1,6 @@
 """Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -86,6 +87,9 @@ class IsolatedTier:
         self._suspension = Suspension(self.name, timeouts.pause_s)
         self._staging = staging
         self._share = Share(num_buffers)
+        self._callers: Share | None = None  # of callers that have buffers; None for others
+        self._settling: set[asyncio.Task[bool]] = set()
+        self._closing = asyncio.Event()
         self._num_given_up = 0  # stores that may still put blocks there until `drain`
         self._num_drained = 0
 
@@ -100,7 +104,8 @@ class IsolatedTier:
     def is_available(self) -> bool:
         """Whether the backend may be called: not suspended, no late call runs, a buffer is left."""
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
-        return not (is_late or self._share.is_spent)
+        is_spent = self._share.is_spent or (self._callers or self._share).is_spent
+        return not (is_late or is_spent)
 
     async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
         """Look up which of `keys` are present; None when the backend fails or is late."""
@@ -130,7 +135,13 @@ class IsolatedTier:
         Copies between tiers, and requests below the first tier, have a deadline, after which every
         block is `TIMED_OUT`: keys are locked meanwhile, or a further tier has the blocks, too.
         """
+        if self._callers is not None and cause is Cause.REQUEST:
+            return partial(self._move_in_share, self._callers, operation)
         return partial(self._move_in_time, operation, cause)
+
+    def bound_callers(self, num_buffers: int) -> None:
+        """Let requests of so many buffers be in the tier at one time, those of drains included."""
+        self._callers = Share(num_buffers)
 
     async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         """See `delete_from`; every block may stay when the backend fails or is late."""
@@ -170,10 +181,13 @@ class IsolatedTier:
     async def aclose(self) -> None:
         """Close the backend; after `TierTimeouts.close_s` the call is abandoned."""
         self._calls.cancel()
+        self._closing.set()
         try:
             await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
             logger.warning("%s: not closed after %g s", self.name, self._timeouts.close_s)
+        for each in self._settling:  # nobody asks for its share any more
+            each.cancel()
 
     def hold(
         self, sizes: Sequence[int], starts: Sequence[int]
@@ -232,6 +246,30 @@ class IsolatedTier:
             elif not is_late:  # it is the backend's own
                 note_late()
         return None
+
+    async def _move_in_share(
+        self, share: Share, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Move blocks of a caller's buffer, which counts until nothing here touches it."""
+        try:
+            async with asyncio.timeout(self._timeouts.move_s):
+                await share.acquire()
+        except TimeoutError:
+            reason = f"{self.name} has too many requests for {self._timeouts.move_s:g} s"
+            return [Outcome(Status.TIMED_OUT, reason=reason)] * len(keys)
+        is_quiet = False
+        try:
+            outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
+            is_quiet = all(outcome.memory_safe for outcome in outcomes)
+        finally:
+            if is_quiet:
+                share.release()
+            else:
+                settling = share.settle([self.drain], f"a request in {self.name}", self._closing)
+                task = asyncio.create_task(settling)
+                self._settling.add(task)
+                task.add_done_callback(self._settling.discard)
+        return outcomes
 
     async def _move_in_time(
         self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors

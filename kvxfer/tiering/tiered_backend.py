@@ -146,6 +146,7 @@ class TieredBackend(TellsKept):
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
             raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
+        self.num_shares = len(tiers)
         num_lower = max(1, len(tiers) - 1)
         self._staging = StagingMemory(
             staging_bytes,
@@ -189,6 +190,12 @@ class TieredBackend(TellsKept):
             tier.observe(reports.of(name))
         for writer in self._writers:
             writer.observe()
+
+    def share_out(self, num_buffers: int) -> None:
+        """See `SharesBuffers.share_out`."""
+        num_buffers = require_positive("num_buffers", num_buffers)
+        for tier in self._lower:
+            tier.bound_callers(max(1, (num_buffers - 1) // len(self._lower)))
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`."""

@@ -30,7 +30,7 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, staging_of
 from kvxfer.transfer.job import Direction
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class StagedBackend(WrappingBackend):
         inner: Backend that reads and writes host memory; closed with this one.
         copy_engine: Copies between host and device; closed with this backend.
         largest_block_bytes: Bytes of the largest block that will be moved.
-        staging_bytes: Bound on the memory of all buffers; raised to two of the largest block.
+        staging_bytes: Bound on the memory of all buffers; raised to two of the largest block,
+            and to one for each tier.
 
     Attributes:
         memory_kinds: Those of `inner`, and "cuda".
@@ -85,7 +86,7 @@ class StagedBackend(WrappingBackend):
         super().__init__(inner)
         self.memory_kinds = inner.memory_kinds | {"cuda"}
         self._copy_engine = copy_engine
-        self._staging = StagingMemory(staging_bytes, largest_block_bytes, inner.drain)
+        self._staging = staging_of(inner, staging_bytes, largest_block_bytes)
         self._threads = Threads("kvxfer-stage", self._staging.num_buffers)
         self._pinned = False
         self._lost = ""

@@ -9,7 +9,17 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import EngineRun, FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.faults import TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
-from tests.simulation.tiers import HASHING, ROOM, TiersScenario, join, open_tier, watch_staging
+from tests.simulation.tiers import (
+    HASHING,
+    LARGEST_CHUNK_BYTES,
+    ROOM,
+    LateCopyEngine,
+    Staged,
+    TiersScenario,
+    join,
+    open_tier,
+    watch_staging,
+)
 
 LISTS = (("host", "dict", "dict"), ("dict", "dict", "dict"), ("host", "host", "dict"))
 NUM_TASKS = 3
@@ -22,6 +32,12 @@ SLOW_S = 0.9
 MOST_SLOW = 16
 """Lookups that take as long as a late load, until the tier has lost its share of the buffers."""
 DELETE_S = 0.6
+LOADED = 0.4
+STAGED = 0.4
+"""Shares of plans in which blocks are loaded, not looked up, and of runs with staging buffers."""
+LOADS_S = (2.2, 3.5, 5.0, 6.5)
+USE_S = 9.0
+USED_S = 0.8
 
 
 class IsolationScenario(TiersScenario):
@@ -40,7 +56,8 @@ class IsolationScenario(TiersScenario):
         kept, lost, renewed = (tuple(Part(group, 3 * i + of) for of in range(3)) for i in range(3))
         waiting = Part(group, NUM_KEYS - 1)
         calls = {"timeout_s": None, "cancel_s": None}
-        hanging = random.choice((TierFault.LATE, TierFault.STUCK))
+        is_loaded = random.random() < LOADED
+        hanging = random.choice((TierFault.LATE, TierFault.STUCK, *[TierFault.UNSAFE] * is_loaded))
         fault = {"fault": hanging, "for_s": HANGS_S, "share": 1.0, "calls": ("load",)}
         steps = [
             Step(0.0, "store", calls | {"parts": (*kept, *lost, waiting)}),
@@ -48,6 +65,12 @@ class IsolationScenario(TiersScenario):
             Step(2.0, "lose", {"tier": 1, "parts": lost}),
             Step(2.1, "fault", fault | {"tier": 1}),
         ]
+        if is_loaded:
+            for at_s in LOADS_S:
+                again = {"tier": 0, "parts": kept}
+                loads = [Step(at_s, "load", calls | {"parts": (part,)}) for part in kept]
+                steps += [Step(at_s - 0.05, "lose", again), *loads]
+            return [*steps, *(Step(USE_S, "use", {"part": waiting}) for _ in range(NUM_TASKS))]
         for number in range(NUM_TASKS):
             cancel_s = random.choice((None, 0.3, 0.5))
             steps += [
@@ -67,8 +90,13 @@ class IsolationScenario(TiersScenario):
             for number, kind in enumerate(random.choice(LISTS))
         ]
         staging_bytes, pause_s = random.choice((8192, 16384, 32768)), random.choice((0.1, 1.0))
-        backend = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
-        watch_staging(simulation, backend._staging)
+        backend: Backend
+        backend = joined = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
+        watch_staging(simulation, joined._staging)
+        if random.random() < STAGED:
+            staging_bytes, copies = random.choice((8192, 16384)), LateCopyEngine(random)
+            backend = Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
+            watch_staging(simulation, backend._staging)
         faulty = {at: each for at, each in enumerate(tiers) if isinstance(each, FaultyTier)}
         return Opened(backend=backend, tiers=tiers, faulty=faulty)
 
@@ -87,6 +115,15 @@ class _IsolationRun(EngineRun):
     async def _lose(self, tier: int, parts: tuple[Part, ...]) -> None:
         """Delete from one tier what a lower one has."""
         await self._inner(tier).delete(self._world.keys(parts))
+
+    async def _use(self, part: Part) -> None:
+        """Load what the first tier has."""
+        began = self._simulation.now
+        outcomes = await self._move("load", (part,), None, None) or ()
+        took_s = self._simulation.now - began
+        is_late = took_s > USED_S or not all(each.done for each in outcomes)
+        if is_late and self._must_be_there(part, began):
+            self._simulation.fail("not loaded beside a tier that hangs", f"{took_s:.3f} s")
 
     async def _find(self, parts: tuple[Part, ...], cancel_s: float | None) -> None:
         """Look up chunks that come from a lower tier each time; the first lookup is cancelled."""

@@ -59,6 +59,9 @@ TABLE = """
 -        if slot in self._unhashed:
 +        if slot < 0:
 --- kvxfer/tiering/tiered_backend.py
+@@ isolation 60 a tier that hangs keeps every staging buffer of a GPU's blocks
+-            tier.bound_callers(max(1, (num_buffers - 1) // len(self._lower)))
++            tier.bound_callers(num_buffers)
 @@ isolation 20 keys that are brought up are locked before there is a buffer
              async with AsyncExitStack() as held:
 +                await held.enter_async_context(self._locks.acquire(batch))
@@ -122,6 +125,11 @@ TABLE = """
 @@ tiers 200 blocks whose tier pauses are not written back
 -            self.queue.put_off(runtime.monotonic(), keys, failed=False)
 --- kvxfer/tiering/isolated_tier.py
+@@ isolation 100 a buffer of a caller is free while a tier may touch it
+-            if is_quiet:
+-                share.release()
++            if True:
++                share.release()
 @@ isolation 20 a tier may hold every staging buffer
 -share=self._share, timeout_s=self._timeouts.move_s)
 +timeout_s=self._timeouts.move_s)
@@ -129,7 +137,7 @@ TABLE = """
 -share=self._share, timeout_s=self._timeouts.move_s)
 +share=self._share)
 @@ isolation 40 a tier is asked whose buffers are all being drained
--        return not (is_late or self._share.is_spent)
+-        return not (is_late or is_spent)
 +        return not is_late
 @@ rows 400 a store that was given up brings back what was purged
 -            await self.backend.drain()
@@ -188,8 +196,7 @@ TABLE = """
 -            turn.set_result(self._idle.pop())
 +            turn.set_result(self._idle[-1])
 @@ tiers 80 a drained buffer counts as being drained for ever
--        if share is not None:
--            share.note_unsafe(-1)
+-        self._num_unsafe -= 1
 --- backends/host/backend.py
 @@ tiers 120 a purge of pinned blocks says nothing
 -            self._reports.removed(pinned, Removal.DELETED)
@@ -543,7 +550,7 @@ TABLE = """
 @@ peers 200 a part of a block is read in place of another
 -        if places is None or not np.array_equal(places.starts, blocks.payload_starts):
 +        if places is None:
-@@ peers 100 a holder is not told of a request that was given up
+@@ peers 300 a holder is not told of a request that was given up
 -                self._channel.send_soon(wire.Cancel(request_id=number))
 @@ lending 20 a reader keeps the tickets that it has left
 -            self.release(asked.number)

@@ -82,7 +82,7 @@ class TiersScenario(EngineScenario):
         staging = simulation.random("staging")
         if staging.random() > 1 - STAGED:
             copies, staging_bytes = LateCopyEngine(staging), staging.choice((2048, 16384))
-            backend = _Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
+            backend = Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
             watch_staging(simulation, backend._staging)
         return Opened(
             backend=backend,
@@ -176,7 +176,7 @@ class _LateCopy(Copy):
         return self._ended
 
 
-class _Staged(StagedBackend):
+class Staged(StagedBackend):
     """Staging buffers between a backend and host memory that it could reach."""
 
     def _is_direct(self, device_type: str) -> bool:
