@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TypeVar
@@ -209,6 +209,17 @@ class IsolatedTier:
             self.reports.skipped(operation, keys)
         return is_available
 
+    def _skip(
+        self, operation: Operation, keys: Sequence[BlockKey], cause: Cause
+    ) -> list[Outcome] | None:
+        """Return the outcomes of a move that is skipped; None if the backend may be called."""
+        if self._may_call(operation, keys):
+            return None
+        unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
+        # What is to be written back is there, only not to be had.
+        is_miss = operation is Operation.LOAD and cause is not Cause.WRITE_BACK
+        return [MISSING if is_miss else unavailable] * len(keys)
+
     async def _await_answer(
         self,
         operation: Operation,
@@ -250,13 +261,17 @@ class IsolatedTier:
     async def _move_in_share(
         self, share: Share, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks of a caller's buffer, which counts until nothing here touches it."""
-        try:
-            async with asyncio.timeout(self._timeouts.move_s):
-                await share.acquire()
-        except TimeoutError:
-            reason = f"{self.name} has too many requests for {self._timeouts.move_s:g} s"
-            return [Outcome(Status.TIMED_OUT, reason=reason)] * len(keys)
+        """Move blocks of a caller's buffer, which counts until nothing here touches it.
+
+        Waits for a turn as long as the tier works: each move before it has a deadline.
+        """
+        while (skipped := self._skip(operation, keys, Cause.REQUEST)) is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.move_s):
+                    await share.acquire()
+                    break
+        if skipped is not None:
+            return skipped
         is_quiet = False
         try:
             outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
@@ -294,10 +309,8 @@ class IsolatedTier:
     ) -> list[Outcome]:
         """Move a batch and log its failures once; after a missed deadline every load is a miss."""
         is_store = operation is Operation.STORE
-        if not self._may_call(operation, keys):
-            unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
-            is_miss = not is_store and cause is not Cause.WRITE_BACK  # there, only not to be had
-            return [MISSING if is_miss else unavailable] * len(keys)
+        if (skipped := self._skip(operation, keys, cause)) is not None:
+            return skipped
         name = f"{self.name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
         if cause is Cause.WRITE_BACK and not is_store:

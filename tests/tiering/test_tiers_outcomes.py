@@ -1,17 +1,20 @@
 """Tiers: which outcome is given, what stays where, and what cannot be tiers at all."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from unittest.mock import AsyncMock, patch
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
+from kvxfer.testing.simulation import Simulation
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from tests.tiering.opened_tiers import KEYS, load_from, open_dict, open_host, settle
 
@@ -151,3 +154,37 @@ async def test_a_purge_that_a_tier_cannot_make_says_so_and_removes_the_rest(
         with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
             await backend.purge()
         assert await backend.tiers[0].lookup(KEYS) == [False] * 8
+
+
+class Slow(DictBackend):
+    took_s = 0.8
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await asyncio.sleep(self.took_s)
+        return await super().load(keys, blocks)
+
+
+@pytest.mark.parametrize(
+    ("took_s", "expected", "most_s"),
+    [(0.8, [Status.DONE] * 4, 3.5), (60.0, [Status.TIMED_OUT] + [Status.MISSING] * 3, 2.5)],
+)
+def test_loads_wait_for_their_turn_in_a_tier_that_is_slow_and_in_none_that_hangs(
+    memory: BlockMemory, took_s: float, expected: list[Status], most_s: float
+) -> None:
+    async def load_all() -> None:
+        namespace = memory.namespace()
+        slow = Slow(None, namespace)
+        slow.took_s, tiers = took_s, [open_dict(namespace), slow]
+        await store_generated(slow, KEYS[:4], memory.describe(0, range(4)))
+        async with TieredBackend(tiers, namespace, timeouts=TierTimeouts(move_s=1)) as backend:
+            backend.share_out(2)
+            began = runtime.monotonic()
+            loads = [backend.load([KEYS[at]], memory.describe(0, [at])) for at in range(4)]
+            loaded = [outcome for [outcome] in await asyncio.gather(*loads)]
+            assert Counter(each.status for each in loaded) == Counter(expected)
+            assert runtime.monotonic() - began < most_s
+
+    simulation = Simulation(1)
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(lambda: simulation.run(load_all()))
+    assert not simulation.violations
