@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_081,
-    "backends/file": 4_737,
+    "backends/file": 4_740,
     "backends/host": 1_985,
     "backends/mooncake": 742,
     "backends/nixl": 8_175,
@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_192,
     "kvxfer/storage": 4_910,
     "kvxfer/telemetry": 1_656,
-    "kvxfer/testing": 7_124,
+    "kvxfer/testing": 7_130,
     "kvxfer/tiering": 1_606,
     "kvxfer/transfer": 2_064,
 }

@@ -104,10 +104,13 @@ class StoreBatch:
         finally:
             self._settle([index for index in indices if index not in full])
         if full:
-            num_fitting = self._evict_for(full)
-            if num_fitting:
-                self._write(full[:num_fitting], again=True)
-            self._settle(full[num_fitting:])
+            num_fitting = 0
+            try:
+                num_fitting = self._evict_for(full)
+                if num_fitting:
+                    self._write(full[:num_fitting], again=True)
+            finally:
+                self._settle(full[num_fitting:])
 
     def _evict_for(self, indices: Sequence[int]) -> int:
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
-from kvxfer.testing.simulation.disk import CALLS, READS, WRITES
+from kvxfer.testing.simulation.disk import CALLS, NO_MEMORY, READS, WRITES
 from kvxfer.testing.simulation.fleet_scenario import FIRST_PID
 from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThread
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World, draw_parts
@@ -113,6 +113,10 @@ class FilesScenario(EngineScenario):
         for _ in range(random.choice((0, 0, 0, 0, 0, 0, 1, 2))):
             given = {"process": random.choice(names), "number": random.randrange(1 << 20)}
             steps.append(Step(random.random() * length_s, "damage_inode", given))
+        for _ in range(random.choice((0, 0, 0, 0, 0, 1, 3))):
+            given = {"process": random.choice(names), "error": NO_MEMORY, "calls": CALLS}
+            given |= {"for_s": random.choice((0.2, 4.0)), "share": random.choice((0.02, 0.2))}
+            steps.append(Step(random.random() * length_s, "bad_disk", given))
         return sorted(steps, key=lambda step: step.at_s)
 
     def _of_a_process(
@@ -249,8 +253,8 @@ class _Store:
         while self._simulation.now < ends_at:
             try:
                 files = FileBackend(self.config, namespace)
-            except BackendUnavailableError as exc:
-                self._simulation.note(f"   not opened: {exc}")
+            except (BackendUnavailableError, MemoryError) as exc:
+                self._simulation.note(f"   not opened: {exc!r}")
                 if not self.has_faults:
                     self._simulation.fail("not opened without a fault", exc)
                 await asyncio.sleep(0.5)
@@ -574,7 +578,7 @@ class _FileRun(EngineRun):
         """
         try:
             await runtime.run_aside("operator", work)
-        except OSError:
+        except (OSError, MemoryError):
             if not self._store_of_all.has_faults or self._store_of_all.is_damaged_only:
                 raise
         except InvalidArgumentError:

@@ -40,6 +40,16 @@ class Mutation:
 
 
 TABLE = """
+--- backends/file/store_batch.py
+@@ files 200 memory is short while the room of a failed store is looked for
+-        with contextlib.suppress(MemoryError):
++        with contextlib.suppress():
+@@ files 600 what did not fit is held for ever when an eviction fails
+-            finally:
+-                self._settle(full[num_fitting:])
++            except OSError:
++                pass
++            self._settle(full[num_fitting:])
 --- backends/nixl/client.py
 @@ peers 200 lookups and deletes do not wait for their turn at a holder
 -        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
@@ -322,6 +332,11 @@ TABLE = """
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
+@@ files 150 memory is short while the room of files is given back
+-            with contextlib.suppress(OSError, MemoryError):
+-                with self
++            with contextlib.suppress(OSError):
++                with self
 @@ files 200 an eviction ends at a file that cannot be removed
 -                if not may_not and exc.errno not in DAMAGE_ERRORS:
 +                if not may_not:
@@ -348,6 +363,12 @@ TABLE = """
 -            disk.close(fd)
 +            pass
 --- backends/file/folders/process_claim.py
+@@ files 250 a claim that cannot be locked stays open
+-            except BaseException:
+-                self.close()
+-                raise
++            except RuntimeError:
++                raise
 @@ files 100 a killed writer counts as alive
 -        return bool(_read_claim(root, owner))
 +        return bool(_read_claim(root, owner)) or True
@@ -491,6 +512,9 @@ TABLE = """
 -        if self.is_durable:
 -            self._sync(keys, results)
 --- backends/file/backend.py
+@@ files 60 memory is short on a thread of files
+-        except (OSError, MemoryError) as exc:
++        except OSError as exc:
 @@ files 60 a flush of files syncs nothing
 -        await self._ask(self._syncs, self._folder.sync_file_system)
 +        await asyncio.sleep(0)

@@ -316,7 +316,7 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
         except FileNotFoundError:  # collected by another process, for which its owner looks dead
             if attempt + 1 == _WRITE_ATTEMPTS:
                 raise
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 disk.unlink(temporary, dir_fd=folder_fd)
             raise

@@ -59,16 +59,16 @@ class ProcessClaim:
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
-            runtime.disk().flock(self.fd, fcntl.LOCK_EX)
-            # Until it was locked it looked like that of a dead process, and may have been removed.
-            if has_name(self.fd):
-                break
+            try:
+                runtime.disk().flock(self.fd, fcntl.LOCK_EX)
+                # Until then it looked like that of a dead process, and may have been removed.
+                if has_name(self.fd):
+                    self.reserve(reserved)
+                    return
+            except BaseException:
+                self.close()
+                raise
             close_locked(self.fd)
-        try:
-            self.reserve(reserved)
-        except OSError:
-            self.close()
-            raise
 
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
@@ -141,7 +141,7 @@ class ProcessClaim:
     def close(self) -> None:
         """Remove and close the file; may be called again."""
         if self.fd in runtime.disk().locked:
-            with contextlib.suppress(OSError):  # another process removes it: its lock is gone
+            with contextlib.suppress(OSError, MemoryError):  # others remove it: its lock is gone
                 runtime.disk().unlink(claim_path(self._root, self.owner))
             close_locked(self.fd)
         self.fd = -1

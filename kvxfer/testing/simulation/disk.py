@@ -21,6 +21,9 @@ MOST_FDS = 512
 """Descriptors of a process."""
 FRAGMENT_BYTES = 4096
 
+NO_MEMORY = -1
+"""Error of a call for which the process has no memory: a `MemoryError`."""
+
 READS = ("read", "list")
 WRITES = ("write", "name", "sync")
 CALLS = (*READS, *WRITES, "look", "open")
@@ -109,7 +112,8 @@ class SimulatedDisk:
         """Let a share of some calls fail from now on, and for a time.
 
         Args:
-            error: Number of the error; 0 for calls that wait until the end of that time.
+            error: Number of the error, or `NO_MEMORY`; 0 for calls that wait until the end of that
+                time.
             for_s: The time.
             share: Share of the calls.
             calls: Kinds of the calls.
@@ -419,6 +423,8 @@ class SimulatedDisk:
         if self._latency and self._random.random() < self._latency:
             scheduler.sleep(self._random.random() * 0.01)
         for error, ends_at in self._windows.draw(now, kind, self._random):
+            if error == NO_MEMORY:
+                raise MemoryError
             if error:
                 _fail(error, path)
             scheduler.sleep(ends_at - scheduler.now)
