@@ -448,7 +448,7 @@ class Journal:
         try:
             mark_alive(file)
             append_whole(file, data)
-        except OSError:  # a file that does not say whose it is would be of no use
+        except BaseException:  # a file that does not say whose it is would be of no use
             file.close()
             path.unlink(missing_ok=True)
             raise
