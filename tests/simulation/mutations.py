@@ -337,7 +337,7 @@ TABLE = """
 -                with self
 +            with contextlib.suppress(OSError):
 +                with self
-@@ files 200 an eviction ends at a file that cannot be removed
+@@ files 600 an eviction ends at a file that cannot be removed
 -                if not may_not and exc.errno not in DAMAGE_ERRORS:
 +                if not may_not:
 @@ files 400 a corrupt block that two have found is taken off the count twice
@@ -612,7 +612,7 @@ TABLE = """
 -        self._loop.run_blocking(revoke(), REVOKE_S)
 +        self._loop.submit(revoke())
 --- backends/file/block_reader.py
-@@ files 20 a corrupt file stays
+@@ files 60 a corrupt file stays
 -            if self._space.quarantine(key, fd):
 +            if fd < 0:
 --- kvxfer/transfer/staged_backend.py
