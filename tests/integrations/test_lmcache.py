@@ -1,8 +1,10 @@
 """`KVXferL2Adapter`, made by LMCache's own factory and driven as its controllers do."""
 
+import asyncio
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,26 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
 from kvxfer.integrations.lmcache.residents import Residents
-from kvxfer.storage.backend import Backend
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, Outcome, WrappingBackend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Added, Observer, Operation, Removal, Removed, Reports
+from kvxfer.storage.observer import (
+    Added,
+    Observable,
+    Observer,
+    Operation,
+    Removal,
+    Removed,
+    Reports,
+)
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.tiering.tiered_backend import observe
+from kvxfer.units import ByteSize
 from tests.clock import LIMIT_S, until
 
 
@@ -548,6 +561,50 @@ def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
     assert bytes_of(loaded) == bytes_of(stored)
     assert len(partly_away.backend._blocks) == num_blocks
     assert partly_away.get_usage().total_bytes_used == 2 * SIZE
+
+
+class LateMisses(WrappingBackend):
+    """Backend that says what a load did not find when it is let."""
+
+    passes_on = frozenset({HostBackend, Observable})
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.has_missed, self.answers = threading.Event(), Future[None]()
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().load(keys, blocks)
+        if not all(each.done for each in outcomes):
+            self.has_missed.set()
+            await asyncio.shield(asyncio.wrap_future(self.answers))
+        return outcomes
+
+
+class LateMissesAdapter(KVXferL2Adapter):
+    """Adapter over such a backend."""
+
+    late: LateMisses
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        self.late = LateMisses(HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace))
+        return observe(self.late, Reports(observers))
+
+
+def test_an_object_stays_that_was_stored_while_a_load_did_not_find_it(memory: Memory) -> None:
+    adapter = LateMissesAdapter(PARAMS | {"timeout_s": LIMIT_S}, l1_memory_desc=memory.desc)
+    driver, stored, loaded = Driver(adapter), memory.fill(SIZE, 1), memory.allocate(SIZE)
+    task = adapter.submit_load_task(KEYS[:1], [loaded])
+    assert adapter.late.has_missed.wait(LIMIT_S)
+    assert driver.store(KEYS[:1], [stored]).is_successful()
+    adapter.late.answers.set_result(None)
+    driver._wait(adapter.get_load_event_fd())
+    missed = adapter.query_load_result(task)
+    assert missed is not None
+    assert not missed.test(0)
+    assert adapter.get_usage().total_bytes_used == SIZE
+    assert driver.load(KEYS[:1], [loaded]) == [True]
+    assert bytes_of([loaded]) == bytes_of([stored])
+    adapter.close()
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,9 @@ class ObjectStore:
             return
         first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
         async with self._deletes.acquire(list(first)):
+            since = self._residents.num_adds
             _, kept = await delete_from(self._backend, keys)
-        self._residents.discard([key for key in keys if key not in kept])
+        self._residents.discard([key for key in keys if key not in kept], since=since)
 
     async def _drain(self) -> None:
         await self._backend.drain()
@@ -219,9 +220,10 @@ class ObjectStore:
             for each in ids
         }
         asked = [key for pieces in needed.values() for key in pieces]
+        since = self._residents.num_adds
         answer = await task.ask(self._backend.lookup(asked)) if asked else []
         found = dict(zip(asked, answer, strict=True))
-        self._residents.miss([key for key, is_there in found.items() if not is_there])
+        self._residents.miss([key for key, is_there in found.items() if not is_there], since=since)
         self._residents.find([key for key, is_there in found.items() if is_there])
         return [all(found[key] for key in needed[each]) for each in ids]
 
@@ -266,6 +268,7 @@ class ObjectStore:
                 move = staged.move(self._backend.store, keys, staged.blocks)
             else:
                 move = staged.move(self._backend.load, keys, staged.blocks)
+            since = self._residents.num_adds
             outcomes = await task.ask(move)
             self._moved_s = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
@@ -274,7 +277,7 @@ class ObjectStore:
                 self._residents.add(done)
             else:
                 missing = [each.key for each in pieces if statuses[each] is Status.MISSING]
-                self._residents.lose(missing)
+                self._residents.lose(missing, since=since)
                 self._residents.find(done)
                 statuses |= await self._threads.run(self._empty, task, statuses, staged)
         return statuses

@@ -5,6 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import ObjectKey
@@ -32,6 +33,7 @@ class _Resident:
     Attributes:
         away: Pieces that were not found lately, although nobody has said that they are gone.
         lost: Pieces that are gone, and were neither found nor stored since.
+        added: Number of the `add` that named one of its pieces last.
     """
 
     key: ObjectKey | None  # None where nobody has told it
@@ -41,6 +43,7 @@ class _Resident:
     num_stores: int = 0  # that have not ended
     away: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    added: int = 0
 
     @property
     def is_there(self) -> bool:
@@ -64,6 +67,8 @@ class Residents(Observer):
         num_tiers: Tiers of the backend.
         is_exact: Whether what a load does not find there is gone.
         num_objects: Objects that LMCache was told of.
+        num_adds: Calls of `add` so far. What a call of the backend finds to be missing may come
+            after an `add` since the call began, and then says nothing.
     """
 
     def __init__(self, piece_bytes: int, fingerprint: str, wake: Callable[[], object]) -> None:
@@ -72,7 +77,7 @@ class Residents(Observer):
         self._wake = wake
         self.num_tiers = 1
         self.is_exact = False
-        self.num_objects = 0
+        self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
         self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
         self._telling: set[str] = set()
@@ -103,8 +108,10 @@ class Residents(Observer):
     def add(self, keys: Iterable[BlockKey], *, tier: str = NOT_TOLD) -> None:
         """Note pieces that a tier has from now on, or some tier, in case it does not tell it."""
         with self._lock:
+            self.num_adds += 1
             for object_id, index in map(piece_of, keys):
-                tiers = self._resident(object_id).tiers
+                resident = self._resident(object_id)
+                tiers, resident.added = resident.tiers, self.num_adds
                 if tier != NOT_TOLD or index not in tiers:
                     tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
@@ -112,14 +119,16 @@ class Residents(Observer):
                 self._telling.add(tier)
         self._wake()
 
-    def discard(self, keys: Iterable[BlockKey], *, tier: str | None = None) -> None:
-        """Note pieces that a tier no longer has, or none of the tiers."""
+    def discard(
+        self, keys: Iterable[BlockKey], *, tier: str | None = None, since: float = inf
+    ) -> None:
+        """Note pieces that a tier no longer has; or none of the tiers, `since` as of `miss`."""
         with self._lock:
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
-                if resident is None or (
-                    index not in resident.tiers and (tier is not None or resident.num_stores)
-                ):
+                if resident is None or resident.added > since:
+                    continue
+                if index not in resident.tiers and (tier is not None or resident.num_stores):
                     continue
                 tiers = resident.tiers.get(index, set())
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
@@ -132,19 +141,23 @@ class Residents(Observer):
                 self._changed.append(object_id)
         self._wake()
 
-    def miss(self, keys: Sequence[BlockKey], *, known: bool = True) -> None:
-        """Note pieces that were not found; a lookup notes those of known objects only."""
+    def miss(self, keys: Sequence[BlockKey], *, since: float, known: bool = True) -> None:
+        """Note pieces that were not found; a lookup notes those of known objects only.
+
+        `since` is `num_adds` before the call: no object counts that has come since.
+        """
         with self._lock:
             for object_id, index in map(piece_of, keys):
-                if not known or object_id in self._objects:
+                resident = self._objects.get(object_id)
+                if not known if resident is None else resident.added <= since:
                     self._note_away(object_id, index)
 
-    def lose(self, keys: Sequence[BlockKey]) -> None:
-        """Note pieces that a load did not find."""
+    def lose(self, keys: Sequence[BlockKey], *, since: float) -> None:
+        """Note pieces that a load did not find, `since` as of `miss`."""
         if self.is_exact:
-            self.discard(keys)
+            self.discard(keys, since=since)
         else:
-            self.miss(keys, known=False)
+            self.miss(keys, since=since, known=False)
 
     def find(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were found."""
