@@ -375,6 +375,18 @@ def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
     assert residents.take_broken() == pieces[:1]
 
 
+def test_an_object_that_is_gone_before_its_store_has_answered_is_not_told() -> None:
+    residents, key, told = Residents(65_536, "fingerprint", Mock()), make_key(1), Mock()
+    pieces = [piece_key(object_id_of(key), 0)]
+    residents.begin_store(key, 100)
+    residents.add(pieces, tier="file")
+    residents.discard(pieces, tier="file")
+    residents.add(pieces)  # the answer of the store
+    residents.end_store(key)
+    residents.deliver(told, told)
+    assert not told.called
+
+
 def test_an_object_that_lost_a_piece_nobody_knew_of_is_gone_and_can_be_stored_again(
     tmp_path: Path, memory: Memory
 ) -> None:

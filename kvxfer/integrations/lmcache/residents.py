@@ -106,11 +106,16 @@ class Residents(Observer):
         return any(ask().get(Gauge.BREAKER_OPEN) for ask in list(self._asks))
 
     def add(self, keys: Iterable[BlockKey], *, tier: str = NOT_TOLD) -> None:
-        """Note pieces that a tier has from now on, or some tier, in case it does not tell it."""
+        """Note pieces that a tier has from now on, or some tier, in case it does not tell it.
+
+        Where all tiers tell, the answer of a store may come after a piece is gone again.
+        """
         with self._lock:
             self.num_adds += 1
             for object_id, index in map(piece_of, keys):
                 resident = self._resident(object_id)
+                if tier == NOT_TOLD and index in resident.lost and self._all_tell:
+                    continue
                 tiers, resident.added = resident.tiers, self.num_adds
                 if tier != NOT_TOLD or index not in tiers:
                     tiers.setdefault(index, set()).add(tier)
@@ -134,7 +139,7 @@ class Residents(Observer):
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
                 if not tiers:
                     resident.tiers.pop(index, None)
-                    if tier is None or len(self._telling) >= self.num_tiers:
+                    if tier is None or self._all_tell:
                         self._note_back(object_id, index)
                         resident.lost.add(index)
                         self._broken.add(object_id)  # else a tier that tells nothing may have it
@@ -254,6 +259,10 @@ class Residents(Observer):
                     if len(listed) == number:
                         break
         return listed
+
+    @property
+    def _all_tell(self) -> bool:
+        return len(self._telling) >= self.num_tiers
 
     def _resident(self, object_id: bytes) -> _Resident:
         if object_id not in self._objects:
