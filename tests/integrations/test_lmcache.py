@@ -704,6 +704,22 @@ def test_pieces_left_over_go_after_a_pause(adapter: FaultyAdapter, memory: Memor
     until(lambda: not blocks.keys() & {*pieces})
 
 
+def test_pieces_left_over_that_the_backend_kept_go_later(
+    adapter: FaultyAdapter, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, blocks = Driver(adapter), adapter.faulty.inner._blocks  # type: ignore[attr-defined]
+    driver.store(KEYS[:1], [memory.fill(SIZE, 1)])
+    pieces = list(blocks)
+    with monkeypatch.context() as patched:
+        kept = AsyncMock(return_value=[False] * (len(pieces) - 1))
+        patched.setattr(adapter.faulty.inner, "delete", kept)
+        adapter.observers[0].note(Added("dict", pieces))
+        adapter.observers[0].note(Removed("dict", [pieces.pop()], Removal.EVICTED))
+        until(lambda: kept.called)
+    driver.store(KEYS[1:], [memory.fill(SIZE, 2)])
+    until(lambda: not blocks.keys() & {*pieces})
+
+
 def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Mock()
     monkeypatch.setattr(KVXferL2Adapter, "open_backend", opened)

@@ -174,22 +174,24 @@ class ObjectStore:
 
     async def delete_broken(self, broken: Sequence[BlockKey]) -> None:
         """Delete what is left of objects that lost a piece; what cannot be is tried again."""
+        kept = set(broken)
         try:
-            await self.delete_pieces(broken)
-        except BaseException:
-            self._residents.put_back(broken)
-            raise
+            kept = await self.delete_pieces(broken)
+        finally:
+            self._residents.put_back(kept)
 
-    async def delete_pieces(self, keys: Sequence[BlockKey]) -> None:
-        """Delete pieces, and note which of them are gone."""
+    async def delete_pieces(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Delete pieces, and note which of them are gone; return those that may stay."""
         keys = list(dict.fromkeys(keys))
         if not keys:
-            return
+            return set()
         first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
         async with self._deletes.acquire(list(first)):
             since = self._residents.num_adds
             _, kept = await delete_from(self._backend, keys)
-        self._residents.discard([key for key in keys if key not in kept], since=since)
+        if gone := [key for key in keys if key not in kept]:  # else nothing has changed
+            self._residents.discard(gone, since=since)
+        return kept
 
     async def _drain(self) -> None:
         await self._backend.drain()
