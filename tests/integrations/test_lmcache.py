@@ -375,6 +375,17 @@ def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
     assert residents.take_broken() == pieces[:1]
 
 
+def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() -> None:
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
+    pieces = [piece_key(object_id_of(key), index) for index in range(2)]
+    residents.add(pieces, tier="file")
+    residents.discard(pieces[1:], tier="file")
+    residents.begin_store(key, 100_000)
+    residents.end_store(key)
+    assert residents.away_of(object_id_of(key)) == pieces[1:]
+    assert residents.take_broken() == pieces[:1]
+
+
 def test_an_object_that_is_gone_before_its_store_has_answered_is_not_told() -> None:
     residents, key, told = Residents(65_536, "fingerprint", Mock()), make_key(1), Mock()
     pieces = [piece_key(object_id_of(key), 0)]

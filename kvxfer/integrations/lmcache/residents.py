@@ -183,7 +183,6 @@ class Residents(Observer):
             resident = self._objects.setdefault(object_id_of(key), _Resident(key))
             resident.key, resident.num_bytes = key, num_bytes
             resident.num_stores += 1
-            resident.lost.clear()
 
     def end_store(self, key: ObjectKey) -> None:
         """Note that an object is no longer being stored."""
