@@ -25,8 +25,8 @@ from tests.simulation.storage import StorageScenario
 from tests.simulation.tiers import TiersScenario
 
 
-class VLLMScenario(Scenario):
-    """Scenario that imports vLLM, which takes ten seconds, when it is run."""
+class LateScenario(Scenario):
+    """Scenario that imports an engine, which takes seconds, when it is run."""
 
     place: ClassVar[str]
 
@@ -34,11 +34,25 @@ class VLLMScenario(Scenario):
         return scenario_named(self.place).plan(random)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        scenario_named(self.place).run(simulation, steps)
+
+
+class LMCacheScenario(LateScenario):
+    """See `tests.simulation.lmcache`."""
+
+    name, share = "lmcache", 1.0
+    place = "tests.simulation.lmcache:LMCacheScenario"
+
+
+class VLLMScenario(LateScenario):
+    """Scenario that imports vLLM."""
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         with (
             patch("importlib.metadata.entry_points", _entry_points),
             patch("importlib.metadata.version", _version),
         ):
-            scenario_named(self.place).run(simulation, steps)
+            super().run(simulation, steps)
 
 
 _entry_points, _version = cache(metadata.entry_points), cache(metadata.version)
@@ -72,6 +86,7 @@ SCENARIOS: list[Scenario] = [
     StorageScenario(),
     FilesScenario(),
     ProxyScenario(),
+    *([LMCacheScenario()] if find_spec("lmcache") else []),
     *([OffloadingScenario(), HandoverScenario()] if find_spec("vllm") else []),
 ]
 

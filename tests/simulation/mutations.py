@@ -681,6 +681,31 @@ TABLE = """
 @@ bytes 20 a part of a chunk is written to the beginning of its block
 -            payload = verified[start:]
 +            payload = verified
+--- kvxfer/integrations/lmcache/residents.py
+@@ lmcache 200 objects that are only away are deleted
+-        if self.is_exact:
++        if self.num_tiers:
+@@ lmcache 20 an object is told as gone twice
+-                    resident.told_bytes = 0
+@@ lmcache 300 what is left of an object that lost a piece stays
+-                        self._broken.add(object_id)  # else a tier that tells nothing may have it
+--- kvxfer/integrations/lmcache/answers.py
+@@ lmcache 150 memory of LMCache's is touched after the answer
+-            if not self.ended:
++            if self.done:
+@@ lmcache 40 nobody watches the deadlines of tasks
+-            self._tasks.append(task)
+--- kvxfer/integrations/lmcache/object_store.py
+@@ lmcache 60 a buffer of LMCache's store is used again that is not quiet
+-                move = staged.move(self._backend.load, keys, staged.blocks)
++                move = self._backend.load(keys, staged.blocks)
+@@ lmcache 20 an object of another type is loaded
+-            and ctypes.string_at(address, len(piece.head)) != piece.head
++            and address < 0
+--- kvxfer/integrations/lmcache/adapter.py
+@@ lmcache 200 an object that LMCache has locked is deleted
+-                ids = [object_id_of(key) for key in keys if key not in self._pins]
++                ids = [object_id_of(key) for key in keys]
 """
 """Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 
