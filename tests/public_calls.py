@@ -272,6 +272,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Slices": {"load_bytes": 8, "store_bytes": 8, "share": 0.5},
     "StoredTensor": {"dtype": "F32", "shape": (2, 4)},
     "TieredBackend": {"namespace": NAMESPACE},
+    "TieredBackend.drain_of": {"blocks": blocks()},
     "TieredBackend.share_out": {"num_buffers": 4},
     "TokenBatch": {"query_start_loc": [0, 2], "positions": [0, 1]},
     "TokenBatch.of": {"positions": [[0, 1]]},

@@ -4,12 +4,14 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import accumulate, count, takewhile
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
@@ -88,15 +90,19 @@ class Share(asyncio.Semaphore):
         super().__init__(num_buffers)
         self._num_buffers = num_buffers
         self._num_unsafe = 0
+        self._spent_at = 0.0
 
     @property
-    def is_spent(self) -> bool:
-        """Whether every buffer of the share is being drained."""
-        return self._num_unsafe >= self._num_buffers
+    def spent_s(self) -> float:
+        """Time for which every buffer of the share has been drained; 0 while one is not."""
+        is_spent = self._num_unsafe >= self._num_buffers
+        return runtime.monotonic() - self._spent_at if is_spent else 0.0
 
     async def settle(self, drains: Collection[Drain], what: str, gives_up: asyncio.Event) -> bool:
         """Keep a buffer until all that may touch it were drained; False where it is lost."""
         self._num_unsafe += 1
+        if self._num_unsafe == self._num_buffers:
+            self._spent_at = runtime.monotonic()
         for drain in drains:
             if not await drain_in_the_end(drain, what, gives_up):
                 return False
@@ -117,6 +123,9 @@ class SharesBuffers(Protocol):
 
     def share_out(self, num_buffers: int) -> None:
         """Let no medium but the first have all buffers of the caller, which has so many."""
+
+    async def drain_of(self, blocks: Descriptors) -> None:
+        """Drain as `Backend.drain` does, but only media that may touch the buffer of blocks."""
 
 
 class StagingMemory:
@@ -149,9 +158,16 @@ class StagingMemory:
         self._order = count()
         self._waiting: list[tuple[int, int, asyncio.Future[Buffer]]] = []
         self._drain = drain
+        self._shares: SharesBuffers | None = None
         self._withdrawn = False
         self._settling: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
+
+    def share_with(self, backend: Backend) -> None:
+        """Let the media of a backend share the buffers, if it has several."""
+        self._shares = backend.provide(SharesBuffers)
+        if self._shares is not None:
+            self._shares.share_out(self.num_buffers)
 
     @property
     def unsafe_bytes(self) -> int:
@@ -193,7 +209,10 @@ class StagingMemory:
         """
         async with asyncio.timeout(timeout_s):
             buffer = await self._take(share, priority)
-        staged = StagedBlocks(_describe(buffer, sizes, starts), self._drain)
+        blocks, drain = _describe(buffer, sizes, starts), self._drain
+        if self._shares is not None:
+            drain = partial(self._shares.drain_of, blocks)
+        staged = StagedBlocks(blocks, drain)
         try:
             yield staged
         except BaseException:
@@ -264,10 +283,15 @@ class StagingMemory:
 def staging_of(backend: Backend, max_bytes: int, largest_block_bytes: int) -> StagingMemory:
     """Make staging memory for the blocks of a backend, whose media share its buffers."""
     shares = backend.provide(SharesBuffers)
-    num_shares = MIN_BUFFERS if shares is None else max(MIN_BUFFERS, shares.num_shares)
-    staging = StagingMemory(max_bytes, largest_block_bytes, backend.drain, min_buffers=num_shares)
-    if shares is not None:
-        shares.share_out(staging.num_buffers)
+    num_shares = 1 if shares is None else shares.num_shares
+    staging = StagingMemory(
+        max_bytes,
+        largest_block_bytes,
+        backend.drain,
+        num_buffers=max(NUM_BUFFERS, 2 * num_shares),
+        min_buffers=max(MIN_BUFFERS, num_shares),
+    )
+    staging.share_with(backend)
     return staging
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.checks import require_number, require_timeout
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import (
@@ -25,6 +26,9 @@ from kvxfer.storage.calls import Move, call_backend, delete_from
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
+
+LOOK_S = 0.1
+"""How often a request that waits for its turn looks whether the tier works."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +92,8 @@ class IsolatedTier:
         self._staging = staging
         self._share = Share(num_buffers)
         self._callers: Share | None = None  # of callers that have buffers; None for others
-        self._settling: set[asyncio.Task[bool]] = set()
+        self._requests: dict[asyncio.Future[None], Descriptors] = {}  # that may touch such a buffer
+        self._settling: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._num_given_up = 0  # stores that may still put blocks there until `drain`
         self._num_drained = 0
@@ -104,7 +109,10 @@ class IsolatedTier:
     def is_available(self) -> bool:
         """Whether the backend may be called: not suspended, no late call runs, a buffer is left."""
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
-        is_spent = self._share.is_spent or (self._callers or self._share).is_spent
+        spent_s = self._share.spent_s
+        if self._callers is not None:
+            spent_s = max(spent_s, self._callers.spent_s)
+        is_spent = spent_s > self._timeouts.move_s  # a tier that works drains them in a moment
         return not (is_late or is_spent)
 
     async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
@@ -178,6 +186,21 @@ class IsolatedTier:
         await self._calls.drain()
         await self.backend.drain()
 
+    async def drain_of(self, blocks: Descriptors) -> None:
+        """Wait until no request touches the buffer of a caller that has these blocks.
+
+        Raises:
+            BackendUnavailableError: The tier may touch it for ever.
+        """
+        for ended, others in list(self._requests.items()):
+            if any(each is blocks.owners[0] for each in others.owners):
+                await asyncio.shield(ended)
+
+    async def settle(self) -> None:
+        """Wait until nothing in a closed tier touches the buffer of a caller."""
+        if self._settling:
+            await asyncio.wait(self._settling)
+
     async def aclose(self) -> None:
         """Close the backend; after `TierTimeouts.close_s` the call is abandoned."""
         self._calls.cancel()
@@ -186,8 +209,6 @@ class IsolatedTier:
             await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
             logger.warning("%s: not closed after %g s", self.name, self._timeouts.close_s)
-        for each in self._settling:  # nobody asks for its share any more
-            each.cancel()
 
     def hold(
         self, sizes: Sequence[int], starts: Sequence[int]
@@ -265,26 +286,39 @@ class IsolatedTier:
 
         Waits for a turn as long as the tier works: each move before it has a deadline.
         """
-        while (skipped := self._skip(operation, keys, Cause.REQUEST)) is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.move_s):
-                    await share.acquire()
-                    break
-        if skipped is not None:
-            return skipped
-        is_quiet = False
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests[ended], is_quiet = blocks, True
+        turn = asyncio.ensure_future(share.acquire())
         try:
-            outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
-            is_quiet = all(outcome.memory_safe for outcome in outcomes)
+            await asyncio.wait([turn], timeout=0)
+            while (skipped := self._skip(operation, keys, Cause.REQUEST)) is None:
+                if turn.done():
+                    is_quiet = False
+                    outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
+                    is_quiet = all(outcome.memory_safe for outcome in outcomes)
+                    return outcomes
+                await asyncio.wait([turn], timeout=LOOK_S)
+            return skipped
         finally:
-            if is_quiet:
-                share.release()
-            else:
-                settling = share.settle([self.drain], f"a request in {self.name}", self._closing)
-                task = asyncio.create_task(settling)
+            if not is_quiet:
+                task = asyncio.create_task(self._settle(share, ended))
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
-        return outcomes
+            else:
+                self._end_request(ended)
+                if not turn.cancel():
+                    share.release()
+
+    async def _settle(self, share: Share, ended: asyncio.Future[None]) -> None:
+        if await share.settle([self.drain], f"a request in {self.name}", self._closing):
+            self._end_request(ended)
+        else:
+            ended.set_exception(BackendUnavailableError(f"{self.name} may still touch a buffer"))
+            ended.exception()  # to be fetched by `drain_of`, or by nobody
+
+    def _end_request(self, ended: asyncio.Future[None]) -> None:
+        del self._requests[ended]
+        ended.set_result(None)
 
     async def _move_in_time(
         self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors

@@ -351,6 +351,11 @@ class TieredBackend(TellsKept):
         if left:
             raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
 
+    async def drain_of(self, blocks: Descriptors) -> None:
+        """See `SharesBuffers.drain_of`."""
+        require_instance("blocks", blocks, Descriptors)
+        await self._in_each(lambda tier: tier.drain_of(blocks) if tier.index else tier.drain())
+
     async def drain(self) -> None:
         """See `Backend.drain`. Raises, after all others, what the drain of a tier raised."""
         await self._in_each(IsolatedTier.drain)
@@ -416,6 +421,8 @@ class TieredBackend(TellsKept):
         try:
             async with asyncio.timeout(self._close_s):
                 await self._staging.aclose()
+                for tier in self._lower:
+                    await tier.settle()
         except TimeoutError:
             logger.warning("staging memory is still in use after %g s", self._close_s)
 

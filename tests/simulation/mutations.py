@@ -135,11 +135,14 @@ TABLE = """
 @@ tiers 200 blocks whose tier pauses are not written back
 -            self.queue.put_off(runtime.monotonic(), keys, failed=False)
 --- kvxfer/tiering/isolated_tier.py
-@@ isolation 100 a buffer of a caller is free while a tier may touch it
--            if is_quiet:
--                share.release()
-+            if True:
-+                share.release()
+@@ isolation 200 a buffer of a caller is said to be quiet while a tier touches it
+-            if any(each is blocks.owners[0] for each in others.owners):
++            if blocks is None:
+@@ isolation 200 a share comes back while its tier may touch the buffer of a caller
+-            if not is_quiet:
+-                task = asyncio
++            if False:
++                task = asyncio
 @@ isolation 20 a tier may hold every staging buffer
 -share=self._share, timeout_s=self._timeouts.move_s)
 +timeout_s=self._timeouts.move_s)
@@ -195,6 +198,10 @@ TABLE = """
 @@ tiers 60 a transfer does not wait for room among the bytes in flight
 -            await turn
 --- kvxfer/storage/staging_memory.py
+@@ isolation 100 buffers of callers wait for tiers that hang, and do not touch them
+-        if self._shares is not None:
+-            drain = partial(self._shares.drain_of, blocks)
++        pass
 @@ tiers 20 the share of a buffer is not given back
 -        if share is not None:
 -            share.release()

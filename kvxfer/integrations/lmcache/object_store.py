@@ -29,7 +29,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import SharesBuffers, StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 
@@ -104,8 +104,8 @@ class ObjectStore:
         self._suspension = Suspension("LMCache's store", settings.pause_s)
         self._moved_s = runtime.monotonic()  # when the backend answered a store or load last
         self._backend = open_it()  # last: an error of what comes after it would leave it open
-        if (shares := self._backend.provide(SharesBuffers)) is not None:
-            shares.share_out(min(each.num_buffers for each in self._staging.values()))
+        for each in self._staging.values():
+            each.share_with(self._backend)
 
     @property
     def is_suspended(self) -> bool:

@@ -128,7 +128,6 @@ class _EngineLife:
     process: ProcessRun
     run: EngineRun
     world: World
-    known: list[int] | None = None  # holders
 
 
 @dataclass(slots=True)
@@ -235,6 +234,7 @@ class _Fleet:
         self._history: History = self._keys.history
         self._history.is_strict = scenario.is_strict(simulation, steps)
         self._engines: dict[int, _EngineLife] = {}
+        self._known: dict[int, list[int] | None] = {}  # holders, by each engine or the one before
         self._holders: dict[int, _HolderLife] = {}
         self._closed: list[_EngineLife] = []
         self._killed: list[_EngineLife | _HolderLife] = []
@@ -318,8 +318,8 @@ class _Fleet:
 
         life = await process.call(open_engine)
         await process.run(life.run.start())
-        life.known = self._scenario.known_holders(life.run.opened.backend)
         self._engines[number] = life
+        self._note_moved_keys()
 
     async def _start_holder(self, number: int) -> None:
         """Start a holder, and once more where a fault does not let it, as a supervisor does."""
@@ -350,10 +350,10 @@ class _Fleet:
 
     def _note_moved_keys(self) -> None:
         """Note that keys move where an engine learns of holders: they are looked for elsewhere."""
-        for life in self._engines.values():
+        for number, life in self._engines.items():
             known = self._scenario.known_holders(life.run.opened.backend)
-            if known != life.known:
-                life.known = known
+            if known != self._known.setdefault(number, known):
+                self._known[number] = known
                 self._end_loss(self._begin_loss(), is_gone=False)
 
     # Faults, by their names.
