@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from kvxfer import runtime
+from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
@@ -103,11 +104,17 @@ class TierWriter:
         await self._settled.wait()
 
     async def flush(self) -> None:
-        """Wait until no block of now waits or is being copied, however many are added since."""
+        """Wait until no block of now waits or is being copied, however many are added since.
+
+        Raises:
+            ClosedError: The writer was cancelled meanwhile, which drops blocks.
+        """
         mark = self.queue.mark()
         while self.queue.has_older(mark):
             self._run()
             await self._ended.wait()
+            if self._is_closed:
+                raise ClosedError("tiered backend")
 
     async def cancel(self) -> None:
         """Stop copying for good, and drop the queue; buffers in use are drained in the background.
