@@ -68,9 +68,10 @@ class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
     Errors of the backend are logged and not raised. After a missed deadline the backend is not
-    called for a while, see `Suspension`, nor before its late calls have ended, nor while each of
-    its staging buffers is still being drained: it waits for none that the others need. It may use
-    `num_buffers` of them at one time. The fastest tier has index 0.
+    called for a while, see `Suspension`, nor before its late calls have ended, nor after each of
+    its staging buffers has been drained for longer than `TierTimeouts.move_s`: it waits for none
+    that the others need. It may use `num_buffers` of them at one time, and of the buffers that
+    callers have as many as `bound_callers` says. The fastest tier has index 0.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class IsolatedTier:
 
     @property
     def is_available(self) -> bool:
-        """Whether the backend may be called: not suspended, no late call runs, a buffer is left."""
+        """Whether the backend may be called: not suspended, no late call, a share not spent."""
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
         spent_s = self._share.spent_s
         if self._callers is not None:
@@ -192,11 +193,13 @@ class IsolatedTier:
         Raises:
             BackendUnavailableError: The tier may touch it for ever.
         """
+        mine = set(map(id, blocks.owners))
         for ended, others in list(self._requests.items()):
-            if any(each is blocks.owners[0] for each in others.owners):
+            theirs = set(map(id, others.owners))
+            if not (mine and theirs) or mine & theirs:  # memory of no owner may be the same
                 await asyncio.shield(ended)
 
-    async def settle(self) -> None:
+    async def wait_for_requests(self) -> None:
         """Wait until nothing in a closed tier touches the buffer of a caller."""
         if self._settling:
             await asyncio.wait(self._settling)

@@ -422,7 +422,7 @@ class TieredBackend(TellsKept):
             async with asyncio.timeout(self._close_s):
                 await self._staging.aclose()
                 for tier in self._lower:
-                    await tier.settle()
+                    await tier.wait_for_requests()
         except TimeoutError:
             logger.warning("staging memory is still in use after %g s", self._close_s)
 

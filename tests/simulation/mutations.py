@@ -136,7 +136,7 @@ TABLE = """
 -            self.queue.put_off(runtime.monotonic(), keys, failed=False)
 --- kvxfer/tiering/isolated_tier.py
 @@ isolation 200 a buffer of a caller is said to be quiet while a tier touches it
--            if any(each is blocks.owners[0] for each in others.owners):
+-            if not (mine and theirs) or mine & theirs:  # memory of no owner may be the same
 +            if blocks is None:
 @@ isolation 200 a share comes back while its tier may touch the buffer of a caller
 -            if not is_quiet:
