@@ -44,8 +44,8 @@ USED_S = 0.8
 class IsolationScenario(TiersScenario):
     """Engine over three tiers; loads of the second hang, and what they hold never comes back.
 
-    What the last tier has is found all the same, and soon. A block that waits for a buffer is not
-    locked: it can be deleted.
+    What the last tier has is found all the same, and soon, and what the first tier has is loaded,
+    also by way of staging buffers. A block that waits for a buffer can be deleted.
     """
 
     name = "isolation"

@@ -81,7 +81,7 @@ class PeersScenario(FleetScenario):
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`; some are bursts of more requests than a holder answers at a time."""
-        plan = super().plan(random)
+        plan = super().plan(random)  # first: the other plans stay as they were without bursts
         if random.random() > BURSTS:
             return plan
         calls: dict[str, Any] = {"engine": 0, "timeout_s": None, "cancel_s": None}

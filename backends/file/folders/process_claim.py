@@ -61,7 +61,7 @@ class ProcessClaim:
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             try:
                 runtime.disk().flock(self.fd, fcntl.LOCK_EX)
-                # Until then it looked like that of a dead process, and may have been removed.
+                # Before that it looked like a dead process's, and may have been removed.
                 if has_name(self.fd):
                     self.reserve(reserved)
                     return
