@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 import torch
@@ -384,6 +384,29 @@ def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() ->
     residents.end_store(key)
     assert residents.away_of(object_id_of(key)) == pieces[1:]
     assert residents.take_broken() == pieces[:1]
+
+
+def test_a_piece_that_a_tier_was_still_writing_when_its_object_went_is_deleted() -> None:
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
+    pieces = [piece_key(object_id_of(key), index) for index in range(2)]
+    residents.add(pieces, tier="host")
+    residents.discard(pieces, tier="host")
+    assert residents.take_broken() == []
+    residents.deliver(Mock(), Mock())
+    residents.add(pieces[:1], tier="file")  # the next tier, which the piece had been passed to
+    assert residents.take_broken() == pieces[:1]
+    residents.add(pieces, tier="host")  # stored again
+    assert residents.take_broken() == []
+
+
+def test_only_the_latest_objects_that_are_gone_are_remembered() -> None:
+    residents = Residents(65_536, "fingerprint", Mock())
+    with patch("kvxfer.integrations.lmcache.residents.MAX_GONE", 2):
+        for number in range(4):
+            residents.add([piece_key(object_id_of(make_key(number)), 0)], tier="host")
+            residents.discard([piece_key(object_id_of(make_key(number)), 0)], tier="host")
+            residents.deliver(Mock(), Mock())
+    assert [*residents._objects] == [object_id_of(make_key(number)) for number in (2, 3)]
 
 
 def test_an_object_that_is_gone_before_its_store_has_answered_is_not_told() -> None:

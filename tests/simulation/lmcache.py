@@ -606,7 +606,7 @@ class _Run:
             "answers": sum(len(each._given) for each in answers),
             "tasks": sum(not each.ended for each in self._adapter._deadlines._tasks),
             "stores": sum(each.num_stores for each in residents._objects.values()),
-            "objects to delete": len(residents._broken & residents._objects.keys()),
+            "objects to delete": len(residents._broken.keys() & residents._objects.keys()),
         }
         left = [f"{count} {what}" for what, count in counts.items() if count]
         for staging in objects._staging.values():

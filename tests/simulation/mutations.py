@@ -695,7 +695,7 @@ TABLE = """
 @@ lmcache 20 an object is told as gone twice
 -                    resident.told_bytes = 0
 @@ lmcache 300 what is left of an object that lost a piece stays
--                        self._broken.add(object_id)  # else a tier that tells nothing may have it
+-                        self._broken[object_id] = None  # else a silent tier may have it
 --- kvxfer/integrations/lmcache/answers.py
 @@ lmcache 150 memory of LMCache's is touched after the answer
 -            if not self.ended:

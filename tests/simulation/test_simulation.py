@@ -90,6 +90,7 @@ ON_ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}
 
 FOUND = (
     ("tiers", 400563),  # a flush said done although a close beside it dropped blocks
+    ("lmcache", 401388),  # a piece came to a lower tier after its object was gone, and stayed
     ("offloading", 1904),  # a block that had left its window was stored again after a reset
     ("polled", 213),  # two threads took one finished job, one of them with a KeyError
     ("files", 12),  # a file that was replaced during a walk was counted twice

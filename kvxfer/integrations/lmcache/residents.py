@@ -19,6 +19,9 @@ NOT_TOLD = ""
 MAX_AWAY = 1 << 14
 """Most objects of which a piece was not found that are remembered, those of others, too."""
 
+MAX_GONE = 1 << 14
+"""Most objects that are gone and remembered: a lower tier may still be writing a piece of them."""
+
 DELIVERY_S = 1.0
 """Time for which a thread waits for its turn to tell LMCache."""
 
@@ -44,6 +47,11 @@ class _Resident:
     away: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     added: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some piece of it is there, is being stored or may come back."""
+        return bool(self.tiers or self.num_stores or self.away)
 
     @property
     def is_there(self) -> bool:
@@ -80,11 +88,12 @@ class Residents(Observer):
         self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
         self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
+        self._gone = OrderedDict[bytes, None]()  # objects that had no piece left, the latest last
         self._telling: set[str] = set()
         self._listed: list[bytes] = []  # ids in order, but for those below
         self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
-        self._broken: set[bytes] = set()
+        self._broken: dict[bytes, None] = {}
         self._asks: list[AskGauges] = []
         self._lock = runtime.lock()
         self._delivery = runtime.lock()
@@ -120,6 +129,8 @@ class Residents(Observer):
                 if tier != NOT_TOLD or index not in tiers:
                     tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
+                if resident.lost:
+                    self._broken[object_id] = None
             if tier != NOT_TOLD:
                 self._telling.add(tier)
         self._wake()
@@ -142,7 +153,7 @@ class Residents(Observer):
                     if tier is None or self._all_tell:
                         self._note_back(object_id, index)
                         resident.lost.add(index)
-                        self._broken.add(object_id)  # else a tier that tells nothing may have it
+                        self._broken[object_id] = None  # else a silent tier may have it
                 self._changed.append(object_id)
         self._wake()
 
@@ -174,7 +185,9 @@ class Residents(Observer):
         """List the pieces that an object lacks: those that are gone or were not found lately."""
         with self._lock:
             resident = self._objects.get(object_id)
-            away = resident.away | resident.lost if resident else ()
+            if resident is None:
+                return []
+            away = resident.away | (resident.lost if resident.tiers else set())
             return [piece_key(object_id, index) for index in sorted(away)]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
@@ -204,14 +217,20 @@ class Residents(Observer):
         with self._lock:
             known = {each: self._objects[each] for each in self._broken if each in self._objects}
             known = {each: resident for each, resident in known.items() if resident.lost}
-            self._broken = {each for each, resident in known.items() if resident.num_stores}
-            left = {each: known[each] for each in known.keys() - self._broken}
-        return [piece_key(each, index) for each in left for index in list(left[each].tiers)]
+            self._broken = {each: None for each, of in known.items() if of.num_stores}
+            return [
+                piece_key(each, index)
+                for each, resident in known.items()
+                if each not in self._broken
+                for index in resident.tiers
+            ]
 
     def put_back(self, broken: Iterable[BlockKey]) -> None:
         """Put pieces back that were taken, and are not deleted."""
         with self._lock:
-            self._broken |= {piece_of(key)[0] for key in broken}
+            for object_id, _ in map(piece_of, broken):
+                if object_id in self._objects and self._objects[object_id].tiers:
+                    self._broken[object_id] = None
 
     def deliver(self, stored: Tell, deleted: Tell) -> None:
         """Tell LMCache which objects came and which are gone since the last call.
@@ -334,6 +353,18 @@ class Residents(Observer):
                     resident.told_bytes = 0
                     self._relist.add(object_id)
                     self.num_objects -= 1
-                if not (resident.tiers or resident.num_stores or resident.away):
-                    del self._objects[object_id]
+                if not resident.is_known:
+                    self._forget(object_id, resident)
         return came, gone
+
+    def _forget(self, object_id: bytes, resident: _Resident) -> None:
+        """Forget an object; the latest that lost their pieces are remembered."""
+        if not resident.lost:
+            del self._objects[object_id]
+            return
+        self._gone[object_id] = None
+        self._gone.move_to_end(object_id)
+        if len(self._gone) > MAX_GONE:
+            oldest, _ = self._gone.popitem(last=False)
+            if oldest in self._objects and not self._objects[oldest].is_known:
+                del self._objects[oldest]
