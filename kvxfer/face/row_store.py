@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 class _RowJob:
     """Pages of a call that are being moved, each in a row."""
 
+    direction: Direction
     first: int  # index of the first page in the call
     rows: Sequence[int]
     num_purges: int  # when the call began
@@ -46,6 +47,11 @@ class _RowJob:
     def pages(self) -> range:
         """Indices of the pages in the call."""
         return range(self.first, self.first + len(self.rows))
+
+    @property
+    def what(self) -> str:
+        """The job, for the log."""
+        return f"a {self.direction.name.lower()} of {len(self.rows)} pages"
 
 
 class RowStore:
@@ -155,17 +161,17 @@ class RowStore:
                     wait_s = _left_s(deadline) if self._waits_for_rows and not in_flight else 0.0
                     rows = pool.take(min(left, most), wait_s)
                     if rows:
-                        job = _RowJob(start, rows, num_purges)
+                        job = _RowJob(direction, start, rows, num_purges)
                         in_flight.append(job)
                         start += len(rows)
-                        job.outcomes = self._begin(direction, group, job, keys, copy, deadline)
+                        job.outcomes = self._begin(group, job, keys, copy, deadline)
                         continue
                     if not in_flight:
                         self._note_late(f"the wait of {left} pages for memory")
                 if not in_flight:
                     break
                 job = in_flight.popleft()
-                ended = self._end(direction, job, copy, deadline)
+                ended = self._end(job, copy, deadline)
                 done[job.first : job.first + len(ended)] = ended
         finally:  # of a thread that was interrupted
             for job in in_flight:
@@ -220,24 +226,17 @@ class RowStore:
         try:
             await self._keys.delete_former(self._engine.drain)
         except Exception as exc:  # noqa: BLE001 - the next purge tries it again
-            text = "%s: pages that nobody finds cannot be deleted: %r"
-            logger.warning(text, self._name, exc)
+            logger.warning("%s: pages that nobody finds cannot be deleted: %r", self._name, exc)
 
     def _begin(
-        self,
-        direction: Direction,
-        group: int,
-        job: _RowJob,
-        keys: Sequence[BlockKey],
-        copy: Copy,
-        deadline: float,
+        self, group: int, job: _RowJob, keys: Sequence[BlockKey], copy: Copy, deadline: float
     ) -> Future[list[Outcome]]:
-        """Begin a job, after the pages of a store were copied; errors are those of its future."""
+        """Begin a job, after the pages of a store were copied; one that cannot begin has failed."""
         of_groups: list[Sequence[int]] = [()] * self._num_groups
         of_groups[group] = job.rows
         some = keys[job.first : job.pages.stop]
         try:
-            if direction is Direction.LOAD:
+            if job.direction is Direction.LOAD:
                 names = [self._keys.name(key) for key in some]
                 load = self._engine.load(names, of_groups, timeout_s=_limit_s(deadline))
                 return self._engine.submit_call(load)
@@ -248,34 +247,35 @@ class RowStore:
                 store = self._engine.store(names, of_groups, timeout_s=_limit_s(deadline))
                 return self._engine.submit_call(store)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
-            failed = Future[list[Outcome]]()
-            failed.set_exception(exc)
+            logger.warning("%s: %s failed: %r", self._name, job.what, exc)
+            failed = Future[list[Outcome]]()  # no transfer knows its rows
+            failed.set_result([Outcome(Status.FAILED, reason=repr(exc))] * len(job.rows))
             return failed
 
     def _require_no_purge(self, job: _RowJob) -> None:
         if self._num_purges != job.num_purges:
             raise BackendUnavailableError("all pages were deleted meanwhile")
 
-    def _end(self, direction: Direction, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
+    def _end(self, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
         """Wait for a job, copy what was loaded, and give back its rows, now or when it is safe."""
-        what = f"a {direction.name.lower()} of {len(job.rows)} pages"
-        outcomes = [_UNSAFE] * len(job.rows)
+        outcomes = unanswered = [_UNSAFE] * len(job.rows)
         try:
             outcomes = runtime.result(job.outcomes, _limit_s(deadline, GRACE_S))
             arrived = positions_done(outcomes)
-            if arrived and direction is Direction.LOAD:
+            if arrived and job.direction is Direction.LOAD:
                 self._require_no_purge(job)
                 copy([job.first + at for at in arrived], [job.rows[at] for at in arrived])
-        except TimeoutError:
-            outcomes = [replace(_UNSAFE, status=Status.TIMED_OUT)] * len(job.rows)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
-            logger.warning("%s: %s failed: %r", self._name, what, exc)
-            outcomes = [_UNSAFE] * len(job.rows)
+            is_late = outcomes is unanswered and isinstance(exc, TimeoutError)
+            if not is_late:
+                logger.warning("%s: %s failed: %r", self._name, job.what, exc)
+            status = Status.TIMED_OUT if is_late else Status.FAILED
+            outcomes = [replace(each, status=status, reason=repr(exc)) for each in outcomes]
         finally:
             job.outcomes.cancel()  # of a thread that does not wait for it any more
-            self._give_back(direction, job.rows, outcomes)
+            self._give_back(job.direction, job.rows, outcomes)
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
-            self._note_late(what)
+            self._note_late(job.what)
         return [outcome.done for outcome in outcomes]
 
     def _give_back(

@@ -11,6 +11,8 @@ import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -32,10 +34,10 @@ class Pages:
         self.rows = rows.caches.tensors[0].tensor
         inner = DictBackend(DictConfig(), rows.namespace())
         self.backend = FaultyBackend(inner, seed=0, rates=FaultRates())
-        engine = TransferEngine(rows.caches, self.backend)
+        self.engine = TransferEngine(rows.caches, self.backend)
         self.free = RowPool(range(NUM_ROWS))
         both = dict.fromkeys(Direction, self.free)
-        self.store = RowStore(engine, both, name="pages")
+        self.store = RowStore(self.engine, both, name="pages")
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
     def move(
@@ -106,6 +108,39 @@ def test_a_key_that_comes_twice_is_refused_however_many_rows_there_are(pages: Pa
         with pytest.raises(InvalidArgumentError, match="keys"):
             pages.move(direction, [*KEYS[:5], KEYS[0]])
     assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    assert pages.num_free() == NUM_ROWS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("copy"), TimeoutError("copy")])
+def test_rows_of_a_copy_that_fails_come_back_without_a_drain(
+    pages: Pages,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert pages.move(STORE) == [True] * 6
+    monkeypatch.setattr(pages.engine, "drain", AsyncMock(side_effect=OSError("hung")))
+    for direction, name in ((STORE, "store"), (LOAD, "load")):
+        assert pages.move(direction, then=Mock(side_effect=error)) == [False] * 2 + [True] * 4
+        assert pages.num_free() == NUM_ROWS
+        assert f"pages: a {name} of 2 pages failed: {error!r}" in caplog.messages
+    assert "in time" not in caplog.text
+
+
+def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = pages.backend.load
+
+    async def load_before_a_purge(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await load(keys, blocks)
+        pages.store.purge(math.inf)
+        return outcomes
+
+    assert pages.move(STORE) == [True] * 6
+    monkeypatch.setattr(pages.backend, "load", load_before_a_purge)
+    monkeypatch.setattr(pages.engine, "drain", AsyncMock(side_effect=OSError("hung")))
+    assert pages.move(LOAD) == [False] * 6
     assert pages.num_free() == NUM_ROWS
 
 

@@ -536,7 +536,7 @@ TABLE = """
 +        pool.give_back(rows)
 +        late = []
 @@ rows 200 pages are copied to their caller beyond a purge
-             if arrived and direction is Direction.LOAD:
+             if arrived and job.direction is Direction.LOAD:
 -                self._require_no_purge(job)
 @@ rows 200 pages of before a purge are stored after it
              with self._beginning:
