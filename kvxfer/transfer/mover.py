@@ -185,12 +185,12 @@ class JobMover:
     @property
     def num_unsettled(self) -> int:
         """Pieces that are being moved, and ended calls that may still touch memory."""
-        num_on_loop = len(self._moving) + len(self._settling) + len(self._lost)
-        return num_on_loop + len(self._begun)
+        return len(self._moving) + len(self._settling) + len(self._lost) + len(self._begun)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer may still touch memory of a job; thread-safe."""
-        on_loop = [*self._lost.copy(), *list(self._moving.values()), *list(self._settling.values())]
+        # In the order in which a job comes into them, each before it leaves the one before.
+        on_loop = [*list(self._moving.values()), *list(self._settling.values()), *self._lost.copy()]
         self._ask_in_turn()
         return job_id in on_loop or job_id in self._begun
 
@@ -394,9 +394,10 @@ class JobMover:
         task.add_done_callback(self._end_settling)
 
     def _end_settling(self, task: asyncio.Task[bool]) -> None:
-        job_id = self._settling.pop(task, None)  # None once a call of `drain` has ended
+        job_id = self._settling.get(task)  # None once a call of `drain` has ended
         if job_id is not None and (task.cancelled() or not task.result()):
             self._lost.add(job_id)
+        self._settling.pop(task, None)  # last: `may_touch` on another thread sees it in one of both
 
     async def drain_begun(self, job: Job | None = None) -> None:
         """Move jobs that were begun on threads to their ends: all, or those a job has to wait for.
@@ -444,8 +445,7 @@ class JobMover:
         if change := self._memory.describe_change():
             job.end(Status.FAILED, change)
             return True
-        is_load = job.direction is Direction.LOAD
-        begin = backend.begin_load if is_load else backend.begin_store
+        begin = backend.begin_load if job.direction is Direction.LOAD else backend.begin_store
         keys, blocks = job.keys[piece.start : piece.stop], job.blocks
         if len(keys) < len(job.keys):
             blocks = blocks.select(piece.start, piece.stop)

@@ -5,9 +5,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +33,7 @@ from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.transfer import PolledEngine
+from kvxfer.transfer import PolledEngine, mover
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, describe_batch
 from kvxfer.transfer.mover import Admission
@@ -45,6 +49,16 @@ class Untouched(DictBackend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         pytest.fail("loaded")
+
+
+class Broken(DictBackend):
+    """Backend whose loads leave memory that is not safe, and which cannot be drained."""
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+    async def drain(self) -> None:
+        raise OSError("completion queue is gone")
 
 
 @pytest.fixture
@@ -210,19 +224,62 @@ def test_an_engine_that_is_closed_when_the_interpreter_ends_loses_nothing(
 async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_left(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(DictBackend):
-        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
-
-        async def drain(self) -> None:
-            raise OSError("completion queue is gone")
-
     async with TransferEngine(memory.caches, Broken(DictConfig(), memory.namespace())) as engine:
         job = engine.submit_load(keys_of(1), [[1]])
         while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
             await asyncio.sleep(0)
     assert "1 transfers are abandoned" in caplog.text
     assert engine.may_touch(job)
+
+
+@contextmanager
+def at_each_instruction(call: Callable[[], object]) -> Iterator[None]:
+    """Call something before each instruction of the mover of jobs on this thread."""
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != mover.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            call()
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
+
+
+async def test_memory_that_cannot_be_drained_may_be_touched_at_each_instant_of_the_end(
+    memory: BlockMemory,
+) -> None:
+    asked: list[bool] = []
+    async with TransferEngine(memory.caches, Broken(DictConfig(), memory.namespace())) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
+            await asyncio.sleep(0)
+        with at_each_instruction(lambda: asked.append(engine.may_touch(job))):
+            await engine.aclose()
+    assert asked
+    assert all(asked)
+
+
+def test_memory_that_cannot_be_drained_may_be_touched_though_the_end_comes_as_a_thread_asks(
+    memory: BlockMemory,
+) -> None:
+    def end_before(index: int) -> bool:
+        indices, backend = count(), Broken(DictConfig(), memory.namespace())
+        with PolledEngine(memory.caches, backend) as polled:
+            job = polled.submit_load(keys_of(1), [[1]])
+            polled.wait([job])
+            with at_each_instruction(lambda: polled.close() if next(indices) == index else None):
+                assert polled.may_touch(job)
+        return next(indices) > index
+
+    assert all(map(end_before, range(20)))
+    assert not all(map(end_before, count(20)))
 
 
 def test_memory_whose_drain_never_ends_may_still_be_touched_after_the_end(
