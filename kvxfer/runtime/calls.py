@@ -231,7 +231,7 @@ class Calls:
         If the call still runs then, whoever gave it up before, `note_late` is called. One that
         `outlives_caller` goes on until then when its caller is cancelled: how long it takes is
         found out although no caller has so much time. For one that `keeps_caller` the caller waits
-        although he is cancelled: it may write to his memory.
+        until then although he is cancelled: it may write to his memory.
 
         Raises:
             TimeoutError: The call did not end in time.
@@ -251,7 +251,7 @@ class Calls:
             timer = loop.call_at(ends_at, self._end_late, task, note_late)
             task.add_done_callback(lambda _: timer.cancel())
             if keeps_caller:
-                await _wait_to_the_end(task)
+                await _wait_to_the_end(task, ends_at - loop.time())
             raise
         if not task.done():
             self._leave(task)

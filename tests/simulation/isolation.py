@@ -7,7 +7,6 @@ from random import Random
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import EngineRun, FaultyTier, Opened, Simulation, Step
-from kvxfer.testing.simulation.engine_scenario import MAX_BYTES
 from kvxfer.testing.simulation.faults import TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
 from tests.simulation.tiers import (
@@ -125,9 +124,7 @@ class _IsolationRun(EngineRun):
         outcomes = await self._move("load", (part,), None, None) or ()
         took_s = self._simulation.now - began
         is_late = took_s > USED_S or not all(each.done for each in outcomes)
-        # What was given up counts as in flight, of which an engine may have little.
-        is_free = self._bounded.max_bytes == MAX_BYTES[-1]
-        if is_late and is_free and self._must_be_there(part, began):
+        if is_late and self._must_be_there(part, began):
             self._simulation.fail("not loaded beside a tier that hangs", f"{took_s:.3f} s")
 
     async def _find(self, parts: tuple[Part, ...], cancel_s: float | None) -> None:

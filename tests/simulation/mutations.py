@@ -259,6 +259,9 @@ TABLE = """
 -        self._free_slots.append(self._entries.pop(key).slot)
 +        self._entries.pop(key)
 --- kvxfer/runtime/calls.py
+@@ isolation 200 a load that was given up counts in flight until a tier that hangs answers
+-                await _wait_to_the_end(task, ends_at - loop.time())
++                await _wait_to_the_end(task)
 @@ tiers 80 a foreign cancellation passes as that of the caller
 -        if is_caller_cancelled():
 +        if exc:
