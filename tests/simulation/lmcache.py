@@ -278,6 +278,7 @@ class _Run:
         self._deleted: dict[int, tuple[float, float]] = {}
         self._deleting = Counter[int]()
         self._pins, self._unlocks = Counter[int](), Counter[int]()
+        self._loading, self._num_loads = Counter[int](), Counter[int]()
         self._told: dict[ObjectKey, int] = {}
         self._answered: list[_Object] = []
         self._close_began = self._close_ended = inf
@@ -382,7 +383,10 @@ class _Run:
             for number in numbers:
                 self._excused.setdefault(number, began)
         submit = partial(self._adapter.submit_load_task, [KEYS[n] for n in numbers], [*objects])
+        self._loading.update(numbers)
+        self._num_loads.update(numbers)
         bitmap = self._ask(submit, self._adapter.query_load_result, self._adapter._loaded)
+        self._loading.subtract(numbers)
         if bitmap is None:
             return None
         done = [bitmap.test(index) for index in range(len(numbers))]
@@ -424,6 +428,7 @@ class _Run:
     def _delete(self, numbers: Sequence[int]) -> None:
         began, unlocks = self._simulation.now, self._unlocks.copy()
         pinned = [number for number in numbers if self._pins[number] > 0]
+        num_loads = self._num_loads - self._loading  # a block that is read may stay
         self._deleting.update(numbers)
         self._adapter.delete([KEYS[number] for number in numbers])
         limit_s = self._timeout_s + 1 + DELIVERY_S + SLACK_S
@@ -432,7 +437,7 @@ class _Run:
         for number in numbers:
             if number not in pinned or self._unlocks[number] != unlocks[number]:
                 self._excused[number] = min(began, self._excused.get(number, inf))
-                if number not in pinned:
+                if number not in pinned and self._num_loads[number] == num_loads[number]:
                     self._deleted[number] = began, self._simulation.now
             self._deleting[number] -= 1
 
