@@ -37,6 +37,28 @@ GATHERED_BYTES = 8 << 20
 """Bytes of a round whose data goes through scratch memory, of which every thread has its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Blocks whose files are open at one time.
+
+    Attributes:
+        keys: Their keys.
+        blocks: Their memory.
+        zero_copy: Whether the kernel uses that memory itself, without scratch memory.
+    """
+
+    keys: Sequence[BlockKey]
+    blocks: Descriptors
+    zero_copy: bool
+
+    def take(self, indices: Sequence[int]) -> "Round":
+        """Select the blocks at these indices, in this order."""
+        if len(indices) == len(self.keys):
+            return self
+        keys = [self.keys[index] for index in indices]
+        return Round(keys, self.blocks.take(indices), self.zero_copy)
+
+
 class Scratch:
     """Page-aligned scratch memory: a row per file, with its header in whole pages and its data.
 
@@ -70,6 +92,47 @@ class Scratch:
         """View the leading bytes of the room of a file."""
         start = row * self._row_bytes + self._data_offset
         return self._view[start : start + num_bytes]
+
+    def data_of(self, some: Round) -> list[list[memoryview]]:
+        """View the data of each block where the kernel reads it into, or writes it from."""
+        if some.zero_copy:
+            return view_blocks(some.blocks)
+        return [[self.data(nth, size)] for nth, size in enumerate(some.blocks.block_sizes.tolist())]
+
+    def describe(
+        self, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
+    ) -> Descriptors:
+        """Describe the data in rows that belongs to `blocks`, from a byte of it on."""
+        addresses = self.data_addresses[list(rows)] + np.uint64(skip_bytes)
+        return Descriptors.of_pieces(
+            addresses, blocks.block_sizes, blocks.payload_starts, owners=(self,)
+        )
+
+    def vectors(self, sizes: Sequence[int]) -> list[IOVector]:
+        """Describe files of which header and `sizes` bytes of data are in here."""
+        pieces = np.empty((len(sizes), 1, 2), np.uint64)
+        pieces[:, 0, 0] = self.header_addresses
+        pieces[:, 0, 1] = np.add(self.header_sizes, sizes)
+        return list(pieces)
+
+    def vectors_around(self, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
+        """Describe files whose header is in here and whose data is in described memory.
+
+        With a tail, the bytes after the data go in here, too, so that a file that is too long is
+        noticed.
+        """
+        ends = np.cumsum(np.diff(blocks.block_offsets) + 1 + tail)
+        firsts = np.concatenate(([0], ends[:-1]))
+        pieces = np.empty((ends[-1], 2), np.uint64)
+        is_data = np.ones(len(pieces), bool)
+        pieces[firsts, 0], pieces[firsts, 1] = self.header_addresses, self.header_sizes
+        is_data[firsts] = False
+        if tail:
+            pieces[ends - 1, 0], pieces[ends - 1, 1] = self.data_addresses, PAGE_BYTES
+            is_data[ends - 1] = False
+        pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
+        bounds = zip(firsts.tolist(), ends.tolist(), strict=True)
+        return [pieces[first:end] for first, end in bounds]
 
 
 class BlockFiles(NamespaceFormat):
@@ -110,11 +173,13 @@ class BlockFiles(NamespaceFormat):
         require_known([each for each in unreadable.values() if isinstance(each, OSError)])
         return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
-    def rounds(self, blocks: Descriptors, *, zero_copy: bool) -> Iterator[tuple[int, int]]:
-        """Cut a batch into rounds: runs of blocks whose files are open at one time."""
+    def rounds(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Iterator[Round]:
+        """Cut a batch into rounds."""
+        zero_copy = self._is_zero_copy(blocks)
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if zero_copy else GATHERED_BYTES
-        return cut_runs(room, num_bytes, longest_run=MAX_CLAIMED)
+        for start, stop in cut_runs(room, num_bytes, longest_run=MAX_CLAIMED):
+            yield Round(keys[start:stop], blocks.select(start, stop), zero_copy)
 
     def shares(self, blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:
         """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
@@ -122,7 +187,7 @@ class BlockFiles(NamespaceFormat):
         worth = max(num_calls, blocks.num_bytes // SHARE_BYTES)
         return cut_evenly(blocks.block_sizes, max(1, min(num_threads, worth)))
 
-    def is_zero_copy(self, blocks: Descriptors) -> bool:
+    def _is_zero_copy(self, blocks: Descriptors) -> bool:
         """Whether the kernel can use the described memory itself, without scratch memory."""
         if self.is_encrypted or blocks.num_bytes < len(blocks) * MIN_ZERO_COPY_BYTES:
             return False
@@ -168,47 +233,3 @@ def failure(exc: Exception) -> SystemFailure:
     errno, text = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (None, None)
     reason = f"{type(exc).__name__}: {text or exc}"
     return SystemFailure(Status.FAILED, reason=reason, errno=errno or 0)
-
-
-def data_views(blocks: Descriptors, scratch: Scratch, *, zero_copy: bool) -> list[list[memoryview]]:
-    """View the data of each block in the memory that the kernel reads into or writes from."""
-    if not zero_copy:
-        return [[scratch.data(nth, size)] for nth, size in enumerate(blocks.block_sizes.tolist())]
-    return view_blocks(blocks)
-
-
-def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
-    """Describe files of which header and `sizes` bytes of data are in scratch memory."""
-    pieces = np.empty((len(sizes), 1, 2), np.uint64)
-    pieces[:, 0, 0] = scratch.header_addresses
-    pieces[:, 0, 1] = np.add(scratch.header_sizes, sizes)
-    return list(pieces)
-
-
-def zero_copy_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
-    """Describe files whose header is in scratch memory and whose data is in described memory.
-
-    With a tail, the bytes after the data go to scratch memory, too, so that a file that is too long
-    is noticed.
-    """
-    ends = np.cumsum(np.diff(blocks.block_offsets) + 1 + tail)
-    firsts = np.concatenate(([0], ends[:-1]))
-    pieces = np.empty((ends[-1], 2), np.uint64)
-    is_data = np.ones(len(pieces), bool)
-    pieces[firsts, 0], pieces[firsts, 1] = scratch.header_addresses, scratch.header_sizes
-    is_data[firsts] = False
-    if tail:
-        pieces[ends - 1, 0], pieces[ends - 1, 1] = scratch.data_addresses, PAGE_BYTES
-        is_data[ends - 1] = False
-    pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
-    return [pieces[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
-
-
-def describe_scratch(
-    scratch: Scratch, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
-) -> Descriptors:
-    """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
-    addresses = scratch.data_addresses[list(rows)] + np.uint64(skip_bytes)
-    return Descriptors.of_pieces(
-        addresses, blocks.block_sizes, blocks.payload_starts, owners=(scratch,)
-    )

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.file.block_files import (
-    BlockFiles,
-    data_views,
-    describe_scratch,
-    failure,
-    whole_vectors,
-    zero_copy_vectors,
-)
+from kvxfer.backends.file.block_files import BlockFiles, Round, failure
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
@@ -48,71 +41,55 @@ class BlockReader:
         Memory of `MISSING` blocks is not written.
         """
         outcomes: list[Outcome] = []
-        zero_copy = self._files.is_zero_copy(blocks)
-        for start, stop in self._files.rounds(blocks, zero_copy=zero_copy):
-            some = blocks.select(start, stop)
-            outcomes += self._read_round(keys[start:stop], some, zero_copy=zero_copy)
+        for some in self._files.rounds(keys, blocks):
+            outcomes += self._read_round(some)
         return outcomes
 
-    def _read_round(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
-    ) -> list[Outcome]:
-        named = self._locate_whole(keys, blocks, zero_copy=zero_copy)
-        outcomes: list[Outcome | None] = [None] * len(keys)
+    def _read_round(self, some: Round) -> list[Outcome]:
+        named = self._locate_whole(some)
+        outcomes: list[Outcome | None] = [None] * len(some.keys)
         if named:
-            chosen = blocks if len(named) == len(keys) else blocks.take(list(named))
-            some, locations = [keys[i] for i in named], list(named.values())
-            read = self._read_whole(some, locations, chosen, zero_copy=zero_copy)
+            read = self._read_whole(some.take(list(named)), list(named.values()))
             for index, outcome in zip(named, read, strict=True):
                 outcomes[index] = outcome
         for index, outcome in enumerate(outcomes):
             if outcome is not DONE:
-                alone = self._read_alone(keys[index], blocks.select(index, index + 1))
+                alone = self._read_alone(some.keys[index], some.blocks.select(index, index + 1))
                 is_miss = alone.status is Status.MISSING
                 outcomes[index] = outcome if outcome and is_miss else alone
         return [outcome or MISSING for outcome in outcomes]
 
-    def _locate_whole(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
-    ) -> dict[int, NamedFile]:
-        """Locate the files of whole chunks in a batch, without those that would be a miss."""
+    def _locate_whole(self, some: Round) -> dict[int, NamedFile]:
+        """Locate the files of whole chunks in a round, without those that would be a miss."""
         folder, located = self._files.folder, dict[int, NamedFile]()
-        formats, sizes = self._files.formats(keys), blocks.block_sizes.tolist()
-        for index, location in enumerate(folder.locate(keys)):
+        formats, sizes = self._files.formats(some.keys), some.blocks.block_sizes.tolist()
+        for index, location in enumerate(folder.locate(some.keys)):
             expected = formats[index]
             is_whole = sizes[index] == expected.chunk_size_bytes
             # Read straight, a part is in the caller's memory before it is known to be one.
-            if is_whole and zero_copy and expected.has_parts:
-                is_whole = folder.sizes([keys[index]]) == [expected.file_size_bytes]
+            if is_whole and some.zero_copy and expected.has_parts:
+                is_whole = folder.sizes([some.keys[index]]) == [expected.file_size_bytes]
             if is_whole and location is not None:
                 located[index] = location
         return located
 
-    def _read_whole(
-        self,
-        keys: Sequence[BlockKey],
-        named: Sequence[NamedFile],
-        blocks: Descriptors,
-        *,
-        zero_copy: bool,
-    ) -> list[Outcome | None]:
+    def _read_whole(self, some: Round, named: Sequence[NamedFile]) -> list[Outcome | None]:
         """Read whole chunks.
 
         Returns:
             `DONE`, or for any other file `_REPLACED` if memory may have been written, else None.
         """
-        files, sizes = self._files, blocks.block_sizes.tolist()
-        scratch = files.scratch(keys, PAGE_BYTES + (0 if zero_copy else max(sizes)))
+        files, keys, sizes = self._files, some.keys, some.blocks.block_sizes.tolist()
+        scratch = files.scratch(keys, PAGE_BYTES + (0 if some.zero_copy else max(sizes)))
         vectors = (
-            zero_copy_vectors(scratch, blocks, tail=True)
-            if zero_copy
-            else whole_vectors(scratch, [scratch.room_bytes] * len(keys))
+            scratch.vectors_around(some.blocks, tail=True)
+            if some.zero_copy
+            else scratch.vectors([scratch.room_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
         wanted = np.add(scratch.header_sizes, sizes).tolist()
         read = [row for row, result in enumerate(results) if result == wanted[row]]
-        data = data_views(blocks, scratch, zero_copy=zero_copy)
-        heads = scratch.headers()
+        data, heads = scratch.data_of(some), scratch.headers()
         whole = files.are_whole(
             [keys[row] for row in read],
             [bytes(heads[row]) for row in read],
@@ -123,13 +100,13 @@ class BlockReader:
         outcomes: list[Outcome | None] = [None] * len(keys)
         for row in done:
             outcomes[row] = DONE
-        if zero_copy and len(done) < len(keys):
+        if some.zero_copy and len(done) < len(keys):
             for row, result in enumerate(results):
                 if outcomes[row] is None and _may_have_data(result, scratch.header_sizes[row]):
                     outcomes[row] = _REPLACED
-        if done and not zero_copy:
-            chosen = blocks.take(done)
-            files.copy_engine.copy(describe_scratch(scratch, done, chosen), chosen)
+        if done and not some.zero_copy:
+            chosen = some.blocks.take(done)
+            files.copy_engine.copy(scratch.describe(done, chosen), chosen)
         return outcomes
 
     def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
@@ -158,7 +135,7 @@ class BlockReader:
             return MISSING  # as a lookup says
         size = files.data_size(key, found.st_size)
         scratch = files.scratch([key], size)
-        (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.room_bytes]))
+        (result,) = files.file_io.read([fd], scratch.vectors([scratch.room_bytes]))
         if isinstance(result, OSError):
             raise result
         _require_all(result, scratch.header_sizes[0] + size)
@@ -166,7 +143,7 @@ class BlockReader:
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
             return PARTIAL
-        files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
+        files.copy_engine.copy(scratch.describe([0], block, skip_bytes=skip), block)
         return DONE
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:

@@ -7,14 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvxfer.backends.file.block_files import (
-    BlockFiles,
-    data_views,
-    describe_scratch,
-    failure,
-    whole_vectors,
-    zero_copy_vectors,
-)
+from kvxfer.backends.file.block_files import BlockFiles, Round, failure
 from kvxfer.backends.file.file_index import file_ids
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.open_folders import GONE
@@ -52,13 +45,11 @@ class BlockWriter:
         The outcome is `BUSY` where another process is writing the file, or has made it meanwhile.
         """
         outcomes: list[Outcome] = []
-        zero_copy = self._files.is_zero_copy(blocks)
-        for start, stop in self._files.rounds(blocks, zero_copy=zero_copy):
-            some = keys[start:stop]
+        for some in self._files.rounds(keys, blocks):
             try:
-                outcomes += self._write_round(some, blocks.select(start, stop), zero_copy=zero_copy)
+                outcomes += self._write_round(some)
             except Exception as exc:  # noqa: BLE001 - the outcome of these blocks
-                outcomes += [failure(exc)] * len(some)
+                outcomes += [failure(exc)] * len(some.keys)
         return outcomes
 
     def sync_names(self, keys: Sequence[BlockKey]) -> Outcome | None:
@@ -76,33 +67,28 @@ class BlockWriter:
             return failure(exc)
         return None
 
-    def _write_round(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
-    ) -> list[Outcome]:
-        outcomes = [BUSY] * len(keys)
-        files = file_ids(self._files.fingerprint, keys)
+    def _write_round(self, some: Round) -> list[Outcome]:
+        outcomes = [BUSY] * len(some.keys)
+        files = file_ids(self._files.fingerprint, some.keys)
         with self._ledger.claimed(files) as taken:
             ours = [index for index, file in enumerate(files) if file not in taken]
             if ours:
-                chosen = blocks if len(ours) == len(keys) else blocks.take(ours)
-                chosen_keys = [keys[index] for index in ours]
-                written = self._write_claimed(chosen_keys, chosen, zero_copy=zero_copy)
+                written = self._write_claimed(some.take(ours))
                 for index, outcome in zip(ours, written, strict=True):
                     outcomes[index] = outcome
         return outcomes
 
-    def _write_claimed(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
-    ) -> list[Outcome]:
-        files, sizes = self._files, blocks.block_sizes.tolist()
-        scratch = files.scratch(keys, 0 if zero_copy else max(sizes))
-        if zero_copy:
-            vectors = zero_copy_vectors(scratch, blocks, tail=False)
+    def _write_claimed(self, some: Round) -> list[Outcome]:
+        files, keys, blocks = self._files, some.keys, some.blocks
+        sizes = blocks.block_sizes.tolist()
+        scratch = files.scratch(keys, 0 if some.zero_copy else max(sizes))
+        if some.zero_copy:
+            vectors = scratch.vectors_around(blocks, tail=False)
         else:
-            files.copy_engine.copy(blocks, describe_scratch(scratch, range(len(keys)), blocks))
-            vectors = whole_vectors(scratch, [padded(size) for size in sizes])
-        data, starts = data_views(blocks, scratch, zero_copy=zero_copy), blocks.payload_starts
-        headers = files.headers(keys, starts.tolist(), sizes, data)
+            files.copy_engine.copy(blocks, scratch.describe(range(len(keys)), blocks))
+            vectors = scratch.vectors([padded(size) for size in sizes])
+        starts, data = blocks.payload_starts.tolist(), scratch.data_of(some)
+        headers = files.headers(keys, starts, sizes, data)
         for view, header in zip(scratch.headers(), headers, strict=True):
             view[:] = header
         totals = np.add(scratch.header_sizes, sizes).tolist()
