@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +15,7 @@ from kvxfer.backends.file.io.file_io import (
     READ_FLAGS,
     NamedFile,
     NewFile,
+    Result,
     Size,
     read_whole,
     regular_size,
@@ -57,8 +58,7 @@ class NamespaceFolder:
     def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
         """Get the bytes of each key's file; None where it is missing or a link."""
         names, since = file_names(keys), self._folders.num_renewed
-        fds = self._known_folders(names)
-        sizes = sizes_in([fds[name[:2]] for name in names], names)
+        sizes = sizes_in(self._folders_of(names), names)
         missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
         if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
             for index in missing:
@@ -68,11 +68,9 @@ class NamespaceFolder:
     def locate(self, keys: Sequence[BlockKey]) -> list[NamedFile | None]:
         """Get the place of each key's file, to open it; None where its folder cannot be opened."""
         names = file_names(keys)
-        fds = self._known_folders(names)
-        folders = [fds[name[:2]] for name in names]
         return [
             NamedFile(fd, name.encode()) if isinstance(fd, int) else None
-            for fd, name in zip(folders, names, strict=True)
+            for fd, name in zip(self._folders_of(names), names, strict=True)
         ]
 
     def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
@@ -99,17 +97,10 @@ class NamespaceFolder:
             The place, or why the folder can be neither opened nor made.
         """
         names = file_names(keys)
-        fds = dict[str, int | OSError]()
-        for name, fd in self._folders.known({name[:2]: None for name in names}).items():
-            try:
-                fds[name] = self._folders.renew(name, create=True) if fd is None or renew else fd
-            except OSError as exc:
-                fds[name] = exc
+        folders = self._folders_of(names, create=True, renew=renew)
         return [
             NewFile(fd, temporary.encode(), name.encode()) if isinstance(fd, int) else fd
-            for fd, name, temporary in zip(
-                [fds[name[:2]] for name in names], names, temporaries, strict=True
-            )
+            for fd, name, temporary in zip(folders, names, temporaries, strict=True)
         ]
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
@@ -207,7 +198,7 @@ class NamespaceFolder:
         Raises:
             OSError: That cannot be told.
         """
-        return require_known(sizes_in([self._known_folder(OWN)], [name])) != [None]
+        return require_known(sizes_in([*self._folders.find([OWN]).values()], [name])) != [None]
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
@@ -264,19 +255,13 @@ class NamespaceFolder:
         for text in self._texts.items():
             _write_text(*text, folder_fd)
 
-    def _known_folders(self, file_names: Iterable[str]) -> dict[str, Size]:
-        """Get the descriptors of the folders of files, or why there is none."""
-        fds: dict[str, Size] = {**self._folders.known({name[:2]: None for name in file_names})}
-        for name, fd in fds.items():
-            if fd is None:
-                fds[name] = self._known_folder(name)
-        return fds
-
-    def _known_folder(self, name: str) -> int | OSError | None:
-        try:
-            return self._folders.descriptor(name)
-        except OSError as exc:
-            return None if runtime.is_absent(exc) else exc
+    def _folders_of(
+        self, file_names: Sequence[str], *, create: bool = False, renew: bool = False
+    ) -> list[Result]:
+        """Get the descriptor of each file's folder, or why there is none."""
+        names = {name[:2]: None for name in file_names}
+        fds = self._folders.find(names, create=create, renew=renew)
+        return [fds[name[:2]] for name in file_names]
 
     def _size(self, name: str, folder: str = "") -> Size:
         try:

@@ -95,9 +95,21 @@ class OpenFolders:
         fd = self._opened.get(name)
         return self.renew(name, create=False) if fd is None else fd
 
-    def known(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Get the descriptor of each folder that is open, which may have been removed since."""
-        return {name: self._opened.get(name) for name in names}
+    def find(
+        self, names: Iterable[str], *, create: bool = False, renew: bool = False
+    ) -> dict[str, int | OSError]:
+        """Get the descriptor of each folder, or why there is none.
+
+        One that was removed since is opened anew only to `renew` it, and made to `create` it.
+        """
+        fds = dict[str, int | OSError]()
+        for name in names:
+            fd = self._opened.get(name)
+            try:
+                fds[name] = self.renew(name, create=create) if fd is None or renew else fd
+            except OSError as exc:
+                fds[name] = exc
+        return fds
 
     def within(self, name: str, act: Callable[[int], T], *, create: bool = False) -> T:
         """Call `act` with the descriptor of a folder, and again if that one was removed.

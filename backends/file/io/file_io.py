@@ -245,13 +245,13 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def sizes_in(folders: Sequence[Size], names: Sequence[str | bytes]) -> list[Size]:
+def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Size]:
     """Get the bytes of files in folders, given by their descriptors or by why there is none."""
     sizes: list[Size] = []
     get_status = runtime.disk().stat
     for folder, name in zip(folders, names, strict=True):
         if not isinstance(folder, int):
-            sizes.append(folder)
+            sizes.append(None if runtime.is_absent(folder) else folder)
             continue
         try:
             found = get_status(name, dir_fd=folder, follow_symlinks=False)
