@@ -121,9 +121,8 @@ class Ledger:
             was_known = self.known
             self._lock_file(ends_at)
             try:
-                read = runtime.disk().pread(self._fd, _RECORD.size + DIGEST_BYTES, 0)
-                record = strip_checksum(read)
-                self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
+                record = _read_record(self._fd)
+                self.known = bool(record)
                 self.num_losses += was_known and not self.known
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
                 reserved, added_here = self.reserved, self.added_here
@@ -330,17 +329,20 @@ def read_count(root: Path) -> int | None:
     try:
         fd = runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)
         try:
-            record = strip_checksum(runtime.disk().pread(fd, _RECORD.size + DIGEST_BYTES, 0))
+            record = _read_record(fd)
         finally:
             runtime.disk().close(fd)
     except OSError as exc:
         if runtime.is_absent(exc):
             return None
         raise
-    if len(record) != _RECORD.size or not record.startswith(_MAGIC):
-        return None
-    used: int = _RECORD.unpack(record)[1]
-    return used
+    return int(_RECORD.unpack(record)[1]) if record else None
+
+
+def _read_record(fd: int) -> bytes:
+    """Read the record of a count; empty when there is none, or it is damaged."""
+    record = strip_checksum(runtime.disk().pread(fd, _RECORD.size + DIGEST_BYTES, 0))
+    return record if len(record) == _RECORD.size and record.startswith(_MAGIC) else b""
 
 
 def _open_ledger(path: Path) -> int:
