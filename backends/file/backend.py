@@ -300,14 +300,11 @@ class FileBackend(Backend):
         probe = self._breaker.probe
         try:
             written = await self._write(keys, blocks)
-        except BaseException:
-            self._breaker.abandon(probe)
-            raise
-        kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
-        if (error := medium_failure(kinds)) is None:
-            self._breaker.abandon(probe)
-        else:
-            self._breaker.record(error)
+            kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
+            if (error := medium_failure(kinds)) is not None:
+                self._breaker.record(error)
+        finally:
+            self._breaker.abandon(probe)  # one that found out nothing
         if BUSY in kinds:
             await self._await_others(keys, blocks, written)
         return [outcome or DONE for outcome in written]

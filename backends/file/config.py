@@ -7,6 +7,7 @@ from pathlib import Path
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
+from kvxfer.checks import require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.namespace_format import GroupFormat
@@ -58,8 +59,7 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("read_threads", "write_threads"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(name, getattr(self, name), "at least 1")
+            require_positive(name, getattr(self, name))
         for name in ("rescan_factor", "close_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(name, getattr(self, name), "0 or more")
