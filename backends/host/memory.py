@@ -35,7 +35,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedMemory:
-    """Memory that is mapped until `close`, which unmaps it."""
+    """Memory that is mapped until `close`, which unmaps it and releases what else it has."""
 
     def __init__(self, mapping: mmap.mmap, what: str) -> None:
         self._map = mapping
@@ -65,6 +65,10 @@ class MappedMemory:
             with contextlib.suppress(BufferError):
                 self._map.close()
             del self._map  # else the mapping would last as long as this object
+            self._release()
+
+    def _release(self) -> None:
+        """Release what is there beside the mapping; nothing by default."""
 
 
 class PrivateMemory(MappedMemory):
@@ -132,12 +136,8 @@ class SharedMemory(MappedMemory):
             raise CapacityError("memory", num_bytes, AvailableMemory.read().num_bytes) from exc
         return cls(fd, num_bytes)
 
-    def close(self) -> None:
-        """See `MappedMemory.close`; closes the descriptor, too."""
-        is_open = self._bytes is not None
-        super().close()
-        if is_open:
-            os.close(self.fd)
+    def _release(self) -> None:
+        os.close(self.fd)
 
 
 def _require_fixed_size(fd: int, num_bytes: int) -> None:
@@ -202,13 +202,6 @@ class SharedSegment(MappedMemory):
             self.close()
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
-    def close(self) -> None:
-        """See `MappedMemory.close`; the last process to do so frees the memory."""
-        is_open = self._bytes is not None
-        super().close()
-        if is_open:
-            self._release()
-
     def _open(self, header: bytes, num_bytes: int) -> int:
         """Open and lock the file; waits while another process creates it.
 
@@ -246,6 +239,7 @@ class SharedSegment(MappedMemory):
             )
 
     def _release(self) -> None:
+        """Close the file, and remove it if no other process has it: that frees the memory."""
         if _locked(self._fd, fcntl.LOCK_EX) and _is_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
