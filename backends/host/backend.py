@@ -508,7 +508,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 replaced.append(key)
         plan = self._index.begin_store(keys)
         self._scrubber.start()
-        for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by()}.items():
+        for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by}.items():
             if gone:
                 self._reports.removed(gone, reason)
         return plan

@@ -1,7 +1,7 @@
 """Block index: the slot, the state and the pins of each block of a store."""
 
 import enum
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class StorePlan:
         keys: Keys with a slot, now being stored; the caller must end each with `finish_store`.
         slots: Slot of each of `keys`.
         evicted: Keys that were evicted for them, no longer in the index.
-        reasons: Why each of `evicted` had to go.
+        evicted_by: The same keys, by why they had to go.
         refused: Keys without room, even after eviction.
         present: Keys that the index had already, ready or being stored.
     """
@@ -41,16 +41,9 @@ class StorePlan:
     keys: list[BlockKey]
     slots: list[int]
     evicted: list[BlockKey]
-    reasons: list[Removal]
+    evicted_by: dict[Removal, list[BlockKey]]
     refused: list[BlockKey]
     present: list[BlockKey]
-
-    def evicted_by(self) -> Mapping[Removal, list[BlockKey]]:
-        """Group the keys that were evicted by reason."""
-        groups: dict[Removal, list[BlockKey]] = defaultdict(list)
-        for key, reason in zip(self.evicted, self.reasons, strict=True):
-            groups[reason].append(key)
-        return groups
 
 
 @dataclass(slots=True)
@@ -160,7 +153,7 @@ class BlockIndex:
             DuplicateError: A key appears twice; nothing was changed.
         """
         _require_distinct(keys)
-        plan = StorePlan(keys=[], slots=[], evicted=[], reasons=[], refused=[], present=[])
+        plan = StorePlan(keys=[], slots=[], evicted=[], evicted_by={}, refused=[], present=[])
         absent: list[BlockKey] = []
         idle: list[BlockKey] = []
         for key in keys:
@@ -343,7 +336,7 @@ class BlockIndex:
             return self._next_slot - 1
         victim = policy.replace(key)
         plan.evicted.append(victim)
-        plan.reasons.append(policy.reason)
+        plan.evicted_by.setdefault(policy.reason, []).append(victim)
         return self._entries.pop(victim).slot
 
     def _drop(self, key: BlockKey) -> None:

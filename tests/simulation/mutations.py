@@ -233,7 +233,7 @@ TABLE = """
 @@ tiers 20 a store is not told
 -        self._reports.added(stored)
 @@ tiers 40 an eviction is not told
--{Removal.REPLACED: replaced, **plan.evicted_by()}
+-{Removal.REPLACED: replaced, **plan.evicted_by}
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
 @@ tiers 100 a block that is read is removed

@@ -568,7 +568,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._copy_down(self._tier)
 
     def _note_evicted(self, plan: StorePlan) -> None:
-        for reason, keys in plan.evicted_by().items():
+        for reason, keys in plan.evicted_by.items():
             count = metrics.Count.of("removed_blocks", metrics.HOST, reason)
             self._metrics.add(count, len(keys))
             self._reports.removed(keys, reason)
