@@ -95,10 +95,8 @@ class FileBackend(Backend):
             self._tree,
             self._folder,
             self._ledger,
-            config.open_policy(max(1, config.capacity // largest)),
-            capacity_bytes=config.capacity,
-            min_free_bytes=config.min_free,
-            rescan_factor=config.rescan_factor,
+            config,
+            num_slots=max(1, config.capacity // largest),
         )
         self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)

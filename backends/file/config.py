@@ -1,13 +1,12 @@
 """Configuration of the file backend."""
 
 import contextlib
-import math
 from pathlib import Path
 
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
-from kvxfer.checks import require_positive
+from kvxfer.checks import require_number, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.namespace_format import GroupFormat
@@ -61,8 +60,7 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("read_threads", "write_threads"):
             require_positive(name, getattr(self, name))
         for name in ("rescan_factor", "close_timeout_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidArgumentError(name, getattr(self, name), "0 or more")
+            require_number(name, getattr(self, name), "0 or more")
 
 
 def require_root(config: FileConfig) -> Path:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from itertools import chain
 
 from kvxfer import runtime
+from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.file_index import STEP_PAUSE_S, FileIndex, Victim
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
@@ -17,7 +18,6 @@ from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
-from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
@@ -42,8 +42,8 @@ class Space:
     Files are known from a walk through the tree and from this process's stores; files of other
     processes are found by another walk, when there is nothing left to evict. The bytes of all are
     counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
-    blocks. The bounds are those of `FileConfig`; the eviction policy is new, and its keys are
-    `FileId`s.
+    blocks. Bounds and eviction policy are those of the configuration; the policy is for a store of
+    `num_slots` of the largest files.
 
     Attributes:
         index: The known files.
@@ -55,19 +55,15 @@ class Space:
         tree: BlockTree,
         folder: NamespaceFolder,
         ledger: Ledger,
-        policy: EvictionPolicy,
+        config: FileConfig,
         *,
-        capacity_bytes: int,
-        min_free_bytes: int,
-        rescan_factor: float,
+        num_slots: int,
     ) -> None:
         self._tree = tree
         self._folder = folder
         self._ledger = ledger
-        self.index = FileIndex(folder.fingerprint, policy)
-        self._capacity_bytes = capacity_bytes
-        self._min_free_bytes = min_free_bytes
-        self._rescan_factor = rescan_factor
+        self._config = config
+        self.index = FileIndex(folder.fingerprint, config.open_policy(num_slots))
         self.walks = Threads("kvxfer-file-scan", 1)
         self._walk: Future[None] | None = None
         self._walk_lock = runtime.lock()
@@ -254,7 +250,8 @@ class Space:
         finally:
             now = runtime.monotonic()
             took = now - began
-            self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
+            pause_s = 0.0 if took < SHORT_SCAN_S else self._config.rescan_factor * took
+            self._next_scan = now + pause_s
 
     def _learn_walk(self) -> None:
         if num_removed := self._tree.collect():
@@ -317,7 +314,7 @@ class Space:
     def _gauges(self) -> Mapping[Gauge, float]:
         """State of the store, as of its last change by this process; asks nothing of the disk."""
         return {
-            Gauge.CAPACITY_BYTES: self._capacity_bytes,
+            Gauge.CAPACITY_BYTES: self._config.capacity,
             Gauge.USED_BYTES: self._ledger.used,
             **self.index.gauges(),
         }
@@ -347,7 +344,7 @@ class Space:
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
             while (
-                self._ledger.used + total > self._capacity_bytes
+                self._ledger.used + total > self._config.capacity
                 or total > free_bytes
                 or fitting >= free_files
             ):
@@ -405,6 +402,6 @@ class Space:
     def _free(self) -> tuple[float, float]:
         """Count the bytes and files that there is room for, less bytes reserved and not written."""
         found = runtime.disk().statvfs(self._tree.root)
-        free = found.f_bavail * found.f_frsize - self._min_free_bytes
+        free = found.f_bavail * found.f_frsize - self._config.min_free
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
         return free - self._ledger.reserved, free_files

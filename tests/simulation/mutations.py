@@ -356,8 +356,8 @@ TABLE = """
 @@ files 100 nobody is told of a corrupt block that is moved away
 -            self._reports.removed([key], Removal.CORRUPT)
 @@ files 40 room is made for what is there, not for what comes
--                self._ledger.used + total > self._capacity_bytes
-+                self._ledger.used > self._capacity_bytes
+-                self._ledger.used + total > self._config.capacity
++                self._ledger.used > self._config.capacity
 @@ files 100 an evicted file stays counted
 -            self._ledger.remove(padded(num_bytes))
 -            return 1 + (with_folder and folder.remove_if_empty(victim.key))
