@@ -115,7 +115,7 @@ class BytesBackend(Backend):
         if left:
             chosen = [keys[n] for n in left]
             names = self._names(chosen)
-            values = await self._copy(self._read, names, blocks.take(left))
+            values = await self._run(self._copies, self._read, names, blocks.take(left))
             stored = await self._change(chosen, partial(self.put, names, values))
             for index, is_stored in zip(left, stored, strict=True):
                 outcomes[index] = DONE if is_stored else REFUSED
@@ -127,7 +127,7 @@ class BytesBackend(Backend):
         names = self._names(keys)
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
         values = await self._threads.ask(self._call, partial(self.get, names))
-        outcomes = await self._copy(self._write, names, sizes, values, blocks)
+        outcomes = await self._run(self._copies, self._write, names, sizes, values, blocks)
         pairs = enumerate(outcomes)
         corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
         if corrupt:
@@ -174,17 +174,13 @@ class BytesBackend(Backend):
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""
-        return await self._locks.hold_during(keys, partial(self._run, self._call, func))
+        change = partial(self._run, self._threads, self._call, func)
+        return await self._locks.hold_during(keys, change)
 
-    async def _copy(self, func: Callable[..., T], *args: Any) -> T:
-        """Copy from or to the caller's memory on a thread, unless the backend was closed."""
-        self._guard.check()
-        return await self._copies.run(func, *args)
-
-    async def _run(self, func: Callable[..., T], *args: Any) -> T:
+    async def _run(self, threads: Threads, func: Callable[..., T], *args: Any) -> T:
         """Run a function on a thread, unless the backend was closed meanwhile."""
         self._guard.check()
-        return await self._threads.run(func, *args)
+        return await threads.run(func, *args)
 
     def _checksum(self, name: str, payload: bytes | memoryview) -> bytes:
         seed = xxhash.xxh3_64_intdigest(name.encode())

@@ -683,7 +683,7 @@ TABLE = """
 @@ bytes 600 a store finds what a delete that was given up removes after it
 -        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
 @@ bytes 300 changes of a value overtake each other
--        return await self._locks.hold_during(keys, partial(self._run, self._call, func))
+-        return await self._locks.hold_during(keys, change)
 +        return await self._threads.ask(self._call, func)
 @@ bytes 1500 a storage is closed while calls hang in it
 -        if await self._threads.aclose():  # calls hang
