@@ -1,7 +1,6 @@
 """Configuration of object storage: which bucket, and the time and requests that it may take."""
 
 import os
-from abc import abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,6 +50,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     scheme: ClassVar[str]
+    client_class: ClassVar[str]  # of obstore
 
     address: str = ""
     path: str = ""
@@ -104,18 +104,18 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         """The prefix in the bucket as a URL, without parameters."""
         return f"{self.scheme}://{self.address}/{self.prefix}"
 
-    @abstractmethod
+    def _options(self) -> dict[str, Any]:
+        """Options of the client that only this cloud has."""
+        return {}
+
     def open_store(self) -> "ObjectStore":
-        """Open the client of the cloud, which makes no request yet.
+        """Open a client whose requests do not outlive ours; it makes none yet, and repeats none.
+
+        Repetitions are made by `Bucket`, by its deadline.
 
         Raises:
             MissingExtraError: obstore is not installed.
-        """
-
-    def _open(self, name: str, **options: Any) -> "ObjectStore":
-        """Open a client of obstore whose requests do not outlive ours, and are not repeated.
-
-        Repetitions are made by `Bucket`, by its deadline.
+            InvalidArgumentError: The cloud needs more than is configured or in the environment.
         """
         require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
         from obstore import store
@@ -125,8 +125,8 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.endpoint.startswith("http://"):
             client["allow_http"] = True
         retry: RetryConfig = {"max_retries": 0, "retry_timeout": timeout}
-        opened: ObjectStore = getattr(store, name)(
-            self.address, client_options=client, retry_config=retry, **options
+        opened: ObjectStore = getattr(store, self.client_class)(
+            self.address, client_options=client, retry_config=retry, **self._options()
         )
         return opened
 
@@ -141,27 +141,26 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     scheme: ClassVar[str] = "s3"
+    client_class: ClassVar[str] = "S3Store"
 
     region: str = ""
     virtual_hosted: bool | None = None
 
-    def open_store(self) -> "ObjectStore":
-        """See `ObjectConfig.open_store`."""
+    def _options(self) -> dict[str, Any]:
         is_hosted = not self.endpoint if self.virtual_hosted is None else self.virtual_hosted
         options: dict[str, Any] = {"virtual_hosted_style_request": is_hosted}
         options |= {"endpoint": self.endpoint} if self.endpoint else {}
-        options |= {"region": self.region} if self.region else {}
-        return self._open("S3Store", **options)
+        return options | ({"region": self.region} if self.region else {})
 
 
 class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `gs://bucket/prefix`: Google Cloud Storage."""
 
     scheme: ClassVar[str] = "gs"
+    client_class: ClassVar[str] = "GCSStore"
 
-    def open_store(self) -> "ObjectStore":
-        """See `ObjectConfig.open_store`."""
-        return self._open("GCSStore", **({"base_url": self.endpoint} if self.endpoint else {}))
+    def _options(self) -> dict[str, Any]:
+        return {"base_url": self.endpoint} if self.endpoint else {}
 
 
 class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,22 +171,16 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     scheme: ClassVar[str] = "az"
+    client_class: ClassVar[str] = "AzureStore"
 
     account: str = ""
 
-    def open_store(self) -> "ObjectStore":
-        """See `ObjectConfig.open_store`.
-
-        Raises:
-            InvalidArgumentError: There is no storage account.
-        """
-        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")  # before the account
+    def _options(self) -> dict[str, Any]:
         if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
             wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"
             raise InvalidArgumentError("account", self.account, wanted)
         options: dict[str, Any] = {"endpoint": self.endpoint} if self.endpoint else {}
-        options |= {"account_name": self.account} if self.account else {}
-        return self._open("AzureStore", **options)
+        return options | ({"account_name": self.account} if self.account else {})
 
 
 def _hidden(text: str) -> str:
