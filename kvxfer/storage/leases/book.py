@@ -161,11 +161,9 @@ class LeaseBook:
 
     def revoke(self, ticket: str) -> list[int]:
         """End a ticket for its engine, also an open one; otherwise as `release`."""
-        entry = self._tickets.get(ticket)
-        if entry is None:
-            return []
-        entry.is_complete = True
-        return self._withdraw(ticket, entry)
+        if (entry := self._tickets.get(ticket)) is not None:
+            entry.is_complete = True
+        return self.release(ticket)
 
     def expire(self) -> list[int]:
         """Revoke the tickets whose time is over; return the blocks that are offered no more."""
