@@ -27,7 +27,6 @@ from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.checks import require_instance
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
@@ -272,7 +271,6 @@ class FileBackend(Backend):
                 digester,
                 record=record,
                 file_io=file_io or open_engine(config.engine),
-                copy_engine=CPUCopyEngine(),
                 alignment=alignment,
             )
             opened.pop_all()

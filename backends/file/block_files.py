@@ -13,7 +13,7 @@ from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import MAX_CLAIMED
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector, require_known
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
 from kvxfer.pages.digest import Digester
@@ -150,14 +150,13 @@ class BlockFiles(NamespaceFormat):
         *,
         record: IntegrityRecord,
         file_io: FileIO,
-        copy_engine: CopyEngine,
         alignment: int,
     ) -> None:
         super().__init__(namespace, digester)
         self.folder = folder
         self.record = record
         self.file_io = file_io
-        self.copy_engine = copy_engine
+        self.copy_engine = CPUCopyEngine()
         self.flags = os.O_DIRECT if alignment else 0
         self._alignment = alignment
         self._scratches = threading.local()
