@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import compress
-from weakref import WeakMethod
 
 import msgspec
 import numpy as np
@@ -150,7 +149,9 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._begun: dict[BlockKey, _SharedBegun] = {}  # what a device stores
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
-        self._scrubber = self._open_scrubber(config)
+        is_off = config.integrity is MemoryIntegrity.OFF
+        rate = 0.0 if is_off else config.scrub_mib_per_s
+        self._scrubber = Scrubber(self.pool, rate, self._drop_changed)
         self.regions = [self.pool.region, self.pool.generations.region]
 
     def observe(self, reports: Reports) -> None:
@@ -535,16 +536,6 @@ class HostBackend(LendingBackend, ImmediateMover):
                 if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
                     self._index.quarantine(key)
                     self._reports.removed([key], Removal.CORRUPT)
-
-    def _open_scrubber(self, config: HostConfig) -> Scrubber:
-        is_off = config.integrity is MemoryIntegrity.OFF
-        alive = WeakMethod(self._drop_changed)  # the thread keeps no backend that nobody closed
-
-        def changed(slot: int, generation: int) -> None:
-            if (drop := alive()) is not None:
-                drop(slot, generation)
-
-        return Scrubber(self.pool, 0.0 if is_off else config.scrub_mib_per_s, changed)
 
     def _drop_changed(self, slot: int, generation: int) -> None:
         """Hide a block whose bytes changed, unless its slot was overwritten since."""

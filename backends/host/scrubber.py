@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import numpy as np
 
@@ -29,8 +29,9 @@ class Scrubber:
     A checksum is made at the first sight of a block, if its tag has none, and compared in later
     rounds. It belongs to one generation of the slot. No lock is held: a slot may be overwritten
     while it is read, and whoever is told of it has to ask whether it is of that generation still:
-    `changed` is called on the thread with the slot and its generation. The pool is closed after
-    this, and not kept alive. Without a rate there is no thread.
+    the method `changed` is called on the thread with the slot and its generation. The pool, which
+    is closed after this, and the method's object are not kept alive. Without a rate there is no
+    thread.
 
     Attributes:
         num_bytes: Bytes that were read.
@@ -42,7 +43,7 @@ class Scrubber:
         self.num_bytes = 0
         self._pool = ref(pool)
         self._batch_bytes = mib_per_s * (1 << 20) * BATCH_S
-        self._changed = changed
+        self._changed = WeakMethod(changed)
         shape = pool.shape
         self._sums = np.zeros((shape.num_slots, shape.num_parts), np.uint64)
         self._seen = pool.generations.before()
@@ -70,8 +71,9 @@ class Scrubber:
             (is_known and seen) or tag
             for seen, tag in zip(self._sums[slot].tolist(), tagged, strict=False)
         ]
-        if any(one not in (0, made) for one, made in zip(expected, sums, strict=True)):
-            self._changed(slot, generation)
+        differs = any(one not in (0, made) for one, made in zip(expected, sums, strict=True))
+        if differs and (changed := self._changed()) is not None:
+            changed(slot, generation)
         if sums:
             self._sums[slot], self._seen[slot] = sums, generation
         self.num_bytes += num_bytes

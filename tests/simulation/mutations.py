@@ -63,7 +63,7 @@ TABLE = """
 -        is_known = int(self._seen[slot]) == generation
 +        is_known = True
 @@ memory 40 the scrubber tells nobody of a change
--            self._changed(slot, generation)
+-            changed(slot, generation)
 --- backends/host/pool.py
 @@ memory 40 no checksum is made of a block that leaves
 -        if slot in self._unhashed:
