@@ -188,17 +188,6 @@ class Difference(NamedTuple):
     theirs: Any
 
 
-_TEXTS_OF_NAMESPACES = (
-    "model",
-    "revision",
-    "dtype",
-    "quantization",
-    "config_hash",
-    "layout",
-    "instruction_set",
-)
-
-
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Identity of stored blocks: every property that changes the bytes stored under a key.
 
@@ -239,7 +228,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         """Check the fields, and that the tensors of each group have the bytes of a chunk."""
-        for name in _TEXTS_OF_NAMESPACES:
+        for name in _TEXTS:
             _set(self, name, require_text(name, getattr(self, name)))
         require_instances("groups", self.groups, GroupIdentity)
         _set(self, "groups", tuple(self.groups))
@@ -303,6 +292,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         for difference in self.differences(theirs):
             raise NamespaceMismatchError(*difference)
+
+
+_TEXTS = [each.name for each in msgspec.structs.fields(Namespace) if each.type is str]
 
 
 def _set(struct: msgspec.Struct, name: str, value: object) -> None:
