@@ -65,21 +65,17 @@ class IntegrityRecord:
             OSError: The record cannot be made.
         """
         self._note_own_kind()
-        others, where = self._other_kinds(), self._folder.root / self._folder.fingerprint
-        if others:
-            logger.warning(
-                "%s holds blocks of integrity=%s, which integrity=%s does not read: they are "
-                "misses, and are not stored again until they are evicted or removed",
-                where,
-                ", ".join(sorted(kind.value for kind in others)),
-                self._kind.value,
-            )
+        found = []
+        if others := ", ".join(sorted(kind.value for kind in self._other_kinds())):
+            found += [f"of integrity={others}, which integrity={self._kind.value} does not read"]
         if self._has_other_keys():
+            found += [f"that are {OTHER_KEY_REASON}"]
+        for blocks in found:
             logger.warning(
-                "%s holds blocks that are %s: they are misses, and are not stored again until they "
-                "are evicted or removed",
-                where,
-                OTHER_KEY_REASON,
+                "%s holds blocks %s: they are misses, and are not stored again until they are "
+                "evicted or removed",
+                self._folder.root / self._folder.fingerprint,
+                blocks,
             )
 
     def is_sealed_with_our_secret(self) -> bool:

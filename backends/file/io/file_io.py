@@ -218,10 +218,7 @@ def _rest(vector: IOVector, num_bytes: int) -> IOVector:
 
 
 def _create(file: NewFile, flags: int) -> int:
-    (size,) = sizes_in([file.folder_fd], [file.name])
-    if isinstance(size, OSError):
-        raise size
-    if size is not None:
+    if require_known(sizes_in([file.folder_fd], [file.name])) != [None]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     return runtime.disk().open(
         file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd
