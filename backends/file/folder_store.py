@@ -3,18 +3,20 @@
 import contextlib
 import logging
 import os
+import stat
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_walk, require_store
+from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_walk
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
-from kvxfer.pages.names import FoundBlock
+from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, FoundBlock
 from kvxfer.pages.texts import DESCRIPTIONS
 from kvxfer.pages.verification import read_data, read_header
 
@@ -34,8 +36,13 @@ class FolderStore(BlockTree, BlockStore):
         self.place = str(root)
 
     def require(self) -> None:
-        """See `BlockStore.require`."""
-        require_store(BlockTree(self.root))
+        """See `BlockStore.require`: it has a count, a namespace or a block."""
+        tree = BlockTree(self.root)  # a part of it that cannot be read is skipped
+        has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
+        namespaces = (self.root / name / NAMESPACE_FILE for name in tree.fingerprints())
+        if not has_block and not any(map(_is_file, (self.root / LEDGER_NAME, *namespaces))):
+            wanted = f"the root of a store, the folder with {LEDGER_NAME}"
+            raise InvalidArgumentError("path", self.place, wanted)
 
     @contextlib.contextmanager
     def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
@@ -67,6 +74,15 @@ class FolderStore(BlockTree, BlockStore):
             OSError: The ledger cannot be made.
         """
         return Ledger(self.root)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(runtime.disk().stat(path).st_mode)
+    except OSError as exc:
+        if runtime.is_absent(exc):
+            return False
+        raise
 
 
 class _Folder(StoredNamespace):

@@ -13,11 +13,8 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.backends.file.folders.process_claim import is_alive
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import BlockFileError
 from kvxfer.pages.names import (
-    LEDGER_NAME,
-    NAMESPACE_FILE,
     QUARANTINE,
     FoundBlock,
     OtherEntry,
@@ -182,29 +179,6 @@ class BlockTree:
         if not runtime.is_absent(exc):
             self._on_error(exc)
             self.num_skipped += 1
-
-
-def require_store(tree: BlockTree) -> None:
-    """Check that a folder is the root of a store: it has a count, a namespace or a block.
-
-    Raises:
-        InvalidArgumentError: The folder is something else.
-        OSError: It is not a folder, or cannot be read.
-    """
-    has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
-    namespaces = (tree.root / name / NAMESPACE_FILE for name in tree.fingerprints())
-    if not has_block and not any(map(_is_file, (tree.root / LEDGER_NAME, *namespaces))):
-        wanted = f"the root of a store, the folder with {LEDGER_NAME}"
-        raise InvalidArgumentError("path", str(tree.root), wanted)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(runtime.disk().stat(path).st_mode)
-    except OSError as exc:
-        if runtime.is_absent(exc):
-            return False
-        raise
 
 
 def warn_of_other_writers(root: Path) -> None:
