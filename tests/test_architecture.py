@@ -43,11 +43,11 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_081,
-    "backends/file": 4_740,
-    "backends/host": 1_985,
+    "backends/file": 4_674,
+    "backends/host": 1_972,
     "backends/mooncake": 742,
     "backends/nixl": 8_175,
-    "backends/object": 1_749,
+    "backends/object": 1_742,
     "backends/pool": 1_173,
     "benchmarks": 4_631,
     "examples": 2_540,
@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/pages": 2_279,
     "kvxfer/replay": 1_664,
     "kvxfer/runtime": 1_192,
-    "kvxfer/storage": 4_934,
+    "kvxfer/storage": 4_913,
     "kvxfer/telemetry": 1_656,
     "kvxfer/testing": 7_130,
     "kvxfer/tiering": 1_657,
