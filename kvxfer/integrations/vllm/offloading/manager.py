@@ -168,7 +168,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._given: set[str] = set()  # requests with tokens of another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
-        self._copied: deque[RowOutcome] = deque()  # to be unpinned
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
@@ -306,7 +305,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         tier = self._tier
         if tier is not None:
             self._take_moved()
-            self._end_stores(tier)
             self._copy_down(tier)
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._requests.schedule(context.new_req_ids)
@@ -359,7 +357,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._wanted.clear()
         self._storing.clear()
         self._loaded.clear()
-        self._copied.clear()
         if self._tier is not None:
             self._drop_stores(self._write_back.clear())
         self._polled = self._tier is None
@@ -496,18 +493,21 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             tier.submit_store(chosen, self._index.pin(chosen))
 
     def _take_moved(self) -> None:
-        """Finish loads that ended, once in a step, as many as may be hashed in it."""
+        """Finish moves that ended, once in a step; of loads as many as may be hashed in it."""
         if self._tier is None or self._polled:
             return
         self._polled = True
+        copied: list[RowOutcome] = []
         failed: list[RowOutcome] = []
         for moved in self._tier.poll():
             if moved.void:
                 self._index.give_back([moved.row])
             elif moved.direction is Direction.STORE:
-                self._copied.append(moved)
+                copied.append(moved)
             else:
                 (self._loaded if moved.outcome.done else failed).append(moved)
+        if copied:
+            self._end_stores(self._tier, copied)
         self._has_failed &= self._tier.queued_bytes > 0
         if failed:
             self._has_failed = True
@@ -538,12 +538,11 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._polled = self._has_failed = False
             self._take_moved()
 
-    def _end_stores(self, tier: LowerTier) -> None:
+    def _end_stores(self, tier: LowerTier, copied: Sequence[RowOutcome]) -> None:
         """Unpin chunks that were written back; those that changed meanwhile are deleted there."""
         stored: list[BlockKey] = []
         failed: list[BlockKey] = []
-        while self._copied:
-            moved = self._copied.popleft()
+        for moved in copied:
             if moved.outcome.done:
                 stored.append(moved.key)
                 if (retention := self._index.retentions([moved.key])[0]) != NORMAL:
