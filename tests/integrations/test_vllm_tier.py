@@ -210,10 +210,10 @@ def test_an_engine_whose_lower_tier_cannot_listen_or_be_attached_does_not_start(
         config = NixlConfig(listen=address, capacity=ByteSize(1 << 20), transport="socket")
         backends = [NixlBackend(config, NAMESPACE), DictBackend(DictConfig(), NAMESPACE)]
         with pytest.raises(BackendUnavailableError, match=f"cannot listen at {address}"):
-            LowerTier(rows, 3, backends[0])
+            LowerTier(rows, NAMESPACE, backends[0])
     monkeypatch.setattr(DictBackend, "attach", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
-        LowerTier(rows, 3, backends[1])
+        LowerTier(rows, NAMESPACE, backends[1])
     for backend in backends:
         with pytest.raises(ClosedError):
             asyncio.run(backend.lookup(keys_of(1)))

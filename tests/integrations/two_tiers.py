@@ -146,7 +146,7 @@ def start() -> Iterator[Start]:
         index = BlockIndex(NUM_SLOTS, RetainingPolicy(LRU(NUM_SLOTS), NUM_SLOTS))
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
-            2,
+            make_namespace(),
             backend,
             reset_s=0.1,
             pool=pool,

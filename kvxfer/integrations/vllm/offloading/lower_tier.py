@@ -38,7 +38,7 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.integrity import MemoryIntegrity
-from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.observed_backend import medium_of
 from kvxfer.storage.observer import Added, Event, Observer, Operation, Removed, Reports
 from kvxfer.telemetry.journal import flush_journal
@@ -78,8 +78,8 @@ class RowJob:
     direction: Direction
     keys: list[BlockKey]
     rows: list[int]
+    names: Sequence[BlockKey]  # keys of the backend
     void: bool = False  # the tier was reset meanwhile
-    names: Sequence[BlockKey] = ()  # keys of the backend, of a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class RowOutcome:
     key: BlockKey
     row: int
     outcome: Outcome
+    name: BlockKey  # key of the backend
     void: bool = False  # the tier was reset meanwhile: the row's bytes are of no use
-    name: BlockKey | None = None  # key of the backend, of a store
 
 
 @dataclass(slots=True)
@@ -126,9 +126,8 @@ class LowerTier:
     on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
     deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
     backend hangs. It is no `RowStore`: the rows are vLLM's own, so nothing is copied, and vLLM
-    polls. Rows are portable pages by the page mapping of each group, or stored unchanged; metrics
-    need the bytes that the backend has under a key of each of its groups, `chunk_sizes`. Observers
-    are told the keys that are used here.
+    polls. Rows are portable pages by the page mapping of each group, or stored unchanged. The
+    namespace is that of the backend. Observers are told the keys that are used here.
 
     Where the rows are slots of a pool, one that has changed is not stored. One that is loaded loses
     its tags when that begins, and not before: after a reset, a worker may still be about to read
@@ -141,11 +140,10 @@ class LowerTier:
     def __init__(
         self,
         rows: NDArray[np.uint8],
-        num_groups: int,
+        namespace: Namespace,
         backend: Backend,
         *,
         mappings: Sequence[PageMapping] = (),
-        chunk_sizes: Sequence[int] = (),
         reset_s: float = RESET_TIMEOUT_S,
         purge_on_reset: bool = False,
         pool: HostPool | None = None,
@@ -156,7 +154,7 @@ class LowerTier:
         row_size_bytes = rows.shape[1]
         caches = CanonicalKVCaches(
             tensors=[CanonicalKVCacheTensor(tensor, row_size_bytes)],
-            group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
+            group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * len(namespace.groups),
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         purgeable = backend.provide(Purgeable)
@@ -167,7 +165,7 @@ class LowerTier:
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
-        backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
+        backend = observe(backend, Reports(told, self.name, chunk_sizes=namespace.chunk_sizes))
         self._storing: dict[BlockKey, _Row] = {}  # row and key of a backend's key
         self._pool = pool
         if pool is not None:
@@ -176,7 +174,7 @@ class LowerTier:
         self._lookup_s = self._timeouts.lookup_s or inf
         make = partial(TransferEngine, caches, mappings=mappings, timeout_s=STORE_TIMEOUT_S)
         self._engine = start_engine(backend, partial(make, observers=[self.metrics, *renamed]))
-        self._num_groups = num_groups
+        self._num_groups = len(namespace.groups)
         self.wanted = WantedBlocks()  # those that were not asked for are looked up by `flush`
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
@@ -279,16 +277,16 @@ class LowerTier:
         moved: list[RowOutcome] = []
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
-            for stored in job.names:
-                self._storing.pop(stored, None)
-            names: Sequence[BlockKey | None] = job.names or [None] * len(job.keys)
-            moves = zip(job.keys, job.rows, finished.outcomes, names, strict=True)
+            is_load = job.direction is Direction.LOAD
+            moves = zip(job.keys, job.rows, finished.outcomes, job.names, strict=True)
             for key, row, outcome, name in moves:
                 each = RowOutcome(
-                    finished.job_id, job.direction, key, row, outcome, void=job.void, name=name
+                    finished.job_id, job.direction, key, row, outcome, name, void=job.void
                 )
                 (moved if outcome.memory_safe else self._late).append(each)
-                if job.direction is Direction.LOAD and not outcome.done and not job.void:
+                if not is_load:
+                    self._storing.pop(name, None)
+                elif not outcome.done and not job.void:
                     self.wanted.deny([key])
                     if outcome.status is Status.TIMED_OUT:
                         self._suspension.note_late(
@@ -301,8 +299,8 @@ class LowerTier:
                 continue
             moved.append(each)
             # A call that was abandoned may have stored the row after it was verified.
-            pool = self._pool
-            if pool is not None and each.name and not pool.verify(each.row, each.key).done:
+            pool, is_store = self._pool, each.direction is Direction.STORE
+            if pool is not None and is_store and not pool.verify(each.row, each.key).done:
                 self._delete([each.name])
         loads = (each for each in self._late if each.direction is Direction.LOAD)
         self._late_loads = {each.key for each in loads if not each.void}
@@ -441,18 +439,18 @@ class LowerTier:
         jobs: dict[JobId, RowJob],
     ) -> JobId:
         order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
-        job = RowJob(direction, [keys[index] for index in order], [rows[index] for index in order])
+        keys, rows = [keys[index] for index in order], [rows[index] for index in order]
+        names = [self._keys.name(key) for key in keys]
+        job = RowJob(direction, keys, rows, names)
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for key, row in zip(job.keys, job.rows, strict=True):
+        for key, row in zip(keys, rows, strict=True):
             of_groups[group_of(key)].append(row)
-        names = [self._keys.name(key) for key in job.keys]
         if direction is Direction.STORE:
-            job.names = names
-            self._storing |= zip(names, zip(job.rows, job.keys, strict=True), strict=True)
+            self._storing |= zip(names, zip(rows, keys, strict=True), strict=True)
             job_id = self._engine.submit_store(names, of_groups)
         else:
             if self._pool is not None:
-                self._pool.unseal(job.rows)
+                self._pool.unseal(rows)
             job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
         jobs[job_id] = job
         return job_id

@@ -172,10 +172,9 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         observers = environment_observers(namespace, engine=self._name)
         return LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
-            len(namespace.groups),
+            namespace,
             open_tiers(self._lower, namespace),
             mappings=mappings,
-            chunk_sizes=namespace.chunk_sizes,
             purge_on_reset=self._purges,
             pool=pool,
             emit_events=self.kv_events_config.enable_kv_cache_events,

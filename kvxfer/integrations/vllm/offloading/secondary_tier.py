@@ -110,9 +110,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             backend = backend_type(backend_config, namespace)
         self._tier = LowerTier(
             rows,
-            len(namespace.groups),
+            namespace,
             backend,
-            chunk_sizes=namespace.chunk_sizes,
             emit_events=offloading_spec.kv_events_config.enable_kv_cache_events,
             observers=observers,
         )
