@@ -6,7 +6,7 @@ because vLLM exports no others.
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvxfer import runtime
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -76,6 +76,15 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
         labelnames=("tier",),
     ),
 }
+
+
+class DefinesMetrics:
+    """Mix-in for what vLLM asks for the metrics that it is going to report."""
+
+    @classmethod
+    def build_metric_definitions(cls, *_: Any) -> dict[str, OffloadingMetricMetadata]:
+        """Define the metrics of all tiers."""
+        return dict(DEFINITIONS)
 
 
 class Count(NamedTuple):

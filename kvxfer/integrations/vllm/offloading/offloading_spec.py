@@ -17,14 +17,12 @@ from kvxfer.integrations.vllm.common.model_identity import identify_model, requi
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import find_settings, logger, parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import describe_pages
-from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
     KVConnectorRole,
     OffloadingConfig,
     OffloadingConnector,
     OffloadingManager,
-    OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
     engine_config,
@@ -34,6 +32,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, PrefillSpeed
+from kvxfer.integrations.vllm.offloading.metrics import DefinesMetrics
 from kvxfer.integrations.vllm.offloading.rows import (
     WorkerIdentity,
     map_rows,
@@ -59,7 +58,7 @@ MAX_BYTES_IN_FLIGHT = 1 << 30
 SPEC = {"spec_name": "KVXferOffloadingSpec", "spec_module_path": "kvxfer.integrations.vllm"}
 
 
-class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
+class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
     """Offloading spec that stores vLLM's KV cache in kvxfer's backends.
 
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
@@ -72,14 +71,6 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
             model cannot be identified; or `purge_on_reset`, and no tier below can be purged.
     """
-
-    @classmethod
-    def build_metric_definitions(
-        cls,
-        extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
-    ) -> dict[str, OffloadingMetricMetadata]:
-        """Define the metrics that the manager reports."""
-        return dict(metrics.DEFINITIONS)
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)

@@ -14,14 +14,12 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.worker_pages import interleave_tokens
-from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,
     Medium,
     OffloadingConnectorStats,
     OffloadingEvent,
-    OffloadingMetricMetadata,
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
@@ -32,6 +30,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     require_tiering,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.metrics import DefinesMetrics
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.backend import Backend
@@ -52,7 +51,7 @@ class _Job:
     started: float = field(default_factory=runtime.monotonic)
 
 
-class KVXferTier(VLLMPlug, SecondaryTierManager):
+class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     """Secondary tier that stores chunks of vLLM's CPU tier in a kvxfer backend, verified.
 
     Configured as one of `secondary_tiers`: `{"type": "KVXferTier", "module_path":
@@ -118,14 +117,6 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         self._requests = Requests(Reports(observers, self._tier.name))
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
-
-    @classmethod
-    def build_metric_definitions(
-        cls,
-        extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
-    ) -> dict[str, OffloadingMetricMetadata]:
-        """Define the metrics that the tier reports."""
-        return dict(metrics.DEFINITIONS)
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return the metrics since the last call."""
