@@ -23,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvxfer import errors
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.offloading.offloading_spec import SPEC
-from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
+from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
@@ -398,7 +398,7 @@ def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
 def test_before_030_prompts_of_several_groups_are_lent_and_not_read(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(groups_module, "HAS_TRANSFER_RESULTS", False)
+    monkeypatch.setattr(connector_module, "HAS_TRANSFER_RESULTS", False)
     engine = start_engine(full(), sliding(6))
     assert caplog.text.count("before 0.30 vLLM lets no load of several groups fail") == 1
     engine.add("d", ticket_params(do_remote_decode=True))

@@ -17,12 +17,12 @@ from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
     Groups,
-    can_report_failures,
     describe_worker,
     fails_by_block,
     why_not,
 )
 from kvxfer.integrations.vllm.prefill_decode.interface import (
+    HAS_TRANSFER_RESULTS,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
@@ -446,7 +446,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         text = "prompts are neither read nor lent: %s"
         if why := why_not(config, self._num_token_shares):
             reads = lends = False
-        elif reads and not can_report_failures(config):
+        elif reads and not (HAS_TRANSFER_RESULTS or fails_by_block(config)):
             reads, text = False, "prompts are not read: %s"
             why = "before 0.30 vLLM lets no load of several groups fail"
         if why and is_scheduler:

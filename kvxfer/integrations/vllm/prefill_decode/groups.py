@@ -6,7 +6,7 @@ from typing import Any
 
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.common.worker_pages import GroupPages, describe_pages, layer_kernels
-from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS, transfer_groups
+from kvxfer.integrations.vllm.prefill_decode.interface import transfer_groups
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
 
@@ -72,11 +72,6 @@ def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
     if len(transfer_groups(kv_cache_config)) < len(groups):
         return "vLLM wants some of its groups not to be handed over"
     return ""
-
-
-def can_report_failures(kv_cache_config: Any) -> bool:
-    """Whether vLLM lets a load fail; before 0.30 only by block."""
-    return HAS_TRANSFER_RESULTS or fails_by_block(kv_cache_config)
 
 
 def fails_by_block(kv_cache_config: Any) -> bool:

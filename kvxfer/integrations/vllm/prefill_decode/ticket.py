@@ -83,9 +83,9 @@ def read_ticket(params: Mapping[str, Any]) -> Ticket:
     Raises:
         InvalidArgumentError: A field is missing or of no use; the error names it.
     """
-    lease = params.get("remote_request_id")
-    if not isinstance(lease, str) or not _TICKET.fullmatch(lease):
-        raise _error("remote_request_id", lease, "a ticket of 16 to 128 letters, digits or _.:-")
+    if (lease := lease_of_router(params)) is None:
+        rule = "a ticket of 16 to 128 letters, digits or _.:-"
+        raise _error("remote_request_id", params.get("remote_request_id"), rule)
     host = params.get("remote_host")
     if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST_CHARACTERS:
         raise _error("remote_host", host, "the name or address of a host")
