@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_497,
     "kvxfer/explain": 887,
     "kvxfer/face": 425,
-    "kvxfer/integrations": 10_330,
+    "kvxfer/integrations": 10_298,
     "kvxfer/kvcache": 5_689,
     "kvxfer/lending": 1_487,
     "kvxfer/pages": 2_279,

@@ -46,12 +46,8 @@ class PagePool:
     ) -> None:
         self._layers, self._tokens = layers, tokens_per_page
         orders = {part: axes.get(part, USUAL_AXES) for part in ("k", "v")}
-        sizes = [_sizes(layer, tokens_per_page) for layer in layers]
-        page_bytes = sum(
-            prod(part.values()) * layer.dtype.itemsize
-            for layer, parts in zip(layers, sizes, strict=True)
-            for part in parts.values()
-        )
+        specs = [_spec(layer, tokens_per_page) for layer in layers]
+        page_bytes = sum(spec.page_size_bytes for spec in specs)
         self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
         try:
@@ -62,9 +58,10 @@ class PagePool:
             raise InvalidArgumentError("pool_bytes", found, "memory that can be had") from exc
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
-        for layer, parts in zip(layers, sizes, strict=True):
+        for layer in layers:
             views = []
-            for part, of_axis in parts.items():
+            for part, width in (("k", layer.head_dim), ("v", layer.head_dim_v)):
+                of_axis = {"head": layer.num_kv_heads, "token": tokens_per_page, "dim": width}
                 stop = start + prod(of_axis.values()) * layer.dtype.itemsize
                 shape = [of_axis[axis] for axis in orders[part]]
                 view = rows[:, start:stop].view(layer.dtype).view(self.num_pages, *shape)
@@ -74,9 +71,11 @@ class PagePool:
             self._views.append((keys, values))
         names = tuple(f"layers.{at}" for at in range(len(layers)))
         layouts = [" ".join(("block", *orders[part])) for part in ("k", "v")]
-        config = KVCacheConfig(
-            self.num_pages, (KVCacheGroup(_spec(layers, names, tokens_per_page), names),)
-        )
+        whole: KVCacheSpec = specs[0]
+        if any(spec != whole for spec in specs):
+            of_layers = dict(zip(names, specs, strict=True))
+            whole = UniformTypeKVCacheSpecs(tokens_per_block=tokens_per_page, layer_specs=of_layers)
+        config = KVCacheConfig(self.num_pages, (KVCacheGroup(whole, names),))
         entries = dict(zip(names, self._views, strict=True))
         self.caches = canonicalize(entries, config, layouts=dict.fromkeys(names, layouts))
         self.mappings: tuple[PageMapping, ...] = ()
@@ -119,23 +118,11 @@ class PagePool:
                     tensor[0, :, tokens].copy_(view[slot])
 
 
-def _sizes(layer: LayerShape, tokens_per_page: int) -> dict[str, dict[str, int]]:
-    shared = {"head": layer.num_kv_heads, "token": tokens_per_page}
-    return {"k": shared | {"dim": layer.head_dim}, "v": shared | {"dim": layer.head_dim_v}}
-
-
-def _spec(layers: Sequence[LayerShape], names: Sequence[str], tokens_per_page: int) -> KVCacheSpec:
-    specs = [
-        FullAttentionSpec(
-            tokens_per_block=tokens_per_page,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            head_dim_v=layer.head_dim_v,
-            dtype=layer.dtype,
-        )
-        for layer in layers
-    ]
-    if all(spec == specs[0] for spec in specs):
-        return specs[0]
-    of_layers = dict(zip(names, specs, strict=True))
-    return UniformTypeKVCacheSpecs(tokens_per_block=tokens_per_page, layer_specs=of_layers)
+def _spec(layer: LayerShape, tokens_per_page: int) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        tokens_per_block=tokens_per_page,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        head_dim_v=layer.head_dim_v,
+        dtype=layer.dtype,
+    )
