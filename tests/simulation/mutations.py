@@ -443,7 +443,7 @@ TABLE = """
 -                (block.slot,) = self._index.pin([key])
 +                block.slot = self._index.slot_of(key)
 --- kvxfer/integrations/vllm/offloading/worker.py
-@@ offloading 40 a worker does not wait for stores of blocks that are written anew
+@@ offloading 100 a worker does not wait for stores of blocks that are written anew
 -        self._engine.wait([self._ours
 +        list([self._ours
 --- examples/proxy/server.py
