@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_081,
-    "backends/file": 4_674,
+    "backends/file": 4_693,
     "backends/host": 1_972,
     "backends/mooncake": 742,
     "backends/nixl": 8_175,

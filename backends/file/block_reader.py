@@ -118,10 +118,8 @@ class BlockReader:
             return MISSING if is_absent else failure(exc)
         try:
             return self._read_open(key, block, fd)
-        except OtherIntegrityError as exc:  # left to others; lookups are to know their kinds
-            with contextlib.suppress(OSError):
-                self._files.record.note(exc.said, exc.key_id)
-            return exc.outcome
+        except OtherIntegrityError as exc:
+            return self._note_other_integrity(exc)
         except BlockFileError as exc:
             if not self._files.record.is_sealed_with_our_secret():
                 return OTHER_SECRET
@@ -140,14 +138,19 @@ class BlockReader:
         (result,) = files.file_io.read([fd], scratch.vectors([scratch.room_bytes]))
         if isinstance(result, OSError):
             raise result
-        if result != (wanted := scratch.header_sizes[0] + size):
-            raise BlockFileError(f"short read of {result} bytes of {wanted}")
+        _require_all(result, scratch.header_sizes[0] + size)
         start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
             return PARTIAL
         files.copy_engine.copy(scratch.describe([0], block, skip_bytes=skip), block)
         return DONE
+
+    def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
+        """Leave a block to engines of its integrity and key, and note these for lookups."""
+        with contextlib.suppress(OSError):
+            self._files.record.note(exc.said, exc.key_id)
+        return exc.outcome
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:
@@ -163,3 +166,8 @@ def _may_have_data(result: Result, header_size_bytes: int) -> bool:
     if isinstance(result, OSError):
         return not runtime.is_absent(result)
     return result > header_size_bytes
+
+
+def _require_all(num_read: int, num_bytes: int) -> None:
+    if num_read != num_bytes:
+        raise BlockFileError(f"short read of {num_read} bytes of {num_bytes}")

@@ -51,13 +51,8 @@ class StoreBatch:
         self._reserved: set[int] = set()
         self._outcomes: list[Outcome | None] = [None] * len(keys)
 
-    def write(self, start: int, stop: int) -> list[Outcome | None]:
-        """Store blocks `start` to `stop` (exclusive).
-
-        Returns:
-            None for a block whose file is there. For a block that was not begun `NO_ROOM`, `PART`,
-            or why this process must not store it; for any other the outcome of `BlockWriter.write`.
-        """
+    def make_room(self) -> None:
+        """Look which blocks are missing and make room for them, once; `write` does so first."""
         with self._lock:
             if not self._has_room:
                 self._has_room = True
@@ -65,6 +60,16 @@ class StoreBatch:
                     self._reserve()
                 except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
                     self._outcomes[:] = [failure(exc)] * len(self._keys)
+
+    def write(self, start: int, stop: int) -> list[Outcome | None]:
+        """Store blocks `start` to `stop` (exclusive).
+
+        Returns:
+            None for a block whose file is there. For a block that was not begun `NO_ROOM`, `PART`,
+            or why this process must not store it; for any other the outcome of `BlockWriter.write`.
+        """
+        self.make_room()
+        with self._lock:
             ours = sorted(self._reserved.intersection(range(start, stop)))
         if ours:
             self._write(ours)
@@ -101,12 +106,16 @@ class StoreBatch:
         if full:
             num_fitting = 0
             try:
-                with contextlib.suppress(OSError):
-                    num_fitting = self._space.evict(self._file_sizes(full), spare=self._keys)
+                num_fitting = self._evict_for(full)
                 if num_fitting:
                     self._write(full[:num_fitting], again=True)
             finally:
                 self._settle(full[num_fitting:])
+
+    def _evict_for(self, indices: Sequence[int]) -> int:
+        with contextlib.suppress(OSError):
+            return self._space.evict(self._file_sizes(indices), spare=self._keys)
+        return 0
 
     def _file_sizes(self, indices: Sequence[int]) -> list[int]:
         formats = self._files.formats([self._keys[index] for index in indices])
@@ -115,7 +124,6 @@ class StoreBatch:
         return sizes
 
     def _reserve(self) -> None:
-        """Look which blocks are missing, and make room for them."""
         if not self._files.record.is_sealed_with_our_secret():
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
@@ -146,8 +154,7 @@ class StoreBatch:
         """
         looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
-        there = [key for key, size in zip(self._keys, found, strict=True) if isinstance(size, int)]
-        unsynced = self._writer.sync_names(there)
+        unsynced = self._sync(found)
         formats = self._files.formats(self._keys)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             expected, size = formats[index], found[index]
@@ -170,6 +177,10 @@ class StoreBatch:
                 outcome = failure(exc)
             looked.append(outcome)
         return looked
+
+    def _sync(self, sizes: Sequence[Size]) -> Outcome | None:
+        keys = zip(self._keys, sizes, strict=True)
+        return self._writer.sync_names([key for key, size in keys if isinstance(size, int)])
 
     def _covers(self, index: int, file_size_bytes: Size, *, discard: bool) -> bool:
         """Whether a file has all bytes of a block; with `discard`, one that has not is removed.
