@@ -94,8 +94,7 @@ class CPUCopyEngine(CopyEngine):
             _copy_each(pair_fragments(source, destination))
         elif _are_small(source, destination):
             require_same_blocks(source, destination)
-            shares = _share_blocks(source, destination, self._num_shares)
-            self._run([partial(_copy_small, *share) for share in shares])
+            self._run(self._share_small(source, destination))
         elif (pairs := _in_order(pair_fragments(source, destination))).num_pairs:
             self._copy_pairs(pairs)
         return Copy()
@@ -166,11 +165,30 @@ class CPUCopyEngine(CopyEngine):
             shares = _share_pairs(part, self._num_shares)
             return [partial(_copy_each, share) for share in shares]
         first = int(pairs.lengths[:start].sum()) // rows.row_bytes
-        count = part.num_bytes // rows.row_bytes
+        return self._share_rows(rows, first, part.num_bytes // rows.row_bytes)
+
+    def _share_rows(self, rows: RowCopy, first: int, count: int) -> list[Task]:
         num_shares = _num_shares(count * rows.row_bytes, self._num_shares)
         num_shares = max(1, min(num_shares, count // rows.share_rows))
         bounds = [first + count * nth // num_shares for nth in range(num_shares + 1)]
         return [partial(rows.run, *each) for each in pairwise(bounds)]
+
+    def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
+        """Share small pieces: as rows, which need not be paired, or one call for each."""
+        sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
+        are_paired = np.array_equal(source.lengths, destination.lengths)
+        tasks: list[Task] = []
+        for part in _by_length(*sides) if are_paired else [sides]:
+            if rows := plan_rows(*part):
+                tasks += self._share_rows(rows, 0, rows.num_rows)
+                continue
+            from_, to = part
+            pairs = FragmentPairs(from_.addresses, to.addresses, from_.lengths)
+            if not are_paired:
+                pairs = pair_fragments(source, destination)
+            shares = _share_pairs(pairs, self._num_shares)
+            tasks += [partial(_copy_each, share) for share in shares]
+        return tasks
 
     def _time(self, tasks: Sequence[Task], num_bytes: int, rows: RowCopy | None) -> Clocks | None:
         """Copy, and return the time; None if the system had to provide the memory first."""
@@ -245,17 +263,6 @@ def _num_shares(num_bytes: int, most: int) -> int:
     return max(1, min(most, num_bytes // SMALLEST_SHARE_BYTES))
 
 
-def _share_blocks(
-    source: Descriptors, destination: Descriptors, num_shares: int
-) -> list[tuple[Descriptors, Descriptors]]:
-    """Cut between blocks into at most `num_shares` parts of about equal bytes."""
-    num_shares = _num_shares(source.num_bytes, num_shares)
-    return [
-        (source.select(*bounds), destination.select(*bounds))
-        for bounds in cut_evenly(source.block_sizes, num_shares)
-    ]
-
-
 def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
     """Cut anywhere into at most `num_shares` parts of about equal bytes."""
     num_bytes = pairs.num_bytes
@@ -266,19 +273,6 @@ def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
 
 def _sides(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
     return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
-
-
-def _copy_small(source: Descriptors, destination: Descriptors) -> None:
-    sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
-    are_paired = np.array_equal(source.lengths, destination.lengths)
-    for part in _by_length(*sides) if are_paired else [sides]:
-        rows, (from_, to) = plan_rows(*part), part
-        if rows:
-            rows.run(0, rows.num_rows)
-        elif are_paired:
-            _copy_each(FragmentPairs(from_.addresses, to.addresses, from_.lengths))
-        else:
-            _copy_each(pair_fragments(source, destination))
 
 
 def _by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:

@@ -67,19 +67,29 @@ class Pieces:
 
 
 def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
-    """Plan a copy of the same bytes as rows; None if they would be many and short."""
+    """Plan a copy of the same bytes as rows; None if they would be many and short.
+
+    A side of long pieces has its rows cut to any length. Evenly spaced rows are taken as they are:
+    of long ones numpy moves so few at a time that it keeps the interpreter lock.
+    """
     num_bytes, count = source.num_bytes, max(len(source), len(destination))
     source, destination = source.runs(), destination.runs()
     row_bytes = gcd(_divisor(source.lengths), _divisor(destination.lengths))
     if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
         return None
     most_series = num_bytes // SMALLEST_SHARE_BYTES
-    series = RowSeries.of(destination, row_bytes)
-    if len(series.firsts) <= most_series:
-        return Gather(source, series)
-    series = RowSeries.of(source, row_bytes)
-    if len(series.firsts) <= most_series:
-        return Scatter(series, destination)
+    into = RowSeries.of(destination, row_bytes)
+    can_gather = len(into.firsts) <= most_series
+    if can_gather and into.are_pieces:
+        return Gather(source, into)
+    out_of = RowSeries.of(source, row_bytes)
+    can_scatter = len(out_of.firsts) <= most_series
+    if can_scatter and out_of.are_pieces:
+        return Scatter(out_of, destination)
+    if row_bytes <= LONGEST_CUT_BYTES and can_gather:
+        return Gather(source, into)
+    if row_bytes <= LONGEST_CUT_BYTES and can_scatter:
+        return Scatter(out_of, destination)
     return Bounce(source, destination, row_bytes)
 
 
@@ -227,7 +237,7 @@ class Gather(RowCopy):
         self.num_rows = len(self._source.places)
         # `numpy.take` puts rows in their places at once; an index first makes an array of them.
         self._chunk_rows = self.chunk_rows
-        if self._source.are_side_by_side:
+        if self._source.are_side_by_side and destination.are_pieces:
             self._chunk_rows, self.share_rows = self.num_rows, 1
 
     def run(self, start: int, stop: int) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,12 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine, SharedTasks
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Pattern
-from kvxfer.copy_engine.row_copies import CHUNK_BYTES
+from kvxfer.copy_engine.row_copies import (
+    CHUNK_BYTES,
+    LONGEST_CUT_BYTES,
+    Pieces,
+    plan_rows,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from tests.examples import examples
@@ -243,6 +249,34 @@ def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart:
     engine.close()
     pattern = Pattern.SCATTERED if apart else Pattern.GATHER
     assert methods.next_trial(pattern, num_bytes) is None
+
+
+@pytest.mark.parametrize("row_bytes", [256, 32 * KIB])
+@pytest.mark.parametrize("to", ["in one piece", "spaced", "scattered"])
+@pytest.mark.parametrize("from_", ["in one piece", "spaced", "scattered"])
+def test_rows_are_few_enough_for_the_cache_and_many_enough_to_free_the_interpreter_lock(
+    from_: str, to: str, row_bytes: int
+) -> None:
+    count = 16 * CHUNK_BYTES // row_bytes
+    order = np.random.default_rng(0).permutation(count)
+    places = {"in one piece": np.arange(count), "spaced": 2 * np.arange(count), "scattered": order}
+    sides = []
+    for which in (from_, to):
+        buffer = np.ones(2 * count * row_bytes, np.uint8)
+        starts = np.uint64(buffer.ctypes.data) + (places[which] * row_bytes).astype(np.uint64)
+        sides.append((buffer, Pieces(starts, np.full(count, row_bytes, np.uint64))))
+    sides[0][0][:] = np.random.default_rng(1).integers(0, 255, 2 * count * row_bytes, np.uint8)
+    rows = plan_rows(sides[0][1], sides[1][1])
+
+    assert rows is not None
+    assert rows.row_bytes <= LONGEST_CUT_BYTES or to == "in one piece"
+    tracemalloc.start()
+    rows.run(0, rows.num_rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * CHUNK_BYTES
+    moved = sides[0][0].reshape(-1, row_bytes)[places[from_]]
+    assert np.array_equal(sides[1][0].reshape(-1, row_bytes)[places[to]], moved)
 
 
 def test_fragments_larger_than_a_chunk_are_copied_among_many_small_ones(
