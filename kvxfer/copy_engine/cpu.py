@@ -22,7 +22,14 @@ from kvxfer.copy_engine.cpu_methods import (
     CPUMethods,
 )
 from kvxfer.copy_engine.engine import Copy, CopyEngine
-from kvxfer.copy_engine.row_copies import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
+from kvxfer.copy_engine.row_copies import (
+    SMALLEST_SHARE_BYTES,
+    Bounce,
+    Boxes,
+    Pieces,
+    RowCopy,
+    plan_rows,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
@@ -62,9 +69,9 @@ class CPUCopyEngine(CopyEngine):
     The method follows from the size of the fragments:
 
     - large ones: one `memcpy` each, through ctypes;
-    - small ones into (out of) memory that is contiguous or evenly strided: numpy indexing of
-      equal rows;
-    - small ones on both sides: gathered into an array that fits the cache, scattered from there.
+    - small ones into (out of) long pieces of memory: numpy indexing of equal rows;
+    - short ones that are evenly strided on both sides: strided copies by numpy;
+    - other small ones: gathered into an array that fits the cache, scattered from there.
 
     The rows are planned once, and shared between the threads, one of which is the caller's.
     Which fragments are small depends on the processor, and is measured in the first copies.
@@ -174,7 +181,9 @@ class CPUCopyEngine(CopyEngine):
         return [partial(rows.run, *each) for each in pairwise(bounds)]
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
-        """Share small pieces: as rows, which need not be paired, or one call for each."""
+        """Share small pieces: as boxes or rows, which need not be paired, or one call for each."""
+        if boxes := Boxes.of(source, destination):
+            return self._share_rows(boxes, 0, boxes.num_rows)
         sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
         are_paired = np.array_equal(source.lengths, destination.lengths)
         tasks: list[Task] = []

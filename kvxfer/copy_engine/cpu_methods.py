@@ -21,7 +21,7 @@ LEAST_GAIN = 0.85
 
 
 class Pattern(enum.Enum):
-    """Side of a copy that is in one piece, or evenly strided."""
+    """Side of a copy that is in long pieces."""
 
     GATHER = "gather"
     """The destination."""

@@ -1,21 +1,22 @@
-"""Row copies: many pieces of memory copied at once, as rows that numpy indexes.
+"""Row copies: many pieces of memory copied at once, as rows that numpy indexes or views in boxes.
 
-A copy is planned once, as one of `Gather`, `Scatter` and `Bounce`; threads then share its rows.
+A copy is planned once, as one of `Boxes`, `Gather`, `Scatter` and `Bounce`; threads then share its
+rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
-from typing import Any, ClassVar
+from math import gcd, prod
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu_methods import Pattern
-from kvxfer.kvcache.descriptors import ADDRESS_SPACE
-from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
+from kvxfer.kvcache.descriptors import ADDRESS_SPACE, Descriptors
+from kvxfer.kvcache.fragments import Addresses, join, touch
 
 # Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
@@ -65,74 +66,37 @@ class Pieces:
         touching = touch(self.addresses, self.lengths)
         return Pieces(*join(touching, self.addresses, self.lengths))
 
+    def view_as_rows(self, row_bytes: int) -> list[Rows]:
+        """View each piece as rows."""
+        pairs = zip(self.addresses, self.lengths.tolist(), strict=True)
+        return [_memory(address, row_bytes, length, row_bytes) for address, length in pairs]
+
+    def cut_into_rows(self, row_bytes: int) -> Indices:
+        """Compute the address of each row."""
+        places = self.addresses.view(np.int64)
+        return _cut_into_rows(places, self.lengths, row_bytes, row_bytes)
+
 
 def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
-    """Plan a copy of the same bytes as rows; None if they would be many and short.
-
-    A side of long pieces has its rows cut to any length. Evenly spaced rows are taken as they are:
-    of long ones numpy moves so few at a time that it keeps the interpreter lock.
-    """
+    """Plan a copy of the same bytes as rows; None if they would be many and short."""
     num_bytes, count = source.num_bytes, max(len(source), len(destination))
     source, destination = source.runs(), destination.runs()
-    row_bytes = gcd(_divisor(source.lengths), _divisor(destination.lengths))
+    row_bytes = _row_bytes(source, destination)
     if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
         return None
-    most_series = num_bytes // SMALLEST_SHARE_BYTES
-    into = RowSeries.of(destination, row_bytes)
-    can_gather = len(into.firsts) <= most_series
-    if can_gather and into.are_pieces:
-        return Gather(source, into)
-    out_of = RowSeries.of(source, row_bytes)
-    can_scatter = len(out_of.firsts) <= most_series
-    if can_scatter and out_of.are_pieces:
-        return Scatter(out_of, destination)
-    if row_bytes <= LONGEST_CUT_BYTES and can_gather:
-        return Gather(source, into)
-    if row_bytes <= LONGEST_CUT_BYTES and can_scatter:
-        return Scatter(out_of, destination)
+    most_views = num_bytes // SMALLEST_SHARE_BYTES
+    if len(destination) <= most_views:
+        return Gather(source, destination, row_bytes)
+    if len(source) <= most_views:
+        return Scatter(source, destination, row_bytes)
     return Bounce(source, destination, row_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class RowSeries:
-    """Rows of pieces that are long, or evenly spaced rows.
+class Axis(NamedTuple):
+    """Axis of a box of rows: their number along it, and bytes between two of them on each side."""
 
-    Attributes:
-        pieces: Pieces that have the rows.
-        row_bytes: Length of a row.
-        firsts: First piece of each series: a piece, or rows spaced as the first two pieces are.
-    """
-
-    pieces: Pieces
-    row_bytes: int
-    firsts: Indices
-
-    @classmethod
-    def of(cls, pieces: Pieces, row_bytes: int) -> "RowSeries":
-        """Find the series of pieces whose lengths `row_bytes` divides."""
-        if len(pieces) == 1:
-            return cls(pieces, row_bytes, np.zeros(1, np.int64))
-        steps = np.diff(pieces.addresses).astype(np.int64)
-        are_rows = pieces.lengths == row_bytes
-        goes_on = (steps == steps[:1]) & (steps > 0) & are_rows[1:] & are_rows[:-1]
-        return cls(pieces, row_bytes, run_starts(goes_on))
-
-    @property
-    def are_pieces(self) -> bool:
-        """Whether no piece is one of several that are evenly spaced, so that rows may be cut."""
-        return len(self.firsts) == len(self.pieces)
-
-    def views(self, row_bytes: int) -> list[Rows]:
-        """View each series as rows of a length, another one only where `are_pieces`."""
-        views = []
-        addresses, lengths = self.pieces.addresses, self.pieces.lengths
-        for start, stop in pairwise([*self.firsts.tolist(), len(self.pieces)]):
-            step, num_bytes = row_bytes, int(lengths[start])
-            if stop > start + 1:
-                step = int(addresses[start + 1] - addresses[start])
-                num_bytes += int(addresses[stop - 1] - addresses[start])
-            views.append(_memory(addresses[start], row_bytes, num_bytes, step))
-        return views
+    length: int
+    steps: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +118,7 @@ class IndexedRows:
 
     def read(self, rows: slice, out: Rows) -> Rows:
         """Return the bytes of rows: `out` where numpy can put them there at once."""
-        if self.are_side_by_side and out.flags.c_contiguous:
+        if self.are_side_by_side:
             return np.take(self.view, self.places[rows], out=out, mode="clip")
         return self.view[self.places[rows]]
 
@@ -186,14 +150,7 @@ class Span:
             step, places = row_bytes, places // row_bytes
         # The view ends with the last piece: numpy copies rows of the other side that lie within it.
         num_bytes = int(np.maximum.reduce(self._offsets + self._lengths.view(np.int64)))
-        if int(self._lengths.max()) > row_bytes:
-            counts = self._lengths.view(np.int64) // row_bytes
-            firsts = np.cumsum(counts)
-            firsts -= counts
-            stride = row_bytes // step
-            firsts *= stride
-            places = np.repeat(places - firsts, counts)
-            places += np.arange(0, len(places) * stride, stride)
+        places = _cut_into_rows(places, self._lengths, row_bytes, row_bytes // step)
         return IndexedRows(_memory(self._first, row_bytes, num_bytes, step), places)
 
 
@@ -223,21 +180,20 @@ class RowCopy(ABC):
 
 
 class Gather(RowCopy):
-    """Copy of rows to pieces that are long, or evenly spaced rows."""
+    """Copy of rows to pieces that are long."""
 
     pattern = Pattern.GATHER
 
-    def __init__(self, source: Pieces, destination: RowSeries) -> None:
-        self.row_bytes, span = destination.row_bytes, Span(source)
-        if destination.are_pieces:
-            unit = span.unit(self.row_bytes)
-            self.row_bytes = unit if unit >= SMALLEST_UNIT_BYTES else _cut(self.row_bytes)
+    def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
+        span = Span(source)
+        unit = span.unit(row_bytes)
+        self.row_bytes = unit if unit >= SMALLEST_UNIT_BYTES else _cut(row_bytes)
         self._source = span.rows(self.row_bytes)
-        self._destinations = destination.views(self.row_bytes)
+        self._destinations = destination.view_as_rows(self.row_bytes)
         self.num_rows = len(self._source.places)
         # `numpy.take` puts rows in their places at once; an index first makes an array of them.
         self._chunk_rows = self.chunk_rows
-        if self._source.are_side_by_side and destination.are_pieces:
+        if self._source.are_side_by_side:
             self._chunk_rows, self.share_rows = self.num_rows, 1
 
     def run(self, start: int, stop: int) -> None:
@@ -249,13 +205,13 @@ class Gather(RowCopy):
 
 
 class Scatter(RowCopy):
-    """Copy of rows from pieces that are long, or evenly spaced rows."""
+    """Copy of rows from pieces that are long."""
 
     pattern = Pattern.SCATTER
 
-    def __init__(self, source: RowSeries, destination: Pieces) -> None:
-        self.row_bytes = _cut(source.row_bytes) if source.are_pieces else source.row_bytes
-        self._sources = source.views(self.row_bytes)
+    def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
+        self.row_bytes = _cut(row_bytes)
+        self._sources = source.view_as_rows(self.row_bytes)
         self._destination = Span(destination).rows(self.row_bytes)
         self.num_rows = len(self._destination.places)
 
@@ -287,6 +243,106 @@ class Bounce(RowCopy):
             values = self._source.read(chunk, array[: chunk.stop - chunk.start])
             self._destination.write(chunk, values)
         self._arrays.append(array)
+
+
+class Boxes(RowCopy):
+    """Copy of boxes of short rows, evenly spaced on both sides along each axis; a row is a box.
+
+    A page whose axes are in another order on the other side is such a box. Numpy moves it in one
+    pass, without an index and without an array in between.
+    """
+
+    share_rows = 1
+
+    def __init__(self, starts: Indices, axes: Sequence[Axis], unit_bytes: int) -> None:
+        self._starts, self._dtype = starts, np.dtype((np.void, unit_bytes))
+        self._lengths = [axis.length for axis in axes]
+        steps = np.array([axis.steps for axis in axes])
+        self._strides = steps.T.tolist()
+        ends = steps * (np.array(self._lengths) - 1)[:, None]
+        self._before = (-np.minimum(ends, 0).sum(axis=0)).tolist()
+        self._after = (np.maximum(ends, 0).sum(axis=0) + unit_bytes).tolist()
+        self.row_bytes, self.num_rows = unit_bytes * prod(self._lengths), starts.shape[1]
+
+    @classmethod
+    def of(cls, source: Descriptors, destination: Descriptors) -> "Boxes | None":
+        """Find the boxes of blocks that are all alike; None where they are not, or are small."""
+        firsts, pieces = list[Indices](), list[Pieces]()
+        for side in (source, destination):
+            first = _first_of_alike(side)
+            if first is None:
+                return None
+            firsts.append(side.addresses[:: len(first)].view(np.int64))
+            pieces.append(first.runs())
+        unit_bytes = _row_bytes(*pieces)
+        if not SMALLEST_ROW_BYTES <= unit_bytes <= LONGEST_CUT_BYTES:
+            return None
+        starts, axes = _find_axes([each.cut_into_rows(unit_bytes) for each in pieces])
+        if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
+            return None
+        moved = [first - first[0] for first in firsts]
+        places = [(to[:, None] + at).reshape(-1) for to, at in zip(moved, starts, strict=True)]
+        return cls(np.stack(places), axes, unit_bytes)
+
+    def run(self, start: int, stop: int) -> None:
+        """See `RowCopy.run`."""
+        for from_, to in self._starts[:, start:stop].T.tolist():
+            self._view(1, to)[...] = self._view(0, from_)
+
+    def _view(self, side: int, start: int) -> Rows:
+        before = self._before[side]
+        buffer = ADDRESS_SPACE[start - before : start + self._after[side]]
+        return np.ndarray(self._lengths, self._dtype, buffer, before, self._strides[side])
+
+
+def _first_of_alike(batch: Descriptors) -> Pieces | None:
+    """Return the pieces of the first block, if those of every other lie in the same way."""
+    count = len(batch) // batch.num_blocks
+    if (batch.block_offsets != np.arange(batch.num_blocks + 1) * count).any():
+        return None
+    addresses, lengths = (each.reshape(-1, count) for each in (batch.addresses, batch.lengths))
+    offsets = addresses - addresses[:, :1]
+    if (offsets != offsets[0]).any() or (lengths != lengths[0]).any():
+        return None
+    return Pieces(addresses[0], lengths[0])
+
+
+def _find_axes(sides: Sequence[Indices]) -> tuple[Sequence[Indices], Sequence[Axis]]:
+    """Find the axes along which rows are evenly spaced on both sides, the innermost one last.
+
+    Returns:
+        The first rows of the boxes that the axes make, and the axes.
+    """
+    axes: list[Axis] = []
+    while (count := len(sides[0])) > 1:
+        steps = [int(side[1] - side[0]) for side in sides]
+        ends = [np.diff(side) != step for side, step in zip(sides, steps, strict=True)]
+        length = int(np.append(np.flatnonzero(ends[0] | ends[1]), count - 1)[0]) + 1
+        if count % length:
+            break
+        series = [side.reshape(-1, length) for side in sides]
+        if any((np.diff(each) != step).any() for each, step in zip(series, steps, strict=True)):
+            break
+        sides, axes = [each[:, 0] for each in series], [Axis(length, steps), *axes]
+    return sides, axes
+
+
+def _cut_into_rows(places: Indices, lengths: Addresses, row_bytes: int, stride: int) -> Indices:
+    """Compute the place of each row of pieces, which are `stride` apart within a piece."""
+    if int(lengths.max()) == row_bytes:
+        return places
+    counts = lengths.view(np.int64) // row_bytes
+    firsts = np.cumsum(counts)
+    firsts -= counts
+    firsts *= stride
+    places = np.repeat(places - firsts, counts)
+    places += np.arange(0, len(places) * stride, stride)
+    return places
+
+
+def _row_bytes(source: Pieces, destination: Pieces) -> int:
+    """Length of the longest rows of which the pieces of both sides consist."""
+    return gcd(_divisor(source.lengths), _divisor(destination.lengths))
 
 
 def _cut(row_bytes: int) -> int:

@@ -109,7 +109,7 @@ class Descriptors:
         if len(self.addresses) == len(self.block_offsets) - 1:  # one descriptor each
             return self.lengths.view(np.int64)
         ends = np.zeros(len(self) + 1, np.int64)
-        np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
+        np.cumsum(self.lengths.view(np.int64), out=ends[1:])
         return np.diff(ends[self.block_offsets])
 
     @property

@@ -22,6 +22,7 @@ from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Patt
 from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     LONGEST_CUT_BYTES,
+    Boxes,
     Pieces,
     plan_rows,
 )
@@ -277,6 +278,36 @@ def test_rows_are_few_enough_for_the_cache_and_many_enough_to_free_the_interpret
     assert peak < 4 * CHUNK_BYTES
     moved = sides[0][0].reshape(-1, row_bytes)[places[from_]]
     assert np.array_equal(sides[1][0].reshape(-1, row_bytes)[places[to]], moved)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_axes_that_change_places_are_copied_as_boxes_where_blocks_are_alike(
+    engine: CPUCopyEngine, axis: int | None, *, are_alike: bool
+) -> None:
+    num_blocks, tokens, heads, row_bytes = 5, 36, 20, 64
+    rows = np.arange(tokens * heads).reshape(tokens, heads)
+    read = (rows if axis is None else np.flip(rows, axis)).T  # in the order in which they land
+    order = np.random.default_rng(0).permutation(num_blocks)
+    lengths = [row_bytes] * rows.size * num_blocks
+    sides, blocks = list[Side](), list[Descriptors]()
+    for which, places in ((order, read), (order[::-1], rows)):
+        starts = which[:, None] * (rows.size + 3) + places.reshape(-1)
+        buffer = np.random.default_rng(len(sides)).integers(0, 256, 6 * 50_000, np.uint8)
+        sides.append(Side(buffer, (starts * row_bytes).reshape(-1).tolist()))
+    if not are_alike:
+        sides[0].starts[-1] = sides[0].starts[0]
+    for side in sides:
+        each = replace(
+            describe_side(side, lengths),
+            block_offsets=np.arange(num_blocks + 1) * rows.size,
+            payload_starts=np.zeros(num_blocks, np.int64),
+        )
+        blocks.append(each)
+
+    boxes = Boxes.of(blocks[0], blocks[1])
+    assert (boxes and boxes.num_rows) == (num_blocks if are_alike else None)
+    Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
 
 
 def test_fragments_larger_than_a_chunk_are_copied_among_many_small_ones(
