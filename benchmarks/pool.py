@@ -11,6 +11,7 @@ from benchmarks.batches import Batch, make_namespace
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.units import ByteSize
 from tests.cli.peers import serving
 
@@ -41,7 +42,9 @@ def _measure(block_bytes: int, num_blocks: int, rounds: int) -> list[BenchRow]:
         with serving("--capacity", str(capacity), pool=path):
             backends = (
                 PoolBackend(PoolConfig(path=str(path)), namespace),
-                HostBackend(HostConfig(capacity=capacity), namespace),
+                HostBackend(
+                    HostConfig(capacity=capacity, integrity=MemoryIntegrity.FULL), namespace
+                ),
             )
             pool, host = (
                 Batch(runner, each, source, destination, block_bytes) for each in backends
