@@ -3,7 +3,7 @@
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -25,10 +25,12 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.row_copies import (
     SMALLEST_SHARE_BYTES,
     Bounce,
-    Boxes,
     Pieces,
     RowCopy,
+    parts_by_length,
+    plan_boxes,
     plan_rows,
+    sides_of,
 )
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -40,8 +42,6 @@ from kvxfer.runtime import DaemonThreads
 SMALL_PIECE_BYTES = 4 << 10
 FEW_PAIRS = 64
 """Pairs up to which one `memcpy` each takes less time than planning rows or shares."""
-MOST_LENGTHS = 3
-"""Most lengths of small pieces that are copied apart: those of keys and those of values, say."""
 ALONE_BYTES = 4 << 20
 """Bytes up to which the calling thread copies few pairs alone: to wake another takes 0.1 ms."""
 MOST_FAULTS = 8
@@ -136,7 +136,7 @@ class CPUCopyEngine(CopyEngine):
     def _copy_pairs(self, pairs: FragmentPairs) -> None:
         typical, done = pairs.mean_bytes, 0
         are_many = pairs.num_pairs > FEW_PAIRS and typical < LARGEST_BYTES
-        rows = plan_rows(*_sides(pairs)) if are_many else None
+        rows = plan_rows(*sides_of(pairs)) if are_many else None
         if rows:
             done = self._try_methods(rows, pairs, typical)
             if self._methods.choose(rows.pattern, typical) is CPUMethod.MEMCPY:
@@ -182,12 +182,12 @@ class CPUCopyEngine(CopyEngine):
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
         """Share small pieces: as boxes or rows, which need not be paired, or one call for each."""
-        if boxes := Boxes.of(source, destination):
-            return self._share_rows(boxes, 0, boxes.num_rows)
+        if boxes := plan_boxes(source, destination):
+            return [task for each in boxes for task in self._share_rows(each, 0, each.num_rows)]
         sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
         are_paired = np.array_equal(source.lengths, destination.lengths)
         tasks: list[Task] = []
-        for part in _by_length(*sides) if are_paired else [sides]:
+        for part in parts_by_length(*sides) if are_paired else [sides]:
             if rows := plan_rows(*part):
                 tasks += self._share_rows(rows, 0, rows.num_rows)
                 continue
@@ -278,22 +278,6 @@ def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
     num_shares = _num_shares(num_bytes, num_shares)
     pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
     return [pairs.take(slice(*bounds)) for bounds in cut_evenly(pairs.lengths, num_shares)]
-
-
-def _sides(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
-    return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
-
-
-def _by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
-    """Part pairs of pieces by their length: rows are as long as the shortest piece among them."""
-    pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
-    for _ in range(MOST_LENGTHS - 1):
-        is_first = pairs.lengths == pairs.lengths[0]
-        if is_first.all():
-            break
-        yield _sides(pairs.take(is_first))
-        pairs = pairs.take(~is_first)
-    yield _sides(pairs)
 
 
 def _copy_each(pairs: FragmentPairs) -> None:

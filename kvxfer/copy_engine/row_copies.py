@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu_methods import Pattern
 from kvxfer.kvcache.descriptors import ADDRESS_SPACE, Descriptors
+from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.kvcache.fragments import Addresses, join, touch
 
 # Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
@@ -34,6 +35,8 @@ MOST_LOCKED_ROWS = 500
 SHORTEST_CUT_BYTES, LONGEST_CUT_BYTES = 2112, 4 << 10
 # Measured by `make bench NAME=mapping`: fewer bytes than this are not worth a thread, or a view.
 SMALLEST_SHARE_BYTES = 256 << 10
+# Most lengths of small pieces that are copied apart: those of keys and those of values, say.
+MOST_LENGTHS = 3
 # Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
 MOST_SMALL_ROWS = 16
 
@@ -90,6 +93,48 @@ def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
     if len(source) <= most_views:
         return Scatter(source, destination, row_bytes)
     return Bounce(source, destination, row_bytes)
+
+
+def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
+    """Plan a copy of blocks that are all alike as boxes; none where they are not, or are small."""
+    firsts, moved = list[Pieces](), list[Indices]()
+    for side in (source, destination):
+        first = _first_of_alike(side)
+        if first is None:
+            return []
+        each = side.addresses[:: len(first)].view(np.int64)
+        firsts.append(first)
+        moved.append(each - each[0])
+    are_paired = np.array_equal(firsts[0].lengths, firsts[1].lengths)
+    boxes = []
+    for part in parts_by_length(*firsts) if are_paired else [firsts]:
+        from_, to = (side.runs() for side in part)
+        unit_bytes = _cut(_row_bytes(from_, to))
+        if not SMALLEST_ROW_BYTES <= unit_bytes <= LONGEST_CUT_BYTES:
+            return []
+        starts, axes = _find_axes([side.cut_into_rows(unit_bytes) for side in (from_, to)])
+        if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
+            return []
+        places = [(by[:, None] + at).reshape(-1) for by, at in zip(moved, starts, strict=True)]
+        boxes.append(Boxes(np.stack(places), axes, unit_bytes))
+    return boxes
+
+
+def parts_by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
+    """Part pairs of pieces by their length: rows are as long as the shortest piece among them."""
+    pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
+    for _ in range(MOST_LENGTHS - 1):
+        is_first = pairs.lengths == pairs.lengths[0]
+        if is_first.all():
+            break
+        yield sides_of(pairs.take(is_first))
+        pairs = pairs.take(~is_first)
+    yield sides_of(pairs)
+
+
+def sides_of(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
+    """Return the pieces of both sides."""
+    return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
 
 
 class Axis(NamedTuple):
@@ -263,26 +308,6 @@ class Boxes(RowCopy):
         self._before = (-np.minimum(ends, 0).sum(axis=0)).tolist()
         self._after = (np.maximum(ends, 0).sum(axis=0) + unit_bytes).tolist()
         self.row_bytes, self.num_rows = unit_bytes * prod(self._lengths), starts.shape[1]
-
-    @classmethod
-    def of(cls, source: Descriptors, destination: Descriptors) -> "Boxes | None":
-        """Find the boxes of blocks that are all alike; None where they are not, or are small."""
-        firsts, pieces = list[Indices](), list[Pieces]()
-        for side in (source, destination):
-            first = _first_of_alike(side)
-            if first is None:
-                return None
-            firsts.append(side.addresses[:: len(first)].view(np.int64))
-            pieces.append(first.runs())
-        unit_bytes = _row_bytes(*pieces)
-        if not SMALLEST_ROW_BYTES <= unit_bytes <= LONGEST_CUT_BYTES:
-            return None
-        starts, axes = _find_axes([each.cut_into_rows(unit_bytes) for each in pieces])
-        if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
-            return None
-        moved = [first - first[0] for first in firsts]
-        places = [(to[:, None] + at).reshape(-1) for to, at in zip(moved, starts, strict=True)]
-        return cls(np.stack(places), axes, unit_bytes)
 
     def run(self, start: int, stop: int) -> None:
         """See `RowCopy.run`."""

@@ -22,8 +22,8 @@ from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Patt
 from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     LONGEST_CUT_BYTES,
-    Boxes,
     Pieces,
+    plan_boxes,
     plan_rows,
 )
 from kvxfer.errors import InvalidArgumentError
@@ -305,8 +305,35 @@ def test_axes_that_change_places_are_copied_as_boxes_where_blocks_are_alike(
         )
         blocks.append(each)
 
-    boxes = Boxes.of(blocks[0], blocks[1])
-    assert (boxes and boxes.num_rows) == (num_blocks if are_alike else None)
+    boxes = plan_boxes(blocks[0], blocks[1])
+    assert [each.num_rows for each in boxes] == ([num_blocks] if are_alike else [])
+    Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
+
+
+@pytest.mark.parametrize("num_long", [640, 10])
+def test_keys_and_values_in_pieces_of_their_own_lengths_are_boxes_of_their_own(
+    engine: CPUCopyEngine, num_long: int
+) -> None:
+    num_short, num_blocks = 720, 3
+    of_a_block = [64] * num_short + [4 * KIB] * num_long
+    lengths = of_a_block * num_blocks
+    blocks, sides = list[Descriptors](), list[Side]()
+    for seed, gap in enumerate((64, 4 * KIB)):  # rows of either length are evenly spaced
+        within = np.cumsum([0, *(length + gap for length in of_a_block)])
+        first = (np.random.default_rng(seed).permutation(num_blocks) * (within[-1] + 64))[:, None]
+        buffer = np.random.default_rng(seed).integers(0, 256, int(4 * within[-1]), np.uint8)
+        sides.append(Side(buffer, (first + within[:-1]).reshape(-1).tolist()))
+        each = replace(
+            describe_side(sides[-1], lengths),
+            block_offsets=np.arange(num_blocks + 1) * len(of_a_block),
+            payload_starts=np.zeros(num_blocks, np.int64),
+        )
+        blocks.append(each)
+
+    boxes = plan_boxes(blocks[0], blocks[1])
+    assert [each.row_bytes for each in boxes] == (
+        [64 * num_short, 4 * KIB * num_long] if num_long > 500 else []
+    )
     Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
 
 
