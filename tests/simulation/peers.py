@@ -96,6 +96,7 @@ class PeersScenario(FleetScenario):
         self._agents: list[tuple[Any, FakeNixlAgent]] = []
         self._unwanted: dict[tuple[int, int], float] = {}
         self._longest_s = 0.0
+        self._is_mended = False
         self._may_lag = any(step.what in LAGS for step in steps)
         self._etcd = SimulatedEtcd(simulation)
         ends = {step.arguments.get(limit, 0.0) for step in steps for limit in CALL_LIMITS}
@@ -208,6 +209,7 @@ class PeersScenario(FleetScenario):
     def end_faults(self, simulation: Simulation) -> None:
         self._etcd.end_faults()
         mend(self._agents)
+        self._is_mended = True  # also for agents that an engine makes anew
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         left = leftovers_of_engine(engine)
@@ -253,7 +255,8 @@ class PeersScenario(FleetScenario):
 
     def _make_agent(self, simulation: Simulation) -> FakeNixlAgent:
         agent = FakeNixlAgent()
-        agent.delay_s = simulation.random(f"agent {len(self._agents)}").choice(DELAYS_S)
+        if not self._is_mended:
+            agent.delay_s = simulation.random(f"agent {len(self._agents)}").choice(DELAYS_S)
         self._longest_s = max(self._longest_s, agent.delay_s)
         self._agents.append((simulation.runtime.scheduler.current.process, agent))
         return agent
