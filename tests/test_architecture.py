@@ -52,7 +52,7 @@ BUDGETS = {
     "benchmarks": 4_646,
     "examples": 2_540,
     "kvxfer/cli": 1_649,
-    "kvxfer/copy_engine": 2_473,
+    "kvxfer/copy_engine": 2_485,
     "kvxfer/doctor": 1_521,
     "kvxfer/engine_side": 1_497,
     "kvxfer/explain": 887,

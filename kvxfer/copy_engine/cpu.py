@@ -181,7 +181,7 @@ class CPUCopyEngine(CopyEngine):
         return [partial(rows.run, *each) for each in pairwise(bounds)]
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
-        """Share small pieces: as boxes or rows, which need not be paired, or one call for each."""
+        """Share small pieces: as boxes, as rows, or one call for each pair of them."""
         if boxes := plan_boxes(source, destination):
             return [task for each in boxes for task in self._share_rows(each, 0, each.num_rows)]
         sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
@@ -191,9 +191,10 @@ class CPUCopyEngine(CopyEngine):
             if rows := plan_rows(*part):
                 tasks += self._share_rows(rows, 0, rows.num_rows)
                 continue
-            from_, to = part
-            pairs = FragmentPairs(from_.addresses, to.addresses, from_.lengths)
-            if not are_paired:
+            if are_paired:
+                from_, to = part
+                pairs = FragmentPairs(from_.addresses, to.addresses, from_.lengths)
+            else:
                 pairs = pair_fragments(source, destination)
             shares = _share_pairs(pairs, self._num_shares)
             tasks += [partial(_copy_each, share) for share in shares]

@@ -46,7 +46,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces of memory, one after the other, uint64 `(n,)` each; no two overlap.
+    """Pieces of memory, one after the other, uint64 `(n,)` each; of a destination no two overlap.
 
     Attributes:
         addresses: Address of each.
@@ -96,27 +96,34 @@ def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
 
 
 def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
-    """Plan a copy of blocks that are all alike as boxes; none where they are not, or are small."""
-    firsts, moved = list[Pieces](), list[Indices]()
+    """Plan a copy of blocks that are all alike, by the first of them.
+
+    None where one length of pieces has no boxes of more rows than numpy moves with the interpreter
+    lock, each of `SMALLEST_ROW_BYTES` to `LONGEST_CUT_BYTES`.
+    """
+    firsts, shifts = list[Pieces](), list[Indices]()
     for side in (source, destination):
         first = _first_of_alike(side)
         if first is None:
             return []
-        each = side.addresses[:: len(first)].view(np.int64)
+        starts = side.addresses[:: len(first)].view(np.int64)
         firsts.append(first)
-        moved.append(each - each[0])
+        shifts.append(starts - starts[0])
     are_paired = np.array_equal(firsts[0].lengths, firsts[1].lengths)
     boxes = []
     for part in parts_by_length(*firsts) if are_paired else [firsts]:
         from_, to = (side.runs() for side in part)
-        unit_bytes = _cut(_row_bytes(from_, to))
-        if not SMALLEST_ROW_BYTES <= unit_bytes <= LONGEST_CUT_BYTES:
+        row_bytes = _cut(_row_bytes(from_, to))
+        if not SMALLEST_ROW_BYTES <= row_bytes <= LONGEST_CUT_BYTES:
             return []
-        starts, axes = _find_axes([side.cut_into_rows(unit_bytes) for side in (from_, to)])
+        rows = [side.cut_into_rows(row_bytes) for side in (from_, to)]
+        enough = max(CHUNK_BYTES // row_bytes, MOST_LOCKED_ROWS + 1)
+        corners, axes = _find_axes(rows, enough)
         if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
             return []
-        places = [(by[:, None] + at).reshape(-1) for by, at in zip(moved, starts, strict=True)]
-        boxes.append(Boxes(np.stack(places), axes, unit_bytes))
+        pairs = zip(shifts, corners, strict=True)
+        places = [(shift[:, None] + corner).reshape(-1) for shift, corner in pairs]
+        boxes.append(Boxes(np.stack(places), axes, row_bytes))
     return boxes
 
 
@@ -291,27 +298,28 @@ class Bounce(RowCopy):
 
 
 class Boxes(RowCopy):
-    """Copy of boxes of short rows, evenly spaced on both sides along each axis; a row is a box.
+    """Copy of boxes of short rows, evenly spaced on both sides along each axis.
 
     A page whose axes are in another order on the other side is such a box. Numpy moves it in one
-    pass, without an index and without an array in between.
+    pass, without an index, and without an array in between unless the two sides reach into each
+    other. For `RowCopy`, a box is a row.
     """
 
     share_rows = 1
 
-    def __init__(self, starts: Indices, axes: Sequence[Axis], unit_bytes: int) -> None:
-        self._starts, self._dtype = starts, np.dtype((np.void, unit_bytes))
+    def __init__(self, corners: Indices, axes: Sequence[Axis], row_bytes: int) -> None:
+        self._corners, self._dtype = corners, np.dtype((np.void, row_bytes))
         self._lengths = [axis.length for axis in axes]
         steps = np.array([axis.steps for axis in axes])
         self._strides = steps.T.tolist()
         ends = steps * (np.array(self._lengths) - 1)[:, None]
         self._before = (-np.minimum(ends, 0).sum(axis=0)).tolist()
-        self._after = (np.maximum(ends, 0).sum(axis=0) + unit_bytes).tolist()
-        self.row_bytes, self.num_rows = unit_bytes * prod(self._lengths), starts.shape[1]
+        self._after = (np.maximum(ends, 0).sum(axis=0) + row_bytes).tolist()
+        self.row_bytes, self.num_rows = row_bytes * prod(self._lengths), corners.shape[1]
 
     def run(self, start: int, stop: int) -> None:
         """See `RowCopy.run`."""
-        for from_, to in self._starts[:, start:stop].T.tolist():
+        for from_, to in self._corners[:, start:stop].T.tolist():
             self._view(1, to)[...] = self._view(0, from_)
 
     def _view(self, side: int, start: int) -> Rows:
@@ -332,14 +340,17 @@ def _first_of_alike(batch: Descriptors) -> Pieces | None:
     return Pieces(addresses[0], lengths[0])
 
 
-def _find_axes(sides: Sequence[Indices]) -> tuple[Sequence[Indices], Sequence[Axis]]:
+def _find_axes(sides: Sequence[Indices], enough: int) -> tuple[Sequence[Indices], Sequence[Axis]]:
     """Find the axes along which rows are evenly spaced on both sides, the innermost one last.
 
+    Looks for no more once a box has `enough` rows: numpy makes an array of a box whose sides reach
+    into each other, and threads share boxes. Where an axis does not fit all rows, there is none.
+
     Returns:
-        The first rows of the boxes that the axes make, and the axes.
+        The first row of each box that the axes make, and the axes.
     """
     axes: list[Axis] = []
-    while (count := len(sides[0])) > 1:
+    while (count := len(sides[0])) > 1 and prod(axis.length for axis in axes) < enough:
         steps = [int(side[1] - side[0]) for side in sides]
         ends = [np.diff(side) != step for side, step in zip(sides, steps, strict=True)]
         length = int(np.append(np.flatnonzero(ends[0] | ends[1]), count - 1)[0]) + 1

@@ -337,6 +337,34 @@ def test_keys_and_values_in_pieces_of_their_own_lengths_are_boxes_of_their_own(
     Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
 
 
+def test_boxes_whose_sides_reach_into_each_other_need_little_memory_between(
+    engine: CPUCopyEngine,
+) -> None:
+    row_bytes, shape = 4 * KIB, (16, 16, 32)
+    count = int(np.prod(shape))
+    buffer = np.random.default_rng(0).integers(0, 256, 2 * count * row_bytes, np.uint8)
+    read = np.arange(count).reshape(shape).transpose(2, 0, 1).reshape(-1) * 2 * row_bytes
+    written = np.arange(count).reshape(shape).transpose(1, 0, 2).reshape(-1) * 2 * row_bytes
+    blocks = [
+        replace(
+            describe_side(Side(buffer, starts.tolist()), [row_bytes] * count),
+            block_offsets=np.array([0, count]),
+            payload_starts=np.zeros(1, np.int64),
+        )
+        for starts in (read, written + row_bytes)
+    ]
+    rows = buffer.reshape(-1, row_bytes)
+    expected = rows[read // row_bytes].copy()
+
+    assert plan_boxes(blocks[0], blocks[1])
+    tracemalloc.start()
+    engine.copy(blocks[0], blocks[1])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < count * row_bytes / 4
+    assert np.array_equal(rows[written // row_bytes + 1], expected)
+
+
 def test_fragments_larger_than_a_chunk_are_copied_among_many_small_ones(
     engine: CPUCopyEngine,
 ) -> None:
