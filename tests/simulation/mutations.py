@@ -373,7 +373,7 @@ TABLE = """
 -            disk.close(fd)
 +            pass
 --- backends/file/folders/process_claim.py
-@@ files 250 a claim that cannot be locked stays open
+@@ files 500 a claim that cannot be locked stays open
 -            except BaseException:
 -                self.close()
 -                raise
