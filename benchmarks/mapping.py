@@ -45,11 +45,19 @@ CASES = (
         reader=EngineShape(order=HND),
         write_goal=">= 0.5",
     ),
-    Case(name="NHD, TP 2 -> 4", writer=EngineShape(tp_size=2), reader=EngineShape(tp_size=4)),
+    Case(
+        name="NHD, TP 2 -> 4",
+        writer=EngineShape(tp_size=2),
+        reader=EngineShape(tp_size=4),
+        write_goal=">= 0.7",
+        read_goal=">= 0.7",
+    ),
     Case(
         name="NHD, 16 -> 64 tokens a block",
         writer=EngineShape(),
         reader=EngineShape(tokens_per_block=64),
+        write_goal=">= 0.7",
+        read_goal=">= 0.7",
     ),
 )
 
