@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -57,7 +58,8 @@ JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
 still read, and the threads of a backend get about equal shares."""
 
-CHANGED_ROWS_STAY = "the lower tier: %d rows stay that changed before they were stored there"
+LAST_DELETE_S = 5.0
+"""Time of a backend that is closed to delete rows that changed while they were stored."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
@@ -163,9 +165,10 @@ class LowerTier:
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=namespace.chunk_sizes))
         self._storing: dict[BlockKey, _Row] = {}  # row and key of a backend's key
+        self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
         self._pool = pool
         if pool is not None:
-            backend = _CheckedStores(backend, pool, self._storing, self._delete)
+            backend = _CheckedStores(backend, pool, self._storing, self._unwanted, self._delete)
         self._timeouts, self._reset_s = TierTimeouts(), reset_s
         self._lookup_s = self._timeouts.lookup_s or inf
         make = partial(TransferEngine, caches, mappings=mappings, timeout_s=STORE_TIMEOUT_S)
@@ -178,7 +181,6 @@ class LowerTier:
         self._late_loads: set[BlockKey] = set()  # keys of those that are loads, and not void
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
-        self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
@@ -380,13 +382,9 @@ class LowerTier:
             else:
                 self._engine.cancel(job_id)
         self._engine.wait(stores, timeout_s=self._timeouts.close_s)
-        self._end_deletions(deadline)
         closing = begin_aside("kvxfer-close", self._close_engine)
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
-        if self._unwanted:
-            logger.warning(CHANGED_ROWS_STAY, len(self._unwanted))
-            self._unwanted.clear()
         if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
         return closing.done() and closing.result()
@@ -454,48 +452,24 @@ class LowerTier:
     def _loads(self) -> dict[JobId, RowJob]:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
-    def _delete(self, names: Sequence[BlockKey]) -> bool:
-        """Begin to delete keys of the backend, which are misses from now on, until all are gone.
-
-        Any thread may call it. Return whether that has begun: not while the engine is closed.
-        """
+    def _delete(self, names: Sequence[BlockKey]) -> None:
+        """Begin to delete keys of the backend, which are misses from now on; on any thread."""
         self._unwanted |= dict.fromkeys(names)
-        try:
+        with suppress(ClosedError):  # `_CheckedStores.aclose` deletes them
             self._engine.submit_call(self._delete_in_the_end(list(names)))
-        except ClosedError:
-            self._forget_unwanted(names)
-            return False
-        return True
-
-    def _forget_unwanted(self, names: Sequence[BlockKey]) -> None:
-        for name in names:
-            self._unwanted.pop(name, None)
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
         """Delete keys of the backend, after pauses those that it still has."""
         pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while names:
             try:
-                _, left = await await_call(delete_from(self._engine.backend, names))
+                await _delete_unwanted(self._engine.backend, names, self._unwanted)
             except Exception as exc:  # noqa: BLE001 - tried again
-                left = set(names)
                 if not pause.num_failures:
-                    logger.warning("%d rows cannot be deleted yet: %r", len(left), exc)
-            self._forget_unwanted([name for name in names if name not in left])
-            names = [name for name in names if name in left]
+                    logger.warning("%d rows cannot be deleted yet: %r", len(names), exc)
+            names = [name for name in names if name in self._unwanted]
             if names:
                 await asyncio.sleep(pause.next_s())
-
-    def _end_deletions(self, deadline: float) -> None:
-        """Try for the last time to delete what is not wanted."""
-        if self._unwanted:
-            unwanted = list(self._unwanted)
-            last_try = await_call(delete_from(self._engine.backend, unwanted))
-            last = self._engine.submit_call(last_try)
-            runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
-            answers = last.done() and not last.cancelled() and not last.exception()
-            if answers and not last.result()[1]:
-                self._forget_unwanted(unwanted)
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
@@ -544,7 +518,8 @@ class _CheckedStores(WrappingBackend):
     Args:
         pool: Verifies rows, which are its slots.
         rows: Row and key by the name of each that is being stored.
-        delete: Begins to delete names, on any thread; returns whether it does.
+        unwanted: Names that are yet to be deleted.
+        delete: Adds names to them and begins to delete them, on any thread.
     """
 
     passes_on = frozenset({Retaining, TellsKept})
@@ -554,10 +529,11 @@ class _CheckedStores(WrappingBackend):
         inner: Backend,
         pool: HostPool,
         rows: Mapping[BlockKey, _Row],
-        delete: Callable[[Sequence[BlockKey]], bool],
+        unwanted: dict[BlockKey, None],
+        delete: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         super().__init__(inner)
-        self._pool, self._rows, self._delete = pool, rows, delete
+        self._pool, self._rows, self._unwanted, self._delete = pool, rows, unwanted, delete
         self._threads = Threads("kvxfer-verify", 1)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -568,21 +544,29 @@ class _CheckedStores(WrappingBackend):
         if not sound:
             return outcomes
         names, rows = [keys[index] for index in sound], [rows[index] for index in sound]
-        verify_again = partial(self._delete_changed, names, rows)
         try:
             stored = await self.inner.store(names, blocks.take(sound))
         finally:  # also what a call that was given up may have stored
-            checked, left = await self._run(verify_again)
-            if left:  # the engine is being closed, after its calls
-                await self._delete_now(left)
+            checked = await self._run(partial(self._delete_changed, names, rows))
         for index, outcome, verified in zip(sound, stored, checked, strict=True):
             outcomes[index] = verified if outcome.done else outcome
         return outcomes
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`."""
-        await self.inner.aclose()
-        await self._threads.aclose()
+        """See `Backend.aclose`; unwanted rows are deleted before."""
+        try:
+            if self._unwanted:
+                async with asyncio.timeout(LAST_DELETE_S):
+                    await _delete_unwanted(self.inner, list(self._unwanted), self._unwanted)
+        except Exception:
+            logger.exception("rows cannot be deleted")
+        finally:
+            if self._unwanted:
+                text = "the lower tier: %d rows stay that changed before they were stored there"
+                logger.warning(text, len(self._unwanted))
+                self._unwanted.clear()
+            await self.inner.aclose()
+            await self._threads.aclose()
 
     async def _run(self, verify: Callable[[], T]) -> T:
         """Verify rows, on a thread where that hashes; when cancelled, wait for its end."""
@@ -591,29 +575,28 @@ class _CheckedStores(WrappingBackend):
 
     def _delete_changed(
         self, names: Sequence[BlockKey], rows: Sequence[_Row | None]
-    ) -> tuple[list[Outcome], list[BlockKey]]:
+    ) -> list[Outcome]:
         """Verify rows that were stored, and begin to delete those that have changed.
 
-        Done in one call, which no cancellation cuts. Also return the names that are to be deleted
-        where that cannot begin.
+        Done in one call, which no cancellation cuts.
         """
         try:
             checked = _verify_rows(self._pool, rows)
         except Exception:
             logger.exception("%d rows that were stored cannot be verified", len(rows))
             checked = [_ENDED] * len(rows)
-        pairs = zip(names, checked, strict=True)
-        changed = [name for name, each in pairs if not each.done]
-        return checked, [] if not changed or self._delete(changed) else changed
+        if changed := [name for name, each in zip(names, checked, strict=True) if not each.done]:
+            self._delete(changed)
+        return checked
 
-    async def _delete_now(self, names: Sequence[BlockKey]) -> None:
-        try:
-            _, left = await delete_from(self.inner, names)
-        except Exception:
-            logger.exception("rows cannot be deleted")
-            left = set(names)
-        if left:
-            logger.warning(CHANGED_ROWS_STAY, len(left))
+
+async def _delete_unwanted(
+    backend: Backend, names: Sequence[BlockKey], unwanted: dict[BlockKey, None]
+) -> None:
+    """Delete names from a backend; those that are gone are no longer unwanted."""
+    _, left = await await_call(delete_from(backend, names))
+    for name in set(names) - left:
+        unwanted.pop(name, None)
 
 
 def _verify_rows(pool: HostPool, rows: Sequence[_Row | None]) -> list[Outcome]:
