@@ -98,8 +98,7 @@ class RowLookup:
     """Lookup of keys, after which those with a row are loaded if the backend has them.
 
     The event loop sets `answer` to running before it begins loads, and the caller gives a lookup
-    up by cancelling `answer`: only one of the two succeeds. So nothing touches the rows of a
-    lookup that was given up.
+    up by cancelling `answer`: only one of the two succeeds. So nothing touches its rows then.
     """
 
     keys: list[BlockKey]
@@ -120,19 +119,14 @@ class RowLookup:
 class LowerTier:
     """Tier below host memory: stores rows in a backend and loads them; polled, from one thread.
 
-    A row is the memory of one key: the chunks of every worker. The backend moves it in one piece,
-    on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
-    deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
-    backend hangs. It is no `RowStore`: the rows are vLLM's own, so nothing is copied, and vLLM
-    polls. Rows are portable pages by the page mapping of each group, or stored unchanged. The
-    namespace is that of the backend. Observers are told the keys that are used here.
+    A row is the memory of one key: the chunks of every worker. Only `wait`, `drain`, `reset` and
+    `close` block, and not beyond their timeouts, even if the backend hangs. It is no `RowStore`:
+    the rows are vLLM's own, so nothing is copied, and vLLM polls. Rows are portable pages by the
+    page mapping of each group, or stored unchanged. Observers are told the keys that are used here.
 
     Where the rows are slots of a pool, one that has changed is not stored. One that is loaded loses
     its tags when that begins, and not before: after a reset, a worker may still be about to read
-    what was in it.
-
-    Raises:
-        BackendUnavailableError: The backend cannot start; it is closed, as after any other error.
+    the earlier chunk. The backend is closed if it cannot start.
     """
 
     def __init__(
@@ -186,9 +180,8 @@ class LowerTier:
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
-        """Whether the backend has a key; None while its lookup has not ended.
+        """Whether the backend has a key; None while its lookup, by `flush`, has not ended.
 
-        Keys are looked up in batches, by `flush`; a result stays until the request is released.
         One that is to be deleted is a miss, and so is one whose load was abandoned, as long as that
         may still write to its row.
         """
@@ -226,11 +219,10 @@ class LowerTier:
         return sum(len(lookup.rows) for lookup in self._lookups)
 
     def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
-        """Start one lookup in the backend of all keys that were wanted since the last call.
+        """Look up all keys that were wanted since the last call, and load those with a row.
 
-        Some of them are loaded to `rows` if they are found, and keys of which that is known. The
-        rows belong to the tier until `poll` reports them; those of keys that the backend does not
-        have, until `take_missing` does.
+        The rows belong to the tier until `poll` reports them; those of keys that the backend does
+        not have, until `take_missing` does.
         """
         keys = self.wanted.take_unasked()
         known = dict(rows or {})
@@ -305,10 +297,7 @@ class LowerTier:
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:
-        """Block until no transfer touches a row; the next `poll` reports the rows.
-
-        Return whether that happened in time; not if the backend cannot be drained.
-        """
+        """Block until no transfer touches a row; return whether that happened in time."""
         jobs, began = list(self._jobs), runtime.monotonic()
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
@@ -327,13 +316,9 @@ class LowerTier:
     def reset(self) -> list[int]:
         """Forget every row: none that was stored before will be found again.
 
-        A reset can mean that the weights were changed in memory. From here on rows are stored
-        under salted keys, known only to this process: so old rows are not found, not even those
-        that a hanging backend stores later, and the next engine does not take new rows for rows of
-        the weights on disk. So the blocks in the backend may stay, for others and for the engine
-        that comes next. Purging it as well, where that was asked for, only makes room; until it
-        ends, which may be later, nothing is stored that it might delete, too. Rows under the salt
-        of an earlier reset can be found by nobody any more, and are deleted in any case.
+        From here on rows are stored under salted keys, see `SaltedKeys`; so the blocks in the
+        backend may stay, for others and for the engine that comes next. Purging it as well, where
+        that was asked for, only makes room; until it ends nothing is stored that it might delete.
 
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
@@ -369,10 +354,7 @@ class LowerTier:
         return unfinished + [each.row for each in self._late]
 
     def close(self) -> bool:
-        """Finish stores, cancel loads, and close the backend.
-
-        Return whether nothing touches a row any more: not if it is late, or the close has failed.
-        """
+        """Finish stores, cancel loads, close the backend; return whether nothing touches a row."""
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
         stores = []

@@ -79,9 +79,8 @@ class PrefillSpeed:
 
     The chunks that a step computes are passed to be stored right after it was planned, and vLLM
     asks for the metrics when the step has ended. With asynchronous scheduling a step is planned
-    before the one before it has ended: then its time is that between the two ends. Chunks of one
-    group are counted, that with the most tokens: vLLM passes all of a prompt where attention is
-    full, and else only the last ones. `loads` is told what was computed.
+    before the one before it has ended: then its time is that between the two ends. Chunks of the
+    group with the most tokens are counted: of others vLLM passes only the last ones.
     """
 
     def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
@@ -122,24 +121,20 @@ class PrefillSpeed:
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     """Offloading manager over the index of a host pool, and over a lower tier.
 
-    No call blocks for longer than `AFTER_FAILURE_S`, but for `reset_cache` and `shutdown`. vLLM
-    cannot recover from a load that fails. So a hit is promised only for a chunk that was verified
-    and is pinned: from the first lookup on, the chunk is held for the request until the request is
+    vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
+    verified and is pinned: from the first lookup on it is held for the request until that is
     scheduled, loads, or ends. With `integrity=full` verifying reads memory on the scheduler's
-    thread, a bounded number of bytes in each step; further chunks are pending hits until the next
-    step. (A thread would answer a step later, and a step takes as long as hashing 30 MB.) Else it
-    reads tags only.
+    thread, a bounded number of bytes in each step (a thread would answer a step later, and a step
+    takes as long as hashing 30 MB); further chunks are pending hits until the next step.
 
-    A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. It
-    is verified before, so that the tier proves no bytes of another chunk and, with
-    `integrity=full`, none that have changed, and again when it has arrived: until then this engine
-    does not take it from there. Chunks beyond the bound on those, and chunks that the lower tier
-    fails to store, wait for their turn, as long as they are in host memory; see `WriteBackQueue`. A
-    chunk that is looked up and not in host memory is given a slot and looked up below (`RETRY`),
-    loaded if it is there (`HIT_PENDING`), and then held for the requests that wait for it. Any
-    failure below makes it a miss for those requests. While a load that was abandoned may still
-    write to its slot, the chunk is a miss and the slot stays out of use. Without `prefill` whatever
-    is found is loaded. `shutdown` closes the pool, the tier and the trace.
+    A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. One
+    that is looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded
+    if it is there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure
+    below makes it a miss for those requests. While a load that was abandoned may still write to its
+    slot, the chunk is a miss and the slot stays out of use.
+
+    No call blocks for longer than `AFTER_FAILURE_S`, but for `reset_cache` and `shutdown`, which
+    closes the pool, the tier and the trace.
     """
 
     def __init__(
@@ -183,11 +178,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
-        """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs.
-
-        `HIT_PENDING` while it is being stored, loaded or verified. A chunk is verified once for all
-        requests that it is held for.
-        """
+        """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs."""
         if not self._polled:
             self._take_moved()
         req_id, state = req_context.req_id, self._index.state(key)
@@ -224,8 +215,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def begin(self, req_id: str, *, is_given: bool = False) -> None:
         """Note that a request loads, from wherever, or computes; release the chunks that it holds.
 
-        After a reset of the caches that it is known to have begun before, it stores nothing. If
-        another engine gives it tokens, what it stores says nothing of the speed of computing.
+        If another engine gives it tokens, what it stores says nothing of the speed of computing.
         """
         self._requests.schedule([req_id])
         self._release(req_id)
@@ -297,11 +287,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Release the chunks of requests that run now, which load no more; start moving others.
-
-        That is: copy chunks down, look up those that were wanted in this step, and load the chunks
-        that the lower tier has.
-        """
+        """Release the chunks of requests that run now; copy down, look up and load others."""
         tier = self._tier
         if tier is not None:
             self._take_moved()
@@ -373,10 +359,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return self._metrics.report(gauges)
 
     def shutdown(self) -> None:
-        """Write all chunks back to the lower tier, as far as time allows, and close the pool.
-
-        May be called again.
-        """
+        """Write all chunks back to the lower tier, as far as time allows; may be called again."""
         with ExitStack() as closed:  # all of it, whatever fails
             closed.callback(self._pool.close)
             closed.callback(flush_journal)
@@ -437,10 +420,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._write_back.forget([key])
 
     def _decline_slow(self, tier: LowerTier, prefill: PrefillSpeed) -> None:
-        """Turn chunks into misses that were wanted in this step and are computed sooner.
-
-        Whether the tier below has them is not known yet: what counts is how long it would take.
-        """
+        """Turn chunks into misses that were wanted in this step and are computed sooner."""
         wanted: dict[str, list[BlockKey]] = {}
         for key in self._wanted.open:
             block = self._wanted.get(key)
@@ -461,9 +441,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
         Also to chunks of which the lower tier is yet to be asked, so that it loads what it has
         without another step: at one time, to as many as there are free slots, and to a share of
-        those that may be evicted. A chunk that turns out to be missing gives its slot back. The
-        chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
-        and would evict them then. Chunks beyond this bound get slots when they were found.
+        those that may be evicted. A chunk that turns out to be missing gives its slot back; it is
+        computed and stored soon, and would evict the same chunks then.
         """
         wanted = self._wanted.open
         if not wanted:
@@ -481,7 +460,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return dict(zip(plan.keys, plan.slots, strict=True))
 
     def _copy_down(self, tier: LowerTier) -> None:
-        """Begin to write back chunks that wait, up to the bound on chunks in flight."""
+        """Begin to write back chunks that wait, up to the bound on those in flight."""
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
