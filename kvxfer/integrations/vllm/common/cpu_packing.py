@@ -62,14 +62,11 @@ class PackedPlane:
 def cpu_packing(
     isa: str, *, tokens_per_block: int, head_dim: int, itemsize: int
 ) -> tuple[PackedPlane, PackedPlane] | None:
-    """Return the order of the keys and of the values of one head in a block of the CPU attention.
+    """Return the planes of keys and of values of one head in a block; None if they are not known.
 
     The same instruction set is compiled several times, for AVX2, AVX-512 and other processors:
     `kernel_packs_as` proves the answer for the kernel of this process. `tokens_per_block` are those
     of the tensor, not of the block table.
-
-    Returns:
-        The plane of keys and the plane of values; None where the order is not known.
     """
     unit = TOKEN_UNITS.get(isa)
     if unit is None or itemsize not in MEASURED_ITEMSIZES[isa] or tokens_per_block % unit:
@@ -114,13 +111,9 @@ def cpu_kernels() -> str:
 def cpu_attention_isa(
     *, dtype: torch.dtype, tokens_per_block: int, head_dim: int, kv_cache_dtype: str = "auto"
 ) -> str | None:
-    """Ask vLLM which instruction set its CPU attention uses on this machine.
+    """Ask vLLM which instruction set its `CPU_ATTN` uses on this machine.
 
-    The answer holds for layers whose backend is `CPU_ATTN`, and for no others.
-
-    Returns:
-        vLLM's name of it. None where this vLLM does not run on a CPU, refuses such a cache, or has
-        another interface for this question.
+    None where vLLM runs on no CPU, refuses such a cache, or has another interface for the question.
     """
     from vllm.platforms import current_platform
 
@@ -140,11 +133,8 @@ def cpu_attention_isa(
 def kernel_packs_as(planes: tuple[PackedPlane, PackedPlane], isa: str, dtype: torch.dtype) -> bool:
     """Test whether the kernel of this process packs keys and values in the order of `planes`.
 
-    The kernel writes distinct keys and values to a block of separate memory; every element has to
-    be in its place, bit by bit.
-
-    Raises:
-        RuntimeError: The kernel has no such instruction set or head dimension.
+    It writes distinct keys and values to a block of separate memory; every element has to be in its
+    place, bit by bit. A kernel without such an instruction set or head dimension raises.
     """
     from vllm import _custom_ops
 

@@ -117,13 +117,7 @@ def convert_caches(caches: Any) -> CanonicalKVCaches:
 
 
 def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
-    """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on.
-
-    From 0.27 on, the states of a recurrent layer are registered as one tensor of bytes.
-
-    Raises:
-        InvalidArgumentError: kvxfer has no spec for a layer's cache.
-    """
+    """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on."""
     return KVCacheConfig(
         num_blocks=config.num_blocks,
         groups=tuple(
@@ -168,7 +162,7 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
             dtypes=tuple(spec.dtypes),
             page_size_padded=spec.page_size_padded,
         )
-        if isinstance(entry, torch.Tensor):
+        if isinstance(entry, torch.Tensor):  # of bytes, from 0.27 on
             shapes = ((whole.unpadded_page_size_bytes,),)
             converted = replace(whole, shapes=shapes, dtypes=(torch.int8,))
     else:
@@ -261,10 +255,7 @@ def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
 
 
 def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a CPU cache as its kernels do: in each block and head all keys, then all values.
-
-    Its shape `(num_blocks, heads, tokens, 2*dim)` says otherwise.
-    """
+    """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as its kernels do: all keys first."""
     num_blocks, heads, tokens, width = tensor.shape
     block_stride, head_stride, _, _ = tensor.stride()
     dim = width // 2

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -86,9 +86,8 @@ def describe_pages(
 ) -> WorkerPages:
     """Describe this worker's caches, by the layers and the tokens per block of each group.
 
-    Their layout is known from the tensors that vLLM bound to its layers. Each is canonicalized
-    again, and must lie within the blocks that vLLM handed over; else its group is opaque bytes.
-    States of recurrent layers, which need the same kernels, are opaque without `with_states`.
+    The tensors that vLLM bound to its layers are canonicalized again, and must lie within the
+    blocks that vLLM handed over; else a group is opaque bytes, as states are without `with_states`.
     """
     return WorkerPages(
         groups=tuple(
@@ -137,10 +136,9 @@ def layer_kernels(layer_names: Sequence[str], vllm_config: Any) -> str:
 def _require_one_number_of_heads(vllm_config: Any) -> None:
     """Check that no two workers have other heads in one layer, and the same ones in another.
 
-    vLLM tells one number of KV heads for a model. As many workers at most have a part of the heads
-    of each layer, which its tensor shows. Where there are more, each has one head of every layer,
-    and no tensor shows whether others have it, too: so all layers must be known to have the number
-    that vLLM tells. Those with a sliding window in MiMo-V2 have another one, those of Nemotron-NAS
+    vLLM tells one number of KV heads for a model. Where there are more workers, each has one head
+    of every layer, and no tensor shows whether others have it, too: so all layers must be known to
+    have that number. Those with a sliding window in MiMo-V2 have another one, those of Nemotron-NAS
     one each, and those of a draft model their own.
 
     Raises:
@@ -195,8 +193,7 @@ def _describe_group(
 ) -> GroupPages:
     starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
     size = starts.pop()
-    layer = _Layer([])
-    boxes: list[PageBox] = []
+    layer, boxes = GroupPages(payload_size_bytes=size), list[PageBox]()
     try:
         _require_one_number_of_heads(vllm_config)
         if len(refs) not in (1, len(layer_names)):
@@ -218,17 +215,7 @@ def _describe_group(
             packing="" if is_cpu() else layer_kernels(layer_names, vllm_config),
             reason=f"{type(exc).__name__}: {exc}",
         )
-    return GroupPages(
-        payload_size_bytes=size, boxes=tuple(boxes), axes=dict(layer.axes), packing=layer.packing
-    )
-
-
-class _Layer(NamedTuple):
-    """Description of the page of one layer; see `GroupPages`."""
-
-    boxes: Sequence[PageBox]
-    axes: Mapping[str, tuple[str, ...]] = {}
-    packing: str = ""
+    return msgspec.structs.replace(layer, payload_size_bytes=size, boxes=tuple(boxes))
 
 
 def _describe_layer(
@@ -237,7 +224,7 @@ def _describe_layer(
     caches: CanonicalKVCaches,
     tokens_per_block: int,
     vllm_config: Any,
-) -> _Layer:
+) -> GroupPages:
     """Find a layer's boxes in the page of a ref, its own or that of several layers."""
     theirs = caches.tensors[ref.tensor_idx].tensor
     layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
@@ -246,8 +233,10 @@ def _describe_layer(
     is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
     if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
         raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
-    found = _say_packing(name, page.boxes, vllm_config)
-    return found._replace(boxes=[box.moved(offset) for box in found.boxes])
+    boxes, axes, packing = _say_packing(name, page.boxes, vllm_config)
+    boxes = tuple(box.moved(offset) for box in boxes)
+    size = page.page_size_bytes
+    return GroupPages(payload_size_bytes=size, boxes=boxes, axes=axes, packing=packing)
 
 
 def _canonicalize_layer(
@@ -263,8 +252,10 @@ def _canonicalize_layer(
     return canonicalize_layers({name: entry}, config, vllm_config)
 
 
-def _say_packing(name: str, boxes: Sequence[PageBox], vllm_config: Any) -> _Layer:
-    """Describe a layer's keys and values in the order of the CPU's kernels, if those have one.
+def _say_packing(
+    name: str, boxes: Sequence[PageBox], vllm_config: Any
+) -> tuple[Sequence[PageBox], dict[str, tuple[str, ...]], str]:
+    """Describe a layer's boxes in the order of its kernels; return also axes and packing.
 
     What a state's elements mean is known to the kernels only that compute it.
     """
@@ -274,9 +265,9 @@ def _say_packing(name: str, boxes: Sequence[PageBox], vllm_config: Any) -> _Laye
         backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
         kernels = layer_kernels([name], vllm_config)
         encoding = f"{kind} of vLLM {installed_version()}, {backend}, {kernels}"
-        return _Layer([replace(box, encoding=encoding) for box in boxes])
+        return [replace(box, encoding=encoding) for box in boxes], {}, ""
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
-        return _Layer(boxes)
+        return boxes, {}, ""
     *_, token, dim = boxes[0].digits
     isa = cpu_attention_isa(
         dtype=vllm_config.model_config.dtype,
@@ -284,20 +275,17 @@ def _say_packing(name: str, boxes: Sequence[PageBox], vllm_config: Any) -> _Laye
         head_dim=dim.size,
         kv_cache_dtype=vllm_config.cache_config.cache_dtype,
     )
-    return _Layer(*unpack(boxes, isa), packing=str(isa))
+    return *unpack(boxes, isa), str(isa)
 
 
 def unpack(
     boxes: Sequence[PageBox], isa: str | None
-) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
-    """Describe keys and values that the CPU attention has packed.
+) -> tuple[Sequence[PageBox], dict[str, tuple[str, ...]]]:
+    """Describe keys and values that the CPU attention has packed, with the order of their axes.
 
     Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
-    piece of two bytes for each element. Heads can still be divided among other workers. `boxes` are
-    as they would be without a packing, digits of tokens and dimensions last.
-
-    Returns:
-        What they are, and the portable order of their axes.
+    piece of two bytes for each element. `boxes` are as they would be without a packing, digits of
+    tokens and dimensions last.
 
     Raises:
         PageMappingError: They stay as they are, and a head of a block is in several pieces.
