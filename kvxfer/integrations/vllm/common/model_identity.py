@@ -57,12 +57,8 @@ OF_ATTENTION = frozenset({
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
     """Identify the model of an engine, in words that are the same in every release of vLLM.
 
-    The namespace has the properties that change values: revision of the weights, with the hash of
-    what overrides their configuration, quantization of weights and cache, and the hash of all
-    others. It lacks what depends on the layout of blocks.
-
-    Raises:
-        InvalidArgumentError: The revision of the weights is unknown; or as `require_telling_keys`.
+    The namespace lacks what depends on the layout of blocks. Raises as `find_revision` and
+    `require_telling_keys`.
     """
     require_telling_keys(vllm_config)
     loaded, cache = vllm_config.model_config, vllm_config.cache_config
@@ -95,8 +91,7 @@ def require_telling_keys(vllm_config: Any) -> None:
     """Check that vLLM's keys tell all that differs from one engine of a model to the next.
 
     Raises:
-        InvalidArgumentError: Adapters are loaded, the scales of the cache are unknown, or images
-            are only counted.
+        InvalidArgumentError: Adapters, scales of the cache or images are not in them.
     """
     require_no_adapters(vllm_config)
     require_known_scales(vllm_config.cache_config)
@@ -108,10 +103,7 @@ def require_telling_keys(vllm_config: Any) -> None:
 
 
 def names_images(vllm_config: Any) -> bool:
-    """Whether vLLM names images by their content, in its keys and in those of a hand-over.
-
-    Without a cache to find them in it counts them instead: the first image of each engine has the
-    same name.
+    """Whether vLLM names images by their content; without a cache for them it counts them.
 
     Source: `_process_mm_uuids` of vllm/renderers/base.py.
     """
@@ -145,8 +137,7 @@ def require_known_scales(cache_config: Any) -> None:
 def _name_overrides(model: Any) -> str:
     """Name what an engine computes otherwise than the configuration of the checkpoint says.
 
-    It is a part of the revision, which readers that are not vLLM compare: they cannot compute the
-    hash of vLLM's configuration.
+    Readers that are not vLLM compare the revision: they cannot compute vLLM's `config_hash`.
     """
     given = getattr(model, "hf_overrides", None) or {}
     if callable(given):
@@ -224,7 +215,7 @@ def _depends_on_length(model: Any) -> bool:
 def _settings_made(value: Any) -> Any:
     """Describe settings, at any depth by those that are not as their release declares them.
 
-    The text of an object has every setting that a release knows, and so another one in the next.
+    Else a setting that the next release adds would make another model.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -286,12 +277,8 @@ def find_revision(model: Any) -> str:
 def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     """Make the namespace in which engines hand pages over: of one model, whatever its engines.
 
-    It has neither paths nor vLLM's release nor what the engine derives from the checkpoint, so that
-    engines of different releases, on different machines, can share it. A `revision` takes the place
-    of the one that is found.
-
-    Raises:
-        InvalidArgumentError: The revision of the weights, or the scales of the cache, are unknown.
+    Engines of different releases, on different machines, share it. A `revision` takes the place of
+    the one that is found. Raises as `find_revision` and `require_known_scales`.
     """
     model = vllm_config.model_config
     require_known_scales(vllm_config.cache_config)
@@ -301,10 +288,7 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
 
 
 def draft_of(vllm_config: Any) -> Any:
-    """Find the draft model; None without one.
-
-    vLLM names the model itself where tokens are guessed from those before them.
-    """
+    """Find the draft model; None without one, also where vLLM names the model itself."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     return None if draft is getattr(speculative, "target_model_config", None) else draft

@@ -72,8 +72,7 @@ class FoundSettings:
 def configs_of_callers() -> Iterator[Any]:
     """List the configurations of the engine that is being built, the innermost first.
 
-    vLLM builds connectors, specs and tiers within functions that have its configuration, and gives
-    them a part of it, or a copy: a connector within a MultiConnector has settings of its own.
+    vLLM gives its connectors, specs and tiers a part of its configuration, or a copy.
     """
     return (each for each in locals_of_callers("vllm_config") if hasattr(each, "lora_config"))
 
@@ -92,11 +91,7 @@ def find_settings(
     """Find the settings of `KVXferOffload` or `KVXferConnector`, each where it is found first.
 
     `kv_connector_extra_config` of the connector always wins. The environment has `KVXFER_BACKEND`,
-    URLs with spaces between, and `KVXFER_CONFIG`, the name of a file of settings in YAML or JSON;
-    both may be missing or empty. A misspelt name is a warning.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or has no settings by name.
+    URLs with spaces between, and `KVXFER_CONFIG`, the name of a file of settings in YAML or JSON.
     """
     warn_of_misspelt_variables(environ)
     sources: list[tuple[str, Mapping[str, Any]]] = [(EXPLICIT, explicit)]

@@ -48,8 +48,7 @@ class DecodeScheduler:
 
     A request is asked about once, and its lease released once. Whatever goes wrong is a warning, a
     count by reason, and a prompt that D computes itself. D always computes the last token of a
-    prompt, to get at the next one; so that one is never loaded. A ticket that names our `own`
-    endpoint is a router's mistake. Each request that is asked about is told once.
+    prompt, to get at the next one. A ticket that names our `own` endpoint is a router's mistake.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def fails_by_block(kv_cache_config: Any) -> bool:
     """Whether vLLM can keep the blocks before the first bad one of a load.
 
     Not of several groups: it ends an engine whose connector lists blocks of those. Nor of windows:
-    blocks that the window of the whole prompt leaves out are in that of its beginning.
+    the window of the prompt's beginning has blocks that were not loaded.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and _window(groups[0].kv_cache_spec) is None
@@ -87,11 +87,7 @@ def fails_by_block(kv_cache_config: Any) -> bool:
 def describe_worker(
     caches: CanonicalKVCaches, kv_cache_config: Any, vllm_config: Any
 ) -> CacheDescription:
-    """Describe the caches of this worker for other engines.
-
-    Raises:
-        InvalidArgumentError: There are more workers than divide the KV heads evenly.
-    """
+    """Describe the caches of this worker for other engines."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     layers = [(group.layer_names, group.kv_cache_spec.block_size) for group in groups]
@@ -137,9 +133,9 @@ def _describe(
     opaque, spec = "", group.kv_cache_spec
     if not pages.boxes:  # to be read by equal workers of the same release only
         layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
-        parts = (f"vLLM {installed_version()}", f"layout {layout}", repr(spec))
+        release = f"vLLM {installed_version()}; layout {layout}"
         kernels = layer_kernels(group.layer_names, vllm_config)
-        opaque = "; ".join((*parts, kernels, pages.reason))
+        opaque = f"{release}; {spec!r}; {kernels}; {pages.reason}"
     return GroupDescription(
         tokens_per_block=spec.block_size * num_token_shares,
         payload_size_bytes=pages.payload_size_bytes,

@@ -70,16 +70,13 @@ class Prompts:
         return [_encode(lora.lora_name), digest, is_3d, self.lora]
 
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
-        """Make the keys of a request's prompt.
+        """Make the keys of a request's prompt without its last `num_left_out` tokens.
 
         Whatever changes the bytes of pages at equal tokens is in the scope of the keys: images,
         whose placeholder tokens are those of every image, adapters, and the salt of a tenant.
-        `num_left_out` tokens at the end of the prompt have no keys.
 
         Returns:
-            None for a prompt of embeddings, or of whatever else is not tokens, for one with
-            images that have no names, and for one with an adapter whose weights are not known; also
-            if no token is left.
+            None where a prompt cannot be named by its tokens, or none is left.
         """
         num_tokens = len(request.prompt_token_ids or ()) - num_left_out
         if num_tokens <= 0 or getattr(request, "prompt_embeds", None) is not None:
@@ -105,12 +102,10 @@ class Prompts:
     def leave_out_last(self, request: Any) -> None:
         """Let vLLM compute a prompt without its last tokens, before it is scheduled.
 
-        Its answer is of no use then but for its parameters. A request that could give another
-        answer, or whose last tokens are not just tokens, is left as it is: D will not find its
-        pages.
+        A request whose answer is wanted, or whose last tokens are not just tokens, is left as it
+        is: D will not find its pages.
 
-        Source: `_truncate_request_for_prefill` of vLLM's NixlConnector; there is no interface for
-        it.
+        Source: `_truncate_request_for_prefill` of vLLM's NixlConnector; there is no interface.
         """
         num_left = request.num_prompt_tokens - self.num_last_tokens
         images = getattr(request, "mm_features", None) or ()

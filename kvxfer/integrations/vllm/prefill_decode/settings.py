@@ -17,8 +17,7 @@ from kvxfer.settings import convert_settings
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `KVXferConnector`; all other names are those of `NixlConfig`.
 
-    The last four are those of tiers of this engine's own, as for `KVXferOffloadingSpec`, which
-    checks them: the head of a prompt may come from there, and the rest from P.
+    The last four are those of this engine's own tiers: `KVXferOffloadingSpec` checks them.
     """
 
     exchange: NixlConfig
@@ -54,11 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":
-        """Read the settings.
-
-        Raises:
-            InvalidArgumentError: A name is unknown, or a value of no use; the error names it.
-        """
+        """Read the settings; errors as `convert_settings`."""
         ours = {name: extra[name] for name in cls.__struct_fields__[1:] if name in extra}
         theirs = {name: value for name, value in extra.items() if name not in ours}
         argument, what = "kv_connector_extra_config", "settings of the connector"
