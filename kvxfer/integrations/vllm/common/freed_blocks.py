@@ -21,7 +21,7 @@ def writable(block: Any) -> int:
 
 
 def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
-    """Have the stores of connectors end before something is loaded into `blocks`, if they read any.
+    """Have stores of connectors end before something is loaded into `blocks`, if they read any.
 
     To be called before the connectors plan their step; without `blocks`, to check that they can.
 
@@ -43,8 +43,7 @@ def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
 def fence_loads_of_others() -> None:
     """Have stores end before any connector of a MultiConnector loads into the blocks they read.
 
-    To be called within a call of the MultiConnector; without one, nothing is done. Raises as
-    `fence`, for the connectors that there are; for later ones, the first load does.
+    To be called within a call of the MultiConnector, if there is one. Raises as `fence`.
     """
     callers = locals_of_callers("self")
     multi = next((each for each in callers if _is_a("MultiConnector", each)), None)

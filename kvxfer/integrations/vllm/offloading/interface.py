@@ -91,8 +91,8 @@ def group_ids(config: OffloadingConfig) -> list[int]:
 def layout_name(config: OffloadingConfig) -> str:
     """Return vLLM's name of the caches' layout, the same in all processes of an engine.
 
-    Before 0.29 it is not exposed: it follows from the attention backend, which therefore has to be
-    part of the namespace, too, unless an environment variable overrides it.
+    Before 0.29 it is not exposed: it follows from the attention backend, unless an environment
+    variable overrides it.
     """
     if hasattr(config, "kv_cache_layout"):
         return config.kv_cache_layout or ""
@@ -108,19 +108,12 @@ def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
 
 
 def workers_keep_the_same(config: OffloadingConfig) -> bool:
-    """Whether all workers have the same bytes, and one of them is enough to store them.
-
-    So it is with latents in tensor parallelism on one machine; not exposed before 0.27.
-    """
+    """Whether all workers have the same bytes, as of latents; not exposed before 0.27."""
     return bool(getattr(config, "replicated_layout", False))
 
 
 def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
-    """Make the event that makes vLLM forget chunks that it expected in host memory.
-
-    From 0.33 on vLLM remembers the chunks of which a lookup returned `HIT_PENDING`; earlier
-    releases do not, and get no event: None.
-    """
+    """Make the event that makes vLLM forget chunks that were `HIT_PENDING`; None before 0.33."""
     if "metadata_only" not in EVENT_FIELDS:
         return None
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
@@ -129,8 +122,7 @@ def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
 def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> OffloadingEvent | None:
     """Make the event of chunks that come to a tier below host memory, or go.
 
-    In older releases an event does not say whose chunks it means, so it cannot tell those in memory
-    of a lower tier from those in host memory: None.
+    None for a tier in memory where events do not say whose chunks they mean, in older releases.
     """
     medium, locality = place_of(tier)
     if "ownership" not in EVENT_FIELDS and medium == Medium.CPU.value:

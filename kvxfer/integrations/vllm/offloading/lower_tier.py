@@ -305,11 +305,9 @@ class LowerTier:
             timeout_s = max(0.0, timeout_s - (runtime.monotonic() - began))
         try:
             runtime.result(quiet, timeout_s if ended else 0)
-        except TimeoutError:
+        except (TimeoutError, BackendUnavailableError) as exc:
             quiet.cancel()
-            return False
-        except BackendUnavailableError as exc:
-            logger.warning("the lower tier: %s", exc)
+            logger.warning("the lower tier cannot be drained: %r", exc)
             return False
         return ended
 
@@ -335,13 +333,8 @@ class LowerTier:
             self._events.reset()
         self.drain(timeout_s=self._reset_s)
         self.poll()
-        stay = "stay, for others, and are not found here"
-        if deletes_former:
-            stay += " (those that were found here only are deleted)"
-        rest = stay if self._purgeable is None else "are deleted"
-        text = (
-            "the lower tier, %s: blocks of before %s; those stored from now on are found here only"
-        )
+        rest = "stay, for others" if self._purgeable is None else "are deleted"
+        text = "the lower tier, %s: blocks of before %s, and are not found here any more"
         logger.warning(text, self.name, rest)
         if self._purgeable is not None:
             purge = self._engine.submit_call(self._purgeable.purge())

@@ -196,7 +196,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 self._bytes_to_verify -= self._hashed_bytes
                 held.checked = self._pool.verify(held.slot, key)
             if held.checked.done:
-                self._requests.note_hit(req_id, key, metrics.HOST)
+                self._requests.note(req_id, key, metrics.HOST)
                 return LookupResult.HIT
             self._drop(key, held, held.checked)
         if state is not BlockState.STORING:

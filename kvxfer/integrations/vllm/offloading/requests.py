@@ -37,10 +37,8 @@ class Requests:
     """Requests of an engine: what they wish, and how each of their lookups was answered last.
 
     A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
-    is then recorded: vLLM tells the whole chunks of a prompt and not its length, so tokens behind
-    the last one are left out. With several KV-cache groups the chunks are those of the first. The
-    metrics count chunks by the tier that gave them, as misses also those that vLLM did not ask for
-    after one; without metrics no wishes are read. Never raises.
+    is then recorded, as whole chunks of the first KV-cache group. The metrics count chunks by the
+    tier that gave them; without metrics no wishes are read. Never raises.
     """
 
     def __init__(
@@ -70,16 +68,10 @@ class Requests:
         return None if request is None else request.retention
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
-        """Note the tier that gives a chunk, empty for a miss."""
+        """Note the tier that gives a chunk, empty for a miss; of several the first one counts."""
         request = self._requests.get(req_id)
         if request is not None and request.tiers is not None:
-            request.tiers[key] = tier
-
-    def note_hit(self, req_id: str, key: BlockKey, tier: str) -> None:
-        """Note a tier that has a chunk, perhaps only since another gave it for this request."""
-        request = self._requests.get(req_id)
-        if request is not None and request.tiers is not None:
-            request.tiers[key] = request.tiers.get(key) or tier
+            request.tiers[key] = tier and (request.tiers.get(key) or tier)
 
     def schedule(self, req_ids: Iterable[str]) -> None:
         """Tell and record the requests that load or compute for the first time."""
@@ -148,9 +140,9 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
     """Count the chunks behind those whose misses ended the lookups of a prompt.
 
     Of a group with full attention vLLM asks for one chunk after the other, up to the first miss; of
-    a sliding window it asks from the end, and what is left is not needed. Keys for a part of a
-    chunk, which vLLM makes as it asks, come after those of the chunks. `positions` has the token at
-    the end of each chunk, in the order of each group; `tiers` is in the order of the lookups.
+    a sliding window it asks from the end, and what is left is not needed. `positions` has the token
+    at the end of each chunk, in the order of each group, and behind them keys for parts of chunks;
+    `tiers` is in the order of the lookups.
     """
     if "" not in tiers.values():
         return 0

@@ -38,8 +38,8 @@ def row_namespace(
 ) -> Namespace:
     """Make the namespace of rows of host memory: the chunks of all workers under one key.
 
-    `model` is that of `identify_model`, or has a revision alone. vLLM's release is part of it: the
-    layout of an attention backend's page is not exposed, and has changed between releases.
+    vLLM's release is part of it: the layout of an attention backend's page is not exposed, and has
+    changed between releases.
     """
     known = {
         group_id: GroupIdentity(
@@ -80,10 +80,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSegment:
-    """Publish an identity in shared memory for the scheduler; closed when the engine ends.
-
-    vLLM gives the model's configuration to its workers, but not to the scheduler's spec.
-    """
+    """Publish an identity in shared memory for the scheduler; closed when the engine ends."""
     segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
     encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=str))
     segment.memory[HEADER_BYTES : HEADER_BYTES + len(encoded)] = list(encoded)

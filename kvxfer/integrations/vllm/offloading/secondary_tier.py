@@ -58,13 +58,10 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     "kvxfer.integrations.vllm", "backend": "file:///var/cache/kv?capacity=200GiB", "revision":
     "..."}`. A chunk that is corrupt, gone or late is dropped from its promotion and recomputed.
     A job is reported only when nothing touches its memory, even after its deadline: vLLM reuses
-    the memory then.
+    the memory then. vLLM gives the arguments by place, and `(num_chunks, row_size_bytes)` in
+    `primary_kv_view`, which is valid until `shutdown` returned.
 
     Args:
-        offloading_spec: vLLM's spec.
-        primary_kv_view: `(num_chunks, row_size_bytes)`; valid until `shutdown` returned.
-        tier_type: vLLM's name of the tier.
-        backpressure_detector: Passed on to vLLM's base class.
         backend: URL or mapping of a backend, or an open one; closed on `shutdown`.
         revision: Name of the model and of every property that changes its values at equal tokens:
             weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
@@ -174,7 +171,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
-        """Block until every job ended and nothing touches the CPU tier's memory.
+        """Block until nothing touches the CPU tier's memory.
 
         Raises:
             BackendUnavailableError: The backend cannot be drained, so vLLM must not reset its tier.

@@ -63,12 +63,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     """Connector that hands the KV cache of prompts from prefill engines to decode engines.
 
     Settings are in `kv_connector_extra_config`, see `Settings`. An engine with `listen` lends the
-    pages of prompts that it computes; any engine reads those of others.
-
-    With `backend`, whatever the engine computes or reads is stored in tiers of its own, by vLLM's
-    OffloadingConnector. A prompt begins with the blocks that are on the device; then come those
-    that the tiers have; and where the request has a ticket, P gives the rest. A request is loaded
-    when both parts are, and its blocks are free when they are neither lent nor being stored.
+    pages of prompts that it computes; any engine reads those of others. With `backend`, blocks that
+    it computes or reads are stored in its own tiers, by vLLM's OffloadingConnector: a prompt begins
+    with the blocks on the device, then come those of the tiers, and P gives the rest.
 
     Raises:
         InvalidArgumentError: A setting is unknown or of no use, or the engine is parallel in a way

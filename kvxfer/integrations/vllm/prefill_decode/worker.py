@@ -72,10 +72,7 @@ class Ended:
 
 
 class PrefillDecodeWorker:
-    """Worker's side of P and of D, called from the engine's thread; it never waits there.
-
-    The hand-over has a thread of its own; `reports` is told what is lent.
-    """
+    """Worker's side of P and of D, called from the engine's thread; `reports` is told of leases."""
 
     def __init__(
         self,
