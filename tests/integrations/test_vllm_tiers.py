@@ -16,7 +16,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Ended, Late, Removal
+from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
@@ -50,6 +50,7 @@ from tests.integrations.two_tiers import (
 
 __all__ = ["start"]
 KEYS = keys_of(3)
+LOWER_STORES_FAILED = "store_blocks", (metrics.LOWER, "write_back", "failed")
 
 
 @pytest.mark.skipif(not hasattr(base, "TierFilter"), reason="this vLLM filters no tiers")
@@ -69,7 +70,7 @@ def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: St
     scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
     assert scheduler.resolve([key]) == [HIT]
     assert scheduler.bytes_of(key) == payloads_of(key)
-    assert scheduler.counts()[metrics.CORRUPT] == 1
+    assert scheduler.counts()["load_blocks", (metrics.HOST, "request", "corrupt")] == 1
 
 
 def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_again(
@@ -84,7 +85,7 @@ def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_a
     scheduler.manager.complete_store({key}, ReqContext("storing"))
     scheduler.until(lambda: scheduler.index.num_evictable == 1)
     assert key not in backend
-    assert scheduler.counts()[metrics.LOWER_STORES_FAILED] == 1
+    assert scheduler.counts()[LOWER_STORES_FAILED] == 1
     scheduler.store([other])
     scheduler.settle()
     assert list(backend._blocks) == [other], "the tier counts as failing"
@@ -102,7 +103,7 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
     assert scheduler.lookup([key]) == [HIT]
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
     backend.release()
-    scheduler.until(lambda: metrics.LOWER_STORES_FAILED in scheduler.counts())
+    scheduler.until(lambda: LOWER_STORES_FAILED in scheduler.counts())
     assert scheduler.resolve([key]) == [MISS]
 
 
@@ -255,8 +256,8 @@ def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> No
     scheduler.step()
     assert scheduler.lookup(wanted, "second") == [MISS]
     counts = scheduler.counts()
-    assert counts[metrics.NOT_LOADED] == 2
-    assert counts[metrics.LOWER_LOADED] == 2
+    assert counts["not_loaded_blocks", (metrics.LOWER,)] == 2
+    assert counts["load_blocks", (metrics.LOWER, "promotion", "done")] == 2
     scheduler.step("second")
     assert scheduler.store(wanted) == wanted  # computed, and stored as ever
 
@@ -344,8 +345,8 @@ def test_a_reset_counts_the_chunks_that_it_drops_and_the_copies_that_are_not_mad
     scheduler.manager.prepare_store(KEYS[2:], ReqContext("storing"))
     scheduler.manager.reset_cache()
     counts = scheduler.counts()
-    assert counts[metrics.Count.of("removed_blocks", metrics.HOST, Removal.CLEARED)] == 2
-    assert counts[metrics.LOWER_STORES_DROPPED] == 2
+    assert counts["removed_blocks", (metrics.HOST, "cleared")] == 2
+    assert counts["not_written_back_blocks", (metrics.LOWER,)] == 2
 
 
 def test_a_request_raises_the_priority_of_chunks_that_it_finds_although_another_wish_is_wrong(

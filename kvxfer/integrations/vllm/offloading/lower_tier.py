@@ -152,7 +152,7 @@ class LowerTier:
         purgeable = backend.provide(Purgeable)
         self._keys = SaltedKeys(purgeable)
         self._events = TierEvents(self._keys) if emit_events else None
-        self.metrics = OffloadingMetrics(row_size_bytes, self.name)
+        self.metrics = OffloadingMetrics(row_size_bytes)
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]

@@ -33,7 +33,16 @@ from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observer import Cause, Gauge, NotLoaded, Observer, Operation, Removal, Reports
+from kvxfer.storage.observer import (
+    Cause,
+    Gauge,
+    NotLoaded,
+    NotWrittenBack,
+    Observer,
+    Operation,
+    Removal,
+    Reports,
+)
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.wanted_blocks import Wanted, WantedBlocks
@@ -172,7 +181,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._metrics = metrics.OffloadingMetrics(self._slot_bytes)
         else:
             self._wanted, self._metrics = tier.wanted, tier.metrics
-            self._lower_reports = self._reports.of(tier.name)
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
         self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)
@@ -209,7 +217,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
         self.begin(req_context.req_id)
-        self._metrics.add(metrics.LOADED, len(slots))
+        self._metrics.add(
+            "load_blocks", metrics.HOST, Cause.REQUEST, Status.DONE, number=len(slots)
+        )
         return ChunkSlots(list(keys), slots)
 
     def begin(self, req_id: str, *, is_given: bool = False) -> None:
@@ -246,8 +256,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._prefill.compute([key for key in keys if key not in self._index])
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
-        self._metrics.add(metrics.REFUSED, len(plan.refused))
-        self._tell_failed_stores(plan.refused, NO_ROOM)
+        self._note_not_stored(plan.refused, NO_ROOM)
         self._storing |= dict.fromkeys(plan.keys)
         self._retain(list(keys), req_context.req_id)
         self._note_evicted(plan)
@@ -277,9 +286,11 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
-        self._tell_failed_stores(lost, _LOST)
-        self._metrics.add(metrics.LOST, len(lost))
-        self._note_stored(stored)
+        self._note_not_stored(lost, _LOST)
+        self._note_added(stored, Cause.REQUEST)
+        if self._tier is not None:
+            self._drop_stores(self._write_back.add(dict.fromkeys(stored)))
+            self._copy_down(self._tier)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
@@ -335,10 +346,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         logger.warning(text, len(self._index))
         states = {key: self._index.state(key) for key in self._index.keys()}  # noqa: SIM118
         stored = [key for key, state in states.items() if state is not BlockState.STORING]
-        count = metrics.Count.of("removed_blocks", metrics.HOST, Removal.CLEARED)
-        self._metrics.add(count, len(stored))
-        self._emit(stored, removed=True)
-        self._reports.removed(stored, Removal.CLEARED)
+        self._note_removed(stored, Removal.CLEARED)
         self._index.clear()
         self._wanted.clear()
         self._storing.clear()
@@ -406,17 +414,13 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _drop(self, key: BlockKey, block: Wanted, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every holder."""
-        if outcome.status is Status.CORRUPT:
-            self._metrics.add(metrics.CORRUPT)
-            self._metrics.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
+        self._metrics.add("load_blocks", metrics.HOST, Cause.REQUEST, outcome.status)
         self._reports.moved(Operation.LOAD, [key], [outcome], [], runtime.monotonic())
-        if outcome.status is Status.CORRUPT:
-            self._reports.removed([key], Removal.CORRUPT)
         block.slot = block.checked = None
         self._index.quarantine(key)
         self._index.unpin([key])
-        self._emit([key], removed=True)
+        self._note_removed([key], Removal.CORRUPT)
         self._write_back.forget([key])
 
     def _decline_slow(self, tier: LowerTier, prefill: PrefillSpeed) -> None:
@@ -433,8 +437,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 queued_bytes += num_bytes
                 continue
             self._wanted.deny(keys)
-            self._metrics.add(metrics.NOT_LOADED, len(keys))
-            self._lower_reports.tell(NotLoaded(tier.name, keys))
+            self._metrics.add("not_loaded_blocks", tier.name, number=len(keys))
+            self._reports.tell(NotLoaded(tier.name, keys))
 
     def _make_room(self, tier: LowerTier) -> dict[BlockKey, int]:
         """Give slots to chunks of the lower tier that were wanted in this step.
@@ -454,8 +458,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
         self._note_evicted(plan)
         if refused := [key for key in found if key in plan.refused]:
-            self._tell_failed_stores(refused, NO_ROOM)
-            self._metrics.add(metrics.NOT_PROMOTED, len(refused))
+            self._note_not_stored(refused, NO_ROOM, cause=Cause.PROMOTION)
             self._wanted.deny(refused)  # or requests would look for room again and again
         return dict(zip(plan.keys, plan.slots, strict=True))
 
@@ -492,8 +495,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._has_failed = True
             for moved in failed:
                 status = moved.outcome.status
-                count = metrics.Count.of("load_blocks", metrics.LOWER, Cause.PROMOTION, status)
-                self._metrics.add(count)
+                self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
             text = "%d chunks were not loaded, the first: %s"
             logger.warning(text, len(failed), failed[0].outcome)
             self._give_up([moved.key for moved in failed])
@@ -505,7 +507,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
-            self._land(landed)
+            self._land(self._tier, landed)
 
     def _take_failed(self, keys: Collection[BlockKey]) -> None:
         """Wait for loads of chunks that are stored now, if another one has just failed."""
@@ -531,40 +533,49 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             else:
                 failed.append(moved.key)
             is_done = moved.outcome.done
-            self._metrics.add(metrics.LOWER_STORED if is_done else metrics.LOWER_STORES_FAILED)
+            status = Status.DONE if is_done else Status.FAILED
+            self._metrics.add("store_blocks", tier.name, Cause.WRITE_BACK, status)
             if not is_done and (held := self._wanted.get(moved.key)) is not None:
                 held.checked = None  # it is verified anew before it is promised
             self._index.unpin([moved.key])
         self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)
 
-    def _note_stored(self, keys: Sequence[BlockKey]) -> None:
-        self._metrics.add(metrics.STORED, len(keys))
+    def _note_added(self, keys: Sequence[BlockKey], cause: Cause) -> None:
+        """Count, tell and publish chunks that can be loaded from now on."""
+        self._metrics.add("store_blocks", metrics.HOST, cause, Status.DONE, number=len(keys))
         self._reports.added(keys)
         self._emit(keys, removed=False)
-        if self._tier is not None:
-            self._drop_stores(self._write_back.add(dict.fromkeys(keys)))
-            self._copy_down(self._tier)
+
+    def _note_removed(self, keys: Sequence[BlockKey], reason: Removal) -> None:
+        """Count, tell and publish chunks that are gone from host memory."""
+        self._metrics.add("removed_blocks", metrics.HOST, reason, number=len(keys))
+        self._reports.removed(keys, reason)
+        self._emit(keys, removed=True)
+
+    def _note_not_stored(
+        self, keys: Sequence[BlockKey], outcome: Outcome, *, cause: Cause = Cause.REQUEST
+    ) -> None:
+        """Count and tell chunks that did not get into host memory."""
+        self._metrics.add("store_blocks", metrics.HOST, cause, outcome.status, number=len(keys))
+        outcomes, now = [outcome] * len(keys), runtime.monotonic()
+        self._reports.moved(Operation.STORE, keys, outcomes, [], now, cause=cause)
 
     def _note_evicted(self, plan: StorePlan) -> None:
         for reason, keys in plan.evicted_by.items():
-            count = metrics.Count.of("removed_blocks", metrics.HOST, reason)
-            self._metrics.add(count, len(keys))
-            self._reports.removed(keys, reason)
-        self._emit(plan.evicted, removed=True)
+            self._note_removed(keys, reason)
         if self._tier is not None:
             self._drop_stores(self._write_back.forget(plan.evicted))
 
     def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
-        self._metrics.add(metrics.LOWER_STORES_DROPPED, len(keys))
-        self._lower_reports.not_written_back(keys)
+        if keys and self._tier is not None:
+            self._metrics.add("not_written_back_blocks", self._tier.name, number=len(keys))
+            self._reports.tell(NotWrittenBack(self._tier.name, keys))
 
-    def _land(self, keys: Sequence[BlockKey]) -> None:
+    def _land(self, tier: LowerTier, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
         self._index.finish_store(keys, stored=True)
-        self._metrics.add(metrics.LOWER_LOADED, len(keys))
-        self._metrics.add(metrics.PROMOTED, len(keys))
-        self._reports.added(keys)
-        self._emit(keys, removed=False)
+        self._metrics.add("load_blocks", tier.name, Cause.PROMOTION, Status.DONE, number=len(keys))
+        self._note_added(keys, Cause.PROMOTION)
         for key in keys:
             block = self._wanted.get(key)
             if block is None or not block.waiting:
@@ -573,7 +584,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 (block.slot,) = self._index.pin([key])
             block.checked = DONE  # verified below, and sealed just now
             for req_id in block.waiting:
-                self._requests.note(req_id, key, self._lower_reports.tier)
+                self._requests.note(req_id, key, tier.name)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""
@@ -581,9 +592,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         event = event_of_failed_chunks(keys)
         if keys and event is not None and self._events is not None:
             self._events.append(event)
-
-    def _tell_failed_stores(self, keys: Sequence[BlockKey], outcome: Outcome) -> None:
-        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), [], runtime.monotonic())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return self._index.gauges(self._slot_bytes)

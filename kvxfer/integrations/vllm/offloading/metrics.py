@@ -6,7 +6,7 @@ because vLLM exports no others.
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvxfer import runtime
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -17,12 +17,11 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingMetricMetadata,
 )
 from kvxfer.storage.backend import Status
-from kvxfer.storage.observer import AskGauges, Cause, Event, Observer, Removal
+from kvxfer.storage.observer import AskGauges, Event, Observer
 from kvxfer.telemetry.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
-    NO_TIER,
     SECONDS,
     Sample,
     ask_all,
@@ -48,7 +47,7 @@ PINNED = "blocks_in_use"
 IGNORED = "ignored_parameters"
 HOST = "host"
 LOWER = "lower"
-"""Name of the tier below host memory where there are several, and in the counts below."""
+"""Name of the tier below host memory where there are several."""
 
 DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     **{
@@ -87,63 +86,27 @@ class DefinesMetrics:
         return dict(DEFINITIONS)
 
 
-class Count(NamedTuple):
-    """Counter of chunks, or of parameters, with its labels."""
-
-    name: str  # one of `COUNTERS`, or `IGNORED`
-    labels: tuple[str, ...]  # values; of chunks the first is the tier
-
-    @classmethod
-    def of(cls, name: str, tier: str, *labels: Cause | Status | Removal) -> "Count":
-        """Name the count of chunks of a tier."""
-        return cls(name, (tier, *(each.value for each in labels)))
-
-
-def looked_up(tier: str) -> Count:
-    """Name the count of chunks looked up, by the tier that gave them, empty for a miss."""
-    return Count("lookup_blocks", (tier or NO_TIER, "hit" if tier else "miss"))
-
-
-LOADED = Count.of("load_blocks", HOST, Cause.REQUEST, Status.DONE)
-CORRUPT = Count.of("load_blocks", HOST, Cause.REQUEST, Status.CORRUPT)
-STORED = Count.of("store_blocks", HOST, Cause.REQUEST, Status.DONE)
-REFUSED = Count.of("store_blocks", HOST, Cause.REQUEST, Status.FAILED)
-"""Not stored because every chunk in host memory was in use."""
-LOST = Count.of("store_blocks", HOST, Cause.REQUEST, Status.CANCELLED)
-"""Not stored because some worker did not complete its store."""
-DROPPED = Count.of("removed_blocks", HOST, Removal.CORRUPT)
-PROMOTED = Count.of("store_blocks", HOST, Cause.PROMOTION, Status.DONE)
-NOT_PROMOTED = Count.of("store_blocks", HOST, Cause.PROMOTION, Status.FAILED)
-"""Found below, without room in host memory."""
-LOWER_STORED = Count.of("store_blocks", LOWER, Cause.WRITE_BACK, Status.DONE)
-LOWER_STORES_FAILED = Count.of("store_blocks", LOWER, Cause.WRITE_BACK, Status.FAILED)
-LOWER_STORES_DROPPED = Count.of("not_written_back_blocks", LOWER)
-NOT_LOADED = Count.of("not_loaded_blocks", LOWER)
-LOWER_LOADED = Count.of("load_blocks", LOWER, Cause.PROMOTION, Status.DONE)
-
-
 class OffloadingMetrics(Observer):
     """Metrics of the tiers since the last report: what a manager counts, and what tiers tell.
 
-    Tiers tell on the threads that they run on; a manager counts and reports on one. What it counts
-    as `LOWER` has the name of a tier.
+    Tiers tell on the threads that they run on; a manager counts and reports on one.
     """
 
-    def __init__(self, chunk_bytes: int, lower: str = LOWER) -> None:
+    def __init__(self, chunk_bytes: int) -> None:
         self.counted_by_manager: frozenset[str] = frozenset()  # and so not taken from what is told
         self._chunk_bytes = chunk_bytes
-        self._lower = lower
-        self._counted: Counter[Count] = Counter()
-        self._told: Counter[Count] = Counter()
+        self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()  # by name and labels
+        self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
         self._asked: list[tuple[str, AskGauges]] = []
         self._ask_at = 0.0
         self._lock = runtime.lock()
 
-    def add(self, count: Count, number: int = 1) -> None:
-        """Count chunks, or values of a parameter."""
+    def add(self, name: str, *labels: str | Status, number: int = 1) -> None:
+        """Count chunks in one of `COUNTERS`, or values of a parameter in `IGNORED`."""
         if number:
-            self._counted[count] += number
+            texts = [each.value if isinstance(each, Status) else str(each) for each in labels]
+            self._counted[name, tuple(texts)] += number
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -152,7 +115,7 @@ class OffloadingMetrics(Observer):
                 if sample.name in HISTOGRAMS:
                     self._seconds.append(sample)
                 elif sample.name not in self.counted_by_manager:
-                    self._told[Count(sample.name, sample.labels)] += int(sample.value)
+                    self._told[sample.name, sample.labels] += int(sample.value)
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
@@ -168,8 +131,7 @@ class OffloadingMetrics(Observer):
             told, self._told = self._told, Counter()
             seconds = list(self._seconds)
             self._seconds.clear()
-        for (name, (tier, *more)), number in counted.items():
-            labels = (self._lower if tier == LOWER else tier, *more)
+        for (name, labels), number in counted.items():
             stats.increase_counter(PREFIX + name, number, labels)
             name_of_bytes = name.replace("_blocks", "_bytes")
             if name_of_bytes in COUNTERS and name_of_bytes != name:

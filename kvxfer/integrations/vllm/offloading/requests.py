@@ -9,10 +9,11 @@ from typing import Any
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
-from kvxfer.integrations.vllm.offloading.metrics import IGNORED, Count, OffloadingMetrics, looked_up
+from kvxfer.integrations.vllm.offloading.metrics import IGNORED, OffloadingMetrics
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
+from kvxfer.telemetry.metrics import NO_TIER
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
 
 PARAMETERS: Mapping[str, str] = {"kvxfer_priority": "priority", "kvxfer_ttl_s": "ttl_s"}
@@ -112,7 +113,8 @@ class Requests:
             counts = Counter(tiers.values())
             counts[""] += _num_not_asked(positions, tiers)
             for tier, number in counts.items():
-                self._metrics.add(looked_up(tier), number)
+                labels = (tier, "hit") if tier else (NO_TIER, "miss")
+                self._metrics.add("lookup_blocks", *labels, number=number)
         if self._reports:
             keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
             found = [tiers.get(key) for key in keys]
@@ -171,7 +173,7 @@ def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | N
             Retention(**{attribute: value})
         except InvalidArgumentError as exc:
             logger.warning("request %s: %s is ignored: %s", context.req_id, name, exc)
-            metrics.add(Count(IGNORED, (name,)))
+            metrics.add(IGNORED, name)
         else:
             fields[attribute] = value
     return Retention(**fields) if fields else None
