@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -73,24 +73,23 @@ logger = logging.getLogger(__name__)
 class RowJob:
     """Job of a transfer engine that moves rows."""
 
+    job_id: JobId
     direction: Direction
     keys: list[BlockKey]
     rows: list[int]
     names: Sequence[BlockKey]  # keys of the backend
-    void: bool = False  # the tier was reset meanwhile
+    void: bool = False  # the tier was reset meanwhile: the rows' bytes are of no use
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
     """Outcome of moving one row; reported once, when nothing touches the row any more."""
 
-    job_id: JobId
-    direction: Direction
+    job: RowJob
     key: BlockKey
     row: int
-    outcome: Outcome
     name: BlockKey  # key of the backend
-    void: bool = False  # the tier was reset meanwhile: the row's bytes are of no use
+    outcome: Outcome
 
 
 @dataclass(slots=True)
@@ -268,11 +267,9 @@ class LowerTier:
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             is_load = job.direction is Direction.LOAD
-            moves = zip(job.keys, job.rows, finished.outcomes, job.names, strict=True)
-            for key, row, outcome, name in moves:
-                each = RowOutcome(
-                    finished.job_id, job.direction, key, row, outcome, name, void=job.void
-                )
+            moves = zip(job.keys, job.rows, job.names, finished.outcomes, strict=True)
+            for key, row, name, outcome in moves:
+                each = RowOutcome(job, key, row, name, outcome)
                 (moved if outcome.memory_safe else self._late).append(each)
                 if not is_load:
                     self._storing.pop(name, None)
@@ -284,16 +281,16 @@ class LowerTier:
                         )
         late, self._late = self._late, []
         for each in late:
-            if self._engine.may_touch(each.job_id):
+            if self._engine.may_touch(each.job.job_id):
                 self._late.append(each)
                 continue
             moved.append(each)
             # A call that was abandoned may have stored the row after it was verified.
-            pool, is_store = self._pool, each.direction is Direction.STORE
+            pool, is_store = self._pool, each.job.direction is Direction.STORE
             if pool is not None and is_store and not pool.verify(each.row, each.key).done:
                 self._delete([each.name])
-        loads = (each for each in self._late if each.direction is Direction.LOAD)
-        self._late_loads = {each.key for each in loads if not each.void}
+        loads = (each for each in self._late if each.job.direction is Direction.LOAD)
+        self._late_loads = {each.key for each in loads if not each.job.void}
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:
@@ -325,7 +322,8 @@ class LowerTier:
         for job_id, job in self._jobs.items():
             job.void = True
             self._engine.cancel(job_id)
-        self._late = [replace(each, void=True) for each in self._late]
+        for each in self._late:
+            each.job.void = True
         self._missing.clear()
         self.wanted.clear()
         deletes_former = self._keys.renew()
@@ -371,7 +369,7 @@ class LowerTier:
         except Exception:
             logger.exception("the lower tier cannot be closed")
             return False
-        job_ids = [*self._jobs, *(each.job_id for each in self._late)]
+        job_ids = [*self._jobs, *(each.job.job_id for each in self._late)]
         return not any(map(self._engine.may_touch, job_ids))
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
@@ -410,7 +408,6 @@ class LowerTier:
         order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
         keys, rows = [keys[index] for index in order], [rows[index] for index in order]
         names = [self._keys.name(key) for key in keys]
-        job = RowJob(direction, keys, rows, names)
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
         for key, row in zip(keys, rows, strict=True):
             of_groups[group_of(key)].append(row)
@@ -421,7 +418,7 @@ class LowerTier:
             if self._pool is not None:
                 self._pool.unseal(rows)
             job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
-        jobs[job_id] = job
+        jobs[job_id] = RowJob(job_id, direction, keys, rows, names)
         return job_id
 
     def _loads(self) -> dict[JobId, RowJob]:

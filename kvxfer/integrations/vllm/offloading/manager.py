@@ -482,9 +482,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         copied: list[RowOutcome] = []
         failed: list[RowOutcome] = []
         for moved in self._tier.poll():
-            if moved.void:
+            if moved.job.void:
                 self._index.give_back([moved.row])
-            elif moved.direction is Direction.STORE:
+            elif moved.job.direction is Direction.STORE:
                 copied.append(moved)
             else:
                 (self._loaded if moved.outcome.done else failed).append(moved)

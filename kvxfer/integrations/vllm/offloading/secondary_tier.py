@@ -140,14 +140,14 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         results = [self._result(job) for job in self._empty]
         self._empty.clear()
         for moved in self._tier.poll():
-            job = self._jobs[moved.job_id]
+            job = self._jobs[moved.job.job_id]
             job.num_left -= 1
             if moved.outcome.done:
                 job.done.append(moved.key)
             else:
                 job.failed = True
             if not job.num_left:
-                del self._jobs[moved.job_id]
+                del self._jobs[moved.job.job_id]
                 results.append(self._result(job))
         return results
 
