@@ -70,8 +70,7 @@ class RowStore:
         engine: Engine over the rows, whose backend deletes pages if it can; closed with the store.
         rows: Rows for stores and for loads, which may be the same.
         name: Name of the store in the log.
-        pause_s: Time that the backend is left alone after a call that did not get its answer: every
-            page is a miss, and none is stored.
+        pause_s: Time that the backend is left alone after a call that did not get its answer.
         timeout_s: Time that a call has, for the log.
         waits_for_rows: Whether a call waits for rows that a late transfer may touch.
         num_groups: Groups of the engine.
@@ -305,14 +304,10 @@ class RowStore:
 
 
 class RowPool:
-    """Pool of rows that nobody uses; thread-safe.
-
-    Attributes:
-        num_rows: All of its rows.
-    """
+    """Pool of rows that nobody uses; thread-safe."""
 
     def __init__(self, rows: Collection[int]) -> None:
-        self.num_rows = len(rows)
+        self.num_rows = len(rows)  # used or not
         self._free = list(rows)
         self._changed = runtime.condition()
 

@@ -96,6 +96,13 @@ def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, Pac
     return tiles(token, dim), tiles(dim, token)
 
 
+def is_cpu() -> bool:
+    """Whether vLLM runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def cpu_kernels() -> str:
     """Name the features of this processor by which vLLM picks its kernels.
 
@@ -115,9 +122,7 @@ def cpu_attention_isa(
 
     None where vLLM runs on no CPU, refuses such a cache, or has another interface for the question.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not is_cpu():
         return None
     from vllm.v1.attention.backends import cpu_attn
 

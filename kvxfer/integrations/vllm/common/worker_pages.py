@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
     cpu_attention_isa,
     cpu_kernels,
     cpu_packing,
+    is_cpu,
     kernel_packs_as,
 )
 from kvxfer.integrations.vllm.common.kv_caches import CPU_BACKEND, canonicalize_layers, convert_spec
@@ -103,13 +104,6 @@ def interleave_tokens(vllm_config: Any) -> int:
     """Tokens of a block that one worker keeps before the next one's turn, under either name."""
     names = "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"
     return max(int(getattr(vllm_config.parallel_config, name, 1)) for name in names)
-
-
-def is_cpu() -> bool:
-    """Whether vLLM runs on a CPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def platform_kernels() -> str:

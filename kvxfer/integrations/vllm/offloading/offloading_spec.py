@@ -26,7 +26,6 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingSpec,
     OffloadingWorker,
     engine_config,
-    get_current_vllm_config_or_none,
     group_ids,
     workers_keep_the_same,
 )
@@ -173,8 +172,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
-        vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None:
+        if (vllm_config := engine_config()) is None:
             rule = "host:// alone, since vLLM does not tell its model's configuration"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
         shares = self.config.parallel.pcp_size * self.config.parallel.dcp_size
