@@ -19,9 +19,9 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
-from kvxfer.testing.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
 from kvxfer.testing.simulation.world import Batch, History, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine
+from tests.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
 from tests.simulation.tiers import ROOM, join, leftovers_of_all, of_process, open_host
 
 NUM_PROCESSES = 2

@@ -1,7 +1,5 @@
 """Object storage of a simulation: a bucket, its clients, and a network that a seed decides."""
 
-# ruff: noqa: D102 - the calls are those of `obstore`
-
 import asyncio
 import enum
 import hashlib
@@ -272,7 +270,7 @@ class SimulatedStore:
         data: memoryview,
         *,
         mode: str | Mapping[str, str],
-        use_multipart: bool,  # noqa: ARG002 - the argument of obstore
+        use_multipart: bool,
     ) -> dict[str, Any]:
         """See `obstore.put_async`; the bytes are read when they are sent, which may be late."""
         self.sent_bytes += len(data)
