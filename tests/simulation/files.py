@@ -32,7 +32,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.disk import CALLS, NO_MEMORY, READS, WRITES
-from kvxfer.testing.simulation.fleet_scenario import FIRST_PID
+from kvxfer.testing.simulation.process import FIRST_PID
 from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThread
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine

@@ -15,11 +15,12 @@ from kvxfer.backends.nixl.reads import GRACE_S
 from kvxfer.backends.nixl.server import MAX_REQUESTS
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
-from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulation, Step
+from kvxfer.testing.simulation import Opened, ProcessRun, Simulation, Step
 from kvxfer.testing.simulation.world import draw_parts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.etcd import EtcdFault, SimulatedEtcd
+from tests.simulation.fleet_scenario import FleetScenario
 from tests.simulation.lending import forget, mend
 from tests.simulation.pool import is_roomy
 from tests.simulation.tiers import (

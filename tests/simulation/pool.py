@@ -13,9 +13,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
-from kvxfer.testing.simulation import FleetScenario, Opened, Simulation, Step
+from kvxfer.testing.simulation import Opened, Simulation, Step
 from kvxfer.tiering import TieredBackend
 from kvxfer.transfer import TransferEngine
+from tests.simulation.fleet_scenario import FleetScenario
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,

@@ -3,7 +3,7 @@
 from kvxfer.testing.simulation.campaign import cut_down, main
 from kvxfer.testing.simulation.engine_scenario import EngineRun, EngineScenario, Opened
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
-from kvxfer.testing.simulation.fleet_scenario import FleetScenario, Holder, ProcessRun
+from kvxfer.testing.simulation.process import ProcessRun
 from kvxfer.testing.simulation.runtime import SimulatedRuntime
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 
@@ -11,8 +11,6 @@ __all__ = [
     "EngineRun",
     "EngineScenario",
     "FaultyTier",
-    "FleetScenario",
-    "Holder",
     "Opened",
     "ProcessRun",
     "Scenario",

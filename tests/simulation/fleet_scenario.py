@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.runtime import LoopThread, begin_aside
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.engine_scenario import (
     CLOSE_TIMEOUT_S,
@@ -19,13 +18,10 @@ from kvxfer.testing.simulation.engine_scenario import (
     EngineRun,
     EngineScenario,
 )
+from kvxfer.testing.simulation.process import ProcessRun
 from kvxfer.testing.simulation.scenario import Simulation, Step
-from kvxfer.testing.simulation.scheduler import SimulatedProcess
 from kvxfer.testing.simulation.world import History, Part, World
 
-FIRST_PID = 1000
-LAST_S = 300.0
-"""Virtual time for which what is left of a process may take to end."""
 DRAIN_S = 2.0
 CRASH_S = 3.0
 MOST_CALLS = 12
@@ -33,79 +29,6 @@ MOST_CALLS = 12
 AFTER_CALLS_S = (2e-4, 0.01, 1.0)
 """Virtual time after the begin of a call within which a fault begins: in the middle of it, or not
 long after it."""
-
-T = TypeVar("T")
-
-
-class ProcessRun:
-    """Process of a simulation, with an event loop on a thread of its own.
-
-    Args:
-        simulation: The run.
-        name: Name of the process; one that is started again has the name of the one before.
-
-    Attributes:
-        process: The process.
-        loop: Its event loop.
-    """
-
-    def __init__(self, simulation: Simulation, name: str) -> None:
-        self._simulation = simulation
-        simulation.num_processes += 1
-        self.process = SimulatedProcess(name, FIRST_PID + simulation.num_processes)
-        with self._inside():
-            self.loop = LoopThread(name)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it was not killed."""
-        return not self.process.has_ended
-
-    async def call(self, func: Callable[[], T]) -> T:
-        """Call a function that may block, on a thread of the process."""
-        with self._inside():
-            called = begin_aside(f"{self.process.name} calls", func)
-        return await asyncio.wrap_future(called)
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the event loop of the process."""
-        return await asyncio.wrap_future(self.loop.submit(work))
-
-    def stop(self) -> None:
-        """Let the process stand still, as SIGSTOP does."""
-        self._simulation.note(f"stop {self.process.name}")
-        self.process.is_stopped = True
-
-    def go_on(self) -> None:
-        """Let the process go on, unless it was killed."""
-        self.process.is_stopped = self.process.has_ended
-
-    def kill(self, lost_for_s: float | None = None) -> None:
-        """Kill the process: nothing of it runs any more, and its connections end.
-
-        Args:
-            lost_for_s: Time for which peers on other machines are not told; None to tell them.
-        """
-        self._simulation.note(f"kill {self.process.name}")
-        self.process.has_ended = self.process.is_stopped = True
-        self._simulation.runtime.network.end(self.process, lost_for_s)
-
-    async def bury(self, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Give back what a killed process has, at the very end; nobody looks at it any more."""
-        self.process.is_stopped = False
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(LAST_S):
-                await self.run(end())
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Start threads and open sockets of the process, for a moment."""
-        thread = self._simulation.runtime.scheduler.current
-        before, thread.process = thread.process, self.process
-        try:
-            yield
-        finally:
-            thread.process = before
 
 
 class Holder(Protocol):
@@ -179,7 +102,7 @@ class FleetScenario(EngineScenario):
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """Whether an order of stores and deletes is an order of their effects, too."""
 
-    def known_holders(self, backend: Any) -> list[int] | None:  # noqa: ARG002
+    def known_holders(self, backend: Any) -> list[int] | None:
         """List the numbers of the holders that an engine has found; None if it looks for none."""
         return None
 
