@@ -1,7 +1,6 @@
 """Scenario of three tiers, of which the second hangs: it takes nothing from the other two."""
 
 import asyncio
-from collections.abc import Sequence
 from random import Random
 
 from kvxfer.storage.backend import Backend
@@ -102,11 +101,8 @@ class IsolationScenario(TiersScenario):
         faulty = {at: each for at, each in enumerate(tiers) if isinstance(each, FaultyTier)}
         return Opened(backend=backend, tiers=tiers, faulty=faulty)
 
-    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        world = World(simulation)
-        opened = self.open(simulation, world.namespace)
-        opened.excuse([step.arguments for step in steps if step.what == "fault"], world.history)
-        simulation.run(self._run(_IsolationRun(self, simulation, world, opened), steps))
+    def make_run(self, simulation: Simulation, world: World, opened: Opened) -> EngineRun:
+        return _IsolationRun(self, simulation, world, opened)
 
 
 class _IsolationRun(EngineRun):

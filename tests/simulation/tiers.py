@@ -17,12 +17,13 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Gauge, Observer, Removed, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
-from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation, Step
+from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK, NUM_KEYS, PAGE_SIZES_BYTES
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.staged_backend import StagedBackend
 from kvxfer.units import ByteSize
+from tests.simulation.storms import OpenedTiers, StormScenario
 
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
 """Blocks for which a roomy tier has room, those that are being replaced included."""
@@ -50,13 +51,12 @@ LISTS = (
 )
 
 
-class TiersScenario(EngineScenario):
+class TiersScenario(StormScenario):
     """Engine over one tier or several, of host memory and dictionaries, with faults in any."""
 
     name = "tiers"
     share = 0.5
     num_faulty: ClassVar[int] = 3
-    has_storms: ClassVar[bool] = True
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         random, hashing = simulation.random("tiers"), simulation.random("hashing")
@@ -84,7 +84,7 @@ class TiersScenario(EngineScenario):
             copies, staging_bytes = LateCopyEngine(staging), staging.choice((2048, 16384))
             backend = Staged(backend, copies, LARGEST_CHUNK_BYTES, staging_bytes=staging_bytes)
             watch_staging(simulation, backend._staging)
-        return Opened(
+        return OpenedTiers(
             backend=backend,
             tiers=() if is_alone else tiers,
             faulty=faulty,

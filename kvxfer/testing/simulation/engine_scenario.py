@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count, pairwise, product
+from itertools import count, product
 from math import inf
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -44,25 +44,11 @@ POLL_S = (0.003, 0.05)
 BURSTS_S = (0.02, 0.1)
 MILD_S = 0.2
 """Longest delay of a call that no deadline notices, and that excuses nothing."""
-DELETE_S = 1.5
-"""Virtual time that a delete may take where nothing fails."""
 
 LOOK_S = 0.15
 """Virtual time between two looks for memory that has become safe."""
 LOOK_EVERY = 4
 """Every so many looks, the bytes of all blocks that nobody may touch are checked."""
-LOST_STORES = 6
-GIVEN_UP_S = 1.5
-GIVEN_UP_CALLS = 16
-STORM_S = 4.0
-STORM_DELETES = 8
-STORM_TASKS = 3
-STORM_PAUSE_S = 0.03
-STORM_TIMEOUT_S = 0.1
-STORM_MIN_STORES = 20
-"""Stores of a storm that say something."""
-STORM_GAP_S = 3.0
-"""Virtual time in which one of them is done at least, where no more than a lower tier hangs."""
 
 MOVES = ("store", "load", "poll_store", "poll_load")
 
@@ -96,7 +82,6 @@ class Opened:
         is_roomy: Whether it has room for all keys, so that none is evicted.
         may_evict_unseen: Whether its first tier may evict between an answer and the store after
             it, if it evicts at all, so that two tiers may have bytes of different stores.
-        outlasts_hangs: Whether stores go on although a tier below the first hangs.
         may_raise: Whether its calls may raise that it is gone, as one tier alone does.
         may_delete_late: Whether a deletion that found nothing may still be on its way.
         may_time_out: Whether a batch may time out that waits for others, without any fault.
@@ -107,7 +92,6 @@ class Opened:
     faulty: Mapping[int, FaultyTier] = field(default_factory=dict)
     is_roomy: bool = True
     may_evict_unseen: bool = False
-    outlasts_hangs: bool = False
     may_raise: bool = False
     may_delete_late: bool = False
     may_time_out: bool = False
@@ -124,14 +108,13 @@ class EngineScenario(Scenario):
 
     Attributes:
         num_faulty: Most tiers that may have faults.
-        has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
-            it, which end soon all the same.
+        delete_s: Virtual time that a delete may take where nothing fails.
         rest_s: Virtual time after which nothing is under way any more.
         lasting: Names of threads that a process keeps until it ends.
     """
 
     num_faulty: ClassVar[int] = 1
-    has_storms: ClassVar[bool] = False
+    delete_s: ClassVar[float] = MOST_S
     rest_s: ClassVar[float] = 60.0
     lasting: ClassVar[tuple[str, ...]] = ()
 
@@ -145,16 +128,6 @@ class EngineScenario(Scenario):
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
-        if self.has_storms:
-            kind = random.random()
-            for until, plan in (
-                (0.25, self._plan_storm),
-                (0.32, self._plan_lost_source),
-                (0.47, self._plan_given_up),
-                (0.52, self._plan_close),
-            ):
-                if kind < until:
-                    return plan(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
         burst_s = random.choice(BURSTS_S)
@@ -180,63 +153,6 @@ class EngineScenario(Scenario):
             steps.append(Step(random.random() * length_s, "close", {"cancel_s": cancel_s}))
         return sorted(steps, key=lambda step: step.at_s)
 
-    def _plan_storm(self, random: Random) -> list[Step]:
-        """Plan a storm of stores beside a tier that hangs, or beside deletes of the same chunk."""
-        [part, *_], hangs = draw_parts(random, 1), self.num_faulty > 1 and random.random() < 0.3
-        storm = {"part": part, "timeout_s": STORM_TIMEOUT_S if hangs else None}
-        if hangs:
-            fault = random.choice((TierFault.HANG, TierFault.STUCK))
-            arguments = {"fault": fault, "for_s": 2 * STORM_S, "share": 1.0, "calls": FAULTY_CALLS}
-            tier = random.randrange(1, self.num_faulty)
-            return [Step(0.0, "fault", {"tier": tier, **arguments}), Step(0.1, "storm", storm)]
-        steps = [Step(0.0, "storm", storm)]
-        for number in range(STORM_DELETES):
-            at_s = (number + random.random()) * STORM_S / STORM_DELETES
-            given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
-            if random.random() < 0.4:
-                steps.append(Step(at_s, "purge", given))
-                continue
-            given["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
-            steps.append(Step(at_s, "delete", given | {"parts": (part,)}))
-        return steps
-
-    def _plan_lost_source(self, random: Random) -> list[Step]:
-        """Plan a flush, and stores whose write-back cannot read one tier or store in the next."""
-        kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
-        arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
-        fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
-        stores = _draw_stores(random, 1.0, after_s=0.1)
-        if random.random() < 0.4:
-            fault |= {"tier": 1, "fault": TierFault.HANG, "calls": ("store",)}
-        flush = Step(random.random() * 1.5, "flush", {"timeout_s": None, "cancel_s": None})
-        return sorted([Step(0.0, "fault", fault), *stores, flush], key=lambda step: step.at_s)
-
-    def _plan_given_up(self, random: Random) -> list[Step]:
-        """Plan calls that are given up, or end by themselves, while one tier does odd things."""
-        kind = random.choice((TierFault.LATE, TierFault.LATE, TierFault.FOREIGN_CANCEL))
-        calls = ("load",) if kind is TierFault.LATE else FAULTY_CALLS
-        arguments = {"for_s": GIVEN_UP_S, "share": random.choice((0.5, 1.0)), "calls": calls}
-        tier = 0 if kind is TierFault.LATE else random.randrange(self.num_faulty)
-        fault = {"tier": tier, "fault": kind, **arguments}
-        steps = [Step(random.random() * GIVEN_UP_S / 4, "fault", fault)]
-        for _ in range(GIVEN_UP_CALLS):
-            given: dict[str, Any] = {
-                "timeout_s": random.choice((None, 0.01, 0.1)),
-                "cancel_s": random.choice((None, None, 0.0, 0.005, 0.05)),
-                "parts": draw_parts(random, 3),
-            }
-            what = random.choice(("store", "load", "load", "lookup", "lookup"))
-            steps.append(Step(random.random() * GIVEN_UP_S, what, given))
-        if kind is TierFault.LATE and random.random() < 0.5:
-            refusing = {"fault": TierFault.ERROR, "share": 1.0, "calls": ("drain",)}
-            steps.append(Step(0.0, "fault", {"tier": 0, "for_s": GIVEN_UP_S, **refusing}))
-        return sorted(steps, key=lambda step: step.at_s)
-
-    def _plan_close(self, random: Random) -> list[Step]:
-        """Plan stores, and a close while they are written back to the tiers below."""
-        stores = _draw_stores(random, 0.1)
-        return [*stores, Step(0.1 + 0.05 * random.random(), "close", {"cancel_s": None})]
-
     def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
         num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
         tier = random.randrange(self.num_faulty) if random.random() < 0.3 else None
@@ -258,7 +174,11 @@ class EngineScenario(Scenario):
         opened = self.open(simulation, world.namespace)
         faults = [step.arguments for step in steps if step.what == "fault"]
         opened.excuse(faults, world.history)
-        simulation.run(self._run(EngineRun(self, simulation, world, opened), steps))
+        simulation.run(self._run(self.make_run(simulation, world, opened), steps))
+
+    def make_run(self, simulation: Simulation, world: World, opened: Opened) -> "EngineRun":
+        """Make the engine of a run; one of your own may have further steps, as `_name`."""
+        return EngineRun(self, simulation, world, opened)
 
     async def _run(self, engine: "EngineRun", steps: Sequence[Step]) -> None:
         """Carry out the steps, then look at what is left."""
@@ -267,16 +187,6 @@ class EngineScenario(Scenario):
             await engine.look_at_the_end()
         await engine.close()
         await engine.require_nothing_left()
-
-
-def _draw_stores(random: Random, within_s: float, *, after_s: float = 0.0) -> list[Step]:
-    """Draw stores that nobody gives up."""
-    given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
-    stores = [
-        Step(after_s + within_s * random.random(), "store", given | {"parts": draw_parts(random)})
-        for _ in range(LOST_STORES)
-    ]
-    return sorted(stores, key=lambda step: step.at_s)
 
 
 class _Bounded(WrappingBackend):
@@ -477,31 +387,6 @@ class EngineRun:
             pause_s = min(2 * pause_s, POLL_S[1])
         return self._finished.pop(job_id).outcomes
 
-    async def _storm(self, part: Part, timeout_s: float | None) -> None:
-        """Store a chunk again and again from several sides, which the first tier keeps evicting."""
-        done_at, num_stores = [self._simulation.now], 0
-        ends_at = self._simulation.now + STORM_S
-
-        async def go_on(random: Random) -> None:
-            nonlocal num_stores
-            while self._simulation.now < ends_at and not self.is_closing:
-                await self._evict((part,), None, None)
-                if random.random() < 0.3:
-                    await self._lookup((part,), timeout_s, None)
-                outcomes = await self._move("store", (part,), timeout_s, None) or []
-                num_stores += len(outcomes)
-                done_at.extend(self._simulation.now for each in outcomes if each.done)
-                if timeout_s is None:
-                    await self._move("load", (part,), None, None)
-                await asyncio.sleep(random.random() * STORM_PAUSE_S)
-
-        names = [f"storm {number}" for number in range(STORM_TASKS)]
-        await asyncio.gather(*(go_on(self._simulation.random(name)) for name in names))
-        longest_s = max(later - earlier for earlier, later in pairwise([*done_at, ends_at]))
-        must_go_on = self.opened.outlasts_hangs and 0 not in self._faulted
-        if num_stores >= STORM_MIN_STORES and must_go_on and longest_s > STORM_GAP_S:
-            self._simulation.fail("starved", f"no store was done for {longest_s:.3f} s")
-
     async def _lookup(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> None:
@@ -552,8 +437,7 @@ class EngineRun:
         deleted: Sequence[bool] | None = None
         for key in keys:
             self._world.history.begin_removal(key)
-        ends_soon = self._scenario.has_storms and self._world.history.is_strict
-        limit_s = DELETE_S if ends_soon else MOST_S
+        limit_s = self._scenario.delete_s if self._world.history.is_strict else MOST_S
         try:
             call = self.opened.backend.delete(keys)
             deleted = await self._timed("delete", call, limit_s, cancel_s)
