@@ -1,7 +1,8 @@
 """Checks of arguments at the public boundary, where they become plain values.
 
 A computation in a caller's `np.int8` would overflow. So a number is converted here, once, and
-nothing behind a public function sees another type than `int`, `float` or an int64 array.
+nothing behind a public function sees another type than `int`, `float` or an int64 array. What
+cannot be converted raises an `InvalidArgumentError` with the argument, its value and the rule.
 """
 
 import operator
@@ -25,18 +26,7 @@ INT64_MAX = int(np.iinfo(np.int64).max)
 def require_integer(
     name: str, value: object, *, minimum: int = 0, maximum: int = INT64_MAX, expected: str = ""
 ) -> int:
-    """Convert a whole number of any type, such as `np.int8(3)`; a bool is refused.
-
-    Args:
-        name: The argument, for the error.
-        value: Value that the caller passed.
-        minimum: Smallest number that is accepted.
-        maximum: Largest number that is accepted.
-        expected: Description of accepted values for the error; by default the bounds.
-
-    Raises:
-        InvalidArgumentError: `value` is not a whole number, or out of bounds.
-    """
+    """Convert a whole number of any type, such as `np.int8(3)`; a bool is refused."""
     if type(value) is not int or not minimum <= value <= maximum:
         number = _index(value)
         if number is None or not minimum <= number <= maximum:
@@ -46,25 +36,12 @@ def require_integer(
 
 
 def require_positive(name: str, value: object) -> int:
-    """Convert a count.
-
-    Raises:
-        InvalidArgumentError: `value` is not a positive integer.
-    """
+    """Convert a count, a positive integer."""
     return require_integer(name, value, minimum=1)
 
 
 def set_counts(instance: object, *names: str, optional: bool = False) -> None:
-    """Convert fields of a frozen dataclass that are counts, while it is made.
-
-    Args:
-        instance: The dataclass.
-        names: Its fields.
-        optional: Whether the fields may be None.
-
-    Raises:
-        InvalidArgumentError: A field is not a positive integer.
-    """
+    """Convert fields of a frozen dataclass that are counts, or None if optional, in its making."""
     for name in names:
         value = getattr(instance, name)
         if value is not None or not optional:
@@ -72,22 +49,14 @@ def set_counts(instance: object, *names: str, optional: bool = False) -> None:
 
 
 def require_timeout(name: str, value: object) -> float | None:
-    """Convert a timeout in seconds; None stays None: no limit.
-
-    Raises:
-        InvalidArgumentError: `value` is neither None nor a real number of at least 0.
-    """
+    """Convert a timeout in seconds; None stays None: no limit."""
     if value is None:
         return None
     return require_number(name, value, "seconds, 0 or more, or None")
 
 
 def require_number(name: str, value: object, expected: str = "seconds, 0 or more") -> float:
-    """Convert a real number of at least 0; infinity becomes as long as the platform can wait.
-
-    Raises:
-        InvalidArgumentError: `value` is not such a number.
-    """
+    """Convert a real number of at least 0; infinity becomes as long as the platform can wait."""
     number: Any = value if isinstance(value, Real) else -1
     if isinstance(value, bool) or not number >= 0:
         raise InvalidArgumentError(name, value, expected)
@@ -95,11 +64,7 @@ def require_number(name: str, value: object, expected: str = "seconds, 0 or more
 
 
 def require_text(name: str, value: object) -> str:
-    """Check a text, which must be encodable as UTF-8.
-
-    Raises:
-        InvalidArgumentError: `value` is not text, or has half of a surrogate pair.
-    """
+    """Check a text, which must be encodable as UTF-8: without half of a surrogate pair."""
     if not isinstance(value, str):
         raise InvalidArgumentError(name, value, "text")
     try:
@@ -110,42 +75,26 @@ def require_text(name: str, value: object) -> str:
 
 
 def require_texts(name: str, values: Any) -> tuple[str, ...]:
-    """Check a sequence of texts; a single text, a sequence of letters, is refused.
-
-    Raises:
-        InvalidArgumentError: `values` is not a sequence, or an element is not text.
-    """
+    """Check a sequence of texts; a single text, a sequence of letters, is refused."""
     require_sequence(name, values, "a sequence of texts")
     return tuple(require_text(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Check a boolean.
-
-    Raises:
-        InvalidArgumentError: `value` is not a bool.
-    """
+    """Check a boolean."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgumentError(name, value, "True or False")
     return bool(value)
 
 
 def require_instance(name: str, value: object, kind: type) -> None:
-    """Check the type of an argument.
-
-    Raises:
-        InvalidArgumentError: `value` is not a `kind`.
-    """
+    """Check the type of an argument."""
     if not isinstance(value, kind):
         raise InvalidArgumentError(name, value, _with_article(kind))
 
 
 def require_iterable(name: str, value: Iterable[T]) -> list[T]:
-    """Convert any iterable argument to a list.
-
-    Raises:
-        InvalidArgumentError: `value` is not iterable.
-    """
+    """Convert any iterable argument to a list."""
     try:
         return list(value)
     except TypeError as exc:
@@ -156,9 +105,6 @@ def require_sequence(name: str, value: Any, expected: str = "a sequence") -> Non
     """Check that an argument is a sequence: its elements can be counted and read repeatedly.
 
     A list, a tuple, an array; neither text nor a generator, which is empty after its first use.
-
-    Raises:
-        InvalidArgumentError: `value` is not a sequence.
     """
     if isinstance(value, (list, tuple)):
         return
@@ -168,12 +114,7 @@ def require_sequence(name: str, value: Any, expected: str = "a sequence") -> Non
 
 
 def require_instances(name: str, values: Any, kind: type, *, at_least_one: bool = False) -> None:
-    """Check the type of every element of a sequence.
-
-    Raises:
-        InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`; or it is
-            empty in spite of `at_least_one`.
-    """
+    """Check the type of every element of a sequence."""
     require_sequence(name, values, f"a sequence, each element {_with_article(kind)}")
     if at_least_one and not len(values):
         raise InvalidArgumentError(name, values, f"at least one {kind.__name__}")
@@ -182,11 +123,7 @@ def require_instances(name: str, values: Any, kind: type, *, at_least_one: bool 
 
 
 def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str = "one") -> None:
-    """Check that a sequence has an element for each KV-cache group.
-
-    Raises:
-        InvalidArgumentError: `values` is not a sequence, or has more or fewer elements.
-    """
+    """Check that a sequence has an element for each KV-cache group."""
     expected = f"{what} for each of {num_groups} groups"
     require_sequence(name, values, expected)
     if len(values) != num_groups:
@@ -194,17 +131,7 @@ def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str 
 
 
 def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> NDArray[Any]:
-    """Convert a one-dimensional array of whole numbers of any type; copies only if it must.
-
-    Args:
-        name: The argument, for the error.
-        values: Value that the caller passed.
-        dtype: Type to convert to, of 64 bits.
-
-    Raises:
-        InvalidArgumentError: `values` has another number of dimensions, or an element is not a
-            whole number, or does not fit the type.
-    """
+    """Convert a one-dimensional array of whole numbers to 64 bits; copies only if it must."""
     wanted = "integers in one dimension"
     try:
         array = np.asarray(values)
