@@ -41,11 +41,7 @@ def _types_of(config_type: type[Configuration]) -> list[tuple[str, Any]]:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert the value of a field to its declared type.
-
-    Raises:
-        InvalidArgumentError: The value is of another type.
-    """
+    """Convert the value of a field to its declared type."""
     if get_origin(kind) in {Union, UnionType}:
         if value is None and NoneType in get_args(kind):
             return None

@@ -191,22 +191,7 @@ def open_backend(
     """Open the backend that a URL or mapping names, or the tiers that several name.
 
     Stores that were made without a revision can be opened, too; a warning says that blocks of other
-    weights of the model would be found there.
-
-    Args:
-        backend: As in `connect`.
-        namespace: Identity of the stored bytes, groups included, and the revision of the weights.
-        observers: Told what happens to blocks.
-        replica: As in `parse_backend`.
-
-    Returns:
-        The backend; a `TieredBackend` when there are several, an `ObservedBackend` when a single
-        one has observers.
-
-    Raises:
-        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; nothing
-            is left open.
-        CapacityError: There is not as much memory or disk as was configured; nothing is left open.
+    weights of the model would be found there. Errors are those of `connect`; nothing is left open.
     """
     require_instances("observers", observers, Observer)
     require_instance("namespace", namespace, Namespace)
@@ -222,10 +207,8 @@ def open_backend(
 def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType, msgspec.Struct]:
     """Find the backend that a URL or mapping names, and check its parameters.
 
-    Args:
-        backend: The URL or mapping.
-        replica: Index of this process among those that get the same one: each that listens does so
-            at a port of its own, after the first one's.
+    Of several processes that get the same one, each that listens does so at a port of its own: that
+    of the first one and its `replica`, an index.
 
     Raises:
         InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
@@ -256,14 +239,8 @@ def require_revision(
 ) -> None:
     """Check that the weights are named where others may load the blocks: later, or elsewhere.
 
-    Args:
-        argument: Name of the argument, for the error.
-        revision: Revision of the weights; only `host://` alone does without.
-        backend: As in `connect`.
-
     Raises:
-        InvalidArgumentError: There is none, and a backend outlives the process; or there is no
-            such backend.
+        InvalidArgumentError: There is no revision, and a backend outlives the process.
     """
     if (lasting := _find_lasting(backend)) and not revision:
         kept = f"the blocks of {lasting!r} outlive the engine"
@@ -272,11 +249,7 @@ def require_revision(
 
 
 def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
-    """Find the first backend whose blocks outlive the process, as it may be shown; empty if none.
-
-    Raises:
-        InvalidArgumentError: There is no such backend.
-    """
+    """Find the first backend whose blocks outlive the process, to be shown; empty if none."""
     kinds = [(choice, parse_backend(choice)[0]) for choice in backend_choices(backend)]
     lasting = (shown(c) for c, kind in kinds if getattr(kind, "outlives_process", True))
     return str(next(lasting, ""))
@@ -348,11 +321,7 @@ def start_engine(
 
 
 def backend_choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:
-    """List the tiers that `connect` is given, a single backend or several.
-
-    Raises:
-        InvalidArgumentError: There is none.
-    """
+    """List the tiers that `connect` is given, a single backend or several."""
     if not isinstance(backend, Sequence) or isinstance(backend, (str, bytes, bytearray)):
         return [backend]
     if not backend:
@@ -412,11 +381,7 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse credentials, by the name of their parameter, where the environment has them.
-
-    Raises:
-        InvalidArgumentError: There is such a parameter; the error does not tell its value.
-    """
+    """Refuse credentials, where the environment has them; the error does not tell their values."""
     given = [repr(each) for each in parameters if is_credential(each)]
     given += ["a user"] if "@" in str(parameters.get("address", "")) else []
     if given:

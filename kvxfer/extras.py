@@ -8,12 +8,7 @@ from kvxfer.errors import KVXferError
 
 
 class MissingExtraError(KVXferError, ModuleNotFoundError):
-    """Package of an extra that is not installed.
-
-    Attributes:
-        extra: The extra that brings it.
-        name: The package.
-    """
+    """Package of an extra that is not installed."""
 
     def __init__(self, extra: str, package: str, what: str) -> None:
         self.extra = extra
@@ -22,12 +17,7 @@ class MissingExtraError(KVXferError, ModuleNotFoundError):
 
 
 def require_extra(extra: str, *packages: str, what: str = "") -> None:
-    """Check that the packages of an extra are installed, before they are imported or used.
-
-    Args:
-        extra: Extra of kvxfer.
-        packages: Its packages that are needed.
-        what: Option or module that needs them; empty for a whole command.
+    """Check that packages of an extra are installed, before `what` imports or uses them.
 
     Raises:
         MissingExtraError: One of the packages is not installed.
@@ -47,14 +37,7 @@ def _is_installed(package: str) -> bool:
 
 
 def installed_version(*names: str) -> str:
-    """Version of an installed package.
-
-    Args:
-        names: Names under which it is published; the first that is installed counts.
-
-    Returns:
-        `(not installed)` where none is.
-    """
+    """Version of the first package that is installed, or `(not installed)`."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

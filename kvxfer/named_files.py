@@ -17,12 +17,7 @@ TIMEOUT_S = 5.0
 
 
 class NamedFile(NamedTuple):
-    """File that was read.
-
-    Attributes:
-        data: All of its bytes.
-        mode: Its permissions.
-    """
+    """File that was read, and its permissions."""
 
     data: bytes
     mode: int

@@ -25,15 +25,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, text: str | int, *, name: str = "size") -> Self:
-        """Parse a size.
-
-        Args:
-            text: The size.
-            name: Name of the argument that it is.
-
-        Raises:
-            InvalidArgumentError: The text is not a positive size with a known unit.
-        """
+        """Parse a positive size with a known unit."""
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", str(text))
         size = cls(0)
         if match and match[2] in _UNITS:
@@ -64,17 +56,7 @@ class Duration(float):
         minimum_s: float = 0.0,
         maximum_s: float = MAX_DURATION_S,
     ) -> Self:
-        """Parse a duration.
-
-        Args:
-            text: The duration.
-            name: Name of the argument that it is.
-            minimum_s: Lower bound of it.
-            maximum_s: Upper bound of it.
-
-        Raises:
-            InvalidArgumentError: The text is not a number with a known unit, or out of bounds.
-        """
+        """Parse a number with a known unit, within bounds."""
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]+)\s*", text)
         if match is None or match[2] not in _SECONDS:
             raise InvalidArgumentError(name, text, "a number with s, min, h or d, as '30d'")
