@@ -269,7 +269,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "PromptKeys.block_keys": {"tokens_per_block": 2},
     "Retention": {"priority": 2.5, "ttl_s": 60},
     "SlidingWindowMLASpec": {"num_kv_heads": 3},
-    "Slices": {"load_bytes": 8, "store_bytes": 8, "share": 0.5},
     "StoredTensor": {"dtype": "F32", "shape": (2, 4)},
     "TieredBackend": {"namespace": NAMESPACE},
     "TieredBackend.drain_of": {"blocks": blocks()},

@@ -3,6 +3,5 @@
 from kvxfer.transfer.engine import PolledEngine, TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 from kvxfer.transfer.load_or_compute import LoadOrCompute
-from kvxfer.transfer.mover import Slices
 
-__all__ = ["FinishedJob", "JobId", "LoadOrCompute", "PolledEngine", "Slices", "TransferEngine"]
+__all__ = ["FinishedJob", "JobId", "LoadOrCompute", "PolledEngine", "TransferEngine"]

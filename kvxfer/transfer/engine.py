@@ -38,7 +38,7 @@ from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, describe_batch
-from kvxfer.transfer.mover import JobMover, Slices
+from kvxfer.transfer.mover import JobMover
 from kvxfer.transfer.staged_backend import MoverT, stage
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -90,7 +90,6 @@ class PolledEngine(Generic[MoverT]):
         timeout_s: Deadline of calls without one of their own, None for no limit.
         staging_bytes: Bound on the pinned host memory of staging buffers, where any are needed;
             raised to two of the largest block.
-        slices: Bytes of polled jobs in host memory that a call moves.
         close_timeout_s: Deadline of closing: of cancelled transfers, and of the backend.
         observers: Told how batches end, and what the engine has in its queue; the backend has
             observers of its own, see `open_backend`.
@@ -117,12 +116,10 @@ class PolledEngine(Generic[MoverT]):
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        slices: Slices = Slices(),  # noqa: B008 - it is frozen
         close_timeout_s: float = 120.0,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._close_timeout_s = require_number("close_timeout_s", close_timeout_s)
-        require_instance("slices", slices, Slices)
         require_instances("observers", observers, Observer)
         self._reports = Reports(observers)
         self._timeout_s = require_timeout("timeout_s", timeout_s)
@@ -143,7 +140,6 @@ class PolledEngine(Generic[MoverT]):
                 self._reach,
                 self._memory,
                 max_bytes_in_flight,
-                slices,
                 self._reports,
                 self._note_ended,
             )

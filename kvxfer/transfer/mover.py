@@ -10,7 +10,6 @@ from itertools import count
 from math import inf
 
 from kvxfer import runtime
-from kvxfer.checks import require_number, set_counts
 from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.memory_region import HOST
@@ -105,9 +104,6 @@ class Slices:
         spare_bytes: Bytes that are moved at a time where the thread waits, or looks again at once:
             a slice costs 0.1 ms beside the copy.
         share: Share of the time between two looks that may go into slices, beyond one.
-
-    Raises:
-        InvalidArgumentError: A number of bytes is not positive, or the share is negative.
     """
 
     load_bytes: int = 256 << 20
@@ -115,11 +111,6 @@ class Slices:
     hashed_bytes: int = 8 << 20
     spare_bytes: int = 32 << 20
     share: float = 0.05
-
-    def __post_init__(self) -> None:
-        set_counts(self, "load_bytes", "store_bytes", "hashed_bytes", "spare_bytes")
-        share = require_number("share", self.share, "a number, 0 or more")
-        object.__setattr__(self, "share", share)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +151,6 @@ class JobMover:
         backend: BlockMover,
         memory: CacheMemory,
         max_bytes_in_flight: int,
-        slices: Slices,
         reports: Reports,
         note_ended: Callable[[Job], None],
     ) -> None:
@@ -174,7 +164,7 @@ class JobMover:
         self._lost: set[JobId] = set()
         self._reports = reports
         self._immediate = backend.provide(ImmediateMover)
-        self._slices = slices
+        self._slices = Slices()
         self._begun: dict[JobId, _BegunJob] = {}
         self._note_ended = note_ended
         self._looked_s = runtime.monotonic()

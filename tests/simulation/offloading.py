@@ -20,7 +20,7 @@ from kvxfer.testing.dict_backend import DictConfig
 from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.tiering import TieredBackend
-from kvxfer.transfer import Slices
+from kvxfer.transfer.mover import Slices
 from tests.simulation.tiers import PurgeableDict, leftovers_of_tiers
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
 

@@ -14,7 +14,8 @@ from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
-from kvxfer.transfer import JobId, Slices, TransferEngine
+from kvxfer.transfer import JobId, TransferEngine
+from kvxfer.transfer.mover import Slices
 from tests.simulation.tiers import COPIES_S, ROOM, TiersScenario, late_copies, open_host
 
 NUM_THREADS = 2
@@ -130,13 +131,13 @@ class _Run:
             self.opened.backend,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
             max_bytes_in_flight=random.choice((1024, 1 << 20)),
-            slices=Slices(
-                load_bytes=random.choice(SLICES),
-                store_bytes=random.choice(SLICES),
-                spare_bytes=SPARE_BYTES,
-            ),
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
+        )
+        self._engine._mover._slices = Slices(
+            load_bytes=random.choice(SLICES),
+            store_bytes=random.choice(SLICES),
+            spare_bytes=SPARE_BYTES,
         )
         self.history = self._world.history
         self._finished: dict[JobId, Sequence[Outcome]] = {}

@@ -14,8 +14,9 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import PolledEngine, Slices
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.job import Direction, FinishedJob
+from kvxfer.transfer.mover import Slices
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
 IDS = [[0, 1, 2, 3]]
@@ -64,7 +65,8 @@ def backend(memory: BlockMemory) -> ToldBackend:
 def engine(
     memory: BlockMemory, backend: ToldBackend, slices: Slices
 ) -> Iterator[PolledEngine[ToldBackend]]:
-    engine = PolledEngine(memory.caches, backend, slices=slices)
+    engine = PolledEngine(memory.caches, backend)
+    engine._mover._slices = slices
     yield engine
     engine.close()
 
