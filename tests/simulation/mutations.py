@@ -773,13 +773,15 @@ def try_one(mutation: Mutation) -> tuple[Mutation, str]:
         The mutation, and what a seed has found; empty if none has.
     """
     sys.meta_path.insert(0, _Finder(mutation))  # type: ignore[arg-type]
-    from kvxfer.testing.simulation import main
+    from kvxfer.testing.simulation import campaign
     from tests.simulation.__main__ import SCENARIOS
 
-    arguments = ["--scenario", mutation.scenario, "--seeds", str(mutation.num_seeds), "--until-one"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        ended = main(SCENARIOS, arguments)
-    return mutation, said.getvalue() if ended else ""
+    [scenario] = [each for each in SCENARIOS if each.name == mutation.scenario]
+    with contextlib.redirect_stdout(io.StringIO()), campaign._quietly():
+        for seed in range(mutation.num_seeds):
+            if violations := campaign._run(scenario, seed).violations:
+                return mutation, f"{scenario.name}, seed {seed}: {violations[0]}"
+    return mutation, ""
 
 
 def try_all(words: list[str]) -> bool:

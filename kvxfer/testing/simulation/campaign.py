@@ -31,16 +31,8 @@ LAST_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """Seeds of one scenario that were run.
-
-    Attributes:
-        name: Name of the scenario.
-        num_seeds: Seeds.
-        num_calls: Calls of the code under test.
-        virtual_s: Virtual time.
-        failed: Seeds that failed, with a report of each.
-    """
+class _Ran:
+    """Seeds of one scenario that were run, and reports of those that failed."""
 
     name: str
     num_seeds: int
@@ -49,18 +41,8 @@ class Ran:
     failed: tuple[tuple[int, str], ...]
 
 
-def run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> Ran:
-    """Run some seeds of a scenario, one after the other.
-
-    Args:
-        scenario: The scenario.
-        first: The first seed.
-        num_seeds: Most seeds to run.
-        until_s: Time of `time.monotonic` after which no other seed is begun; 0 for no limit.
-
-    Returns:
-        Counts, and reports of the seeds that failed.
-    """
+def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> _Ran:
+    """Run some seeds of a scenario, none after `until_s` of `time.monotonic` unless that is 0."""
     num_run = num_calls = 0
     virtual_s, failed = 0.0, []
     for seed in range(first, first + num_seeds):
@@ -72,7 +54,7 @@ def run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0
         virtual_s += ended.now
         if ended.violations:
             failed.append((seed, _report(scenario, ended)))
-    return Ran(scenario.name, num_run, num_calls, virtual_s, tuple(failed))
+    return _Ran(scenario.name, num_run, num_calls, virtual_s, tuple(failed))
 
 
 def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
@@ -175,9 +157,7 @@ def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
     began = time.monotonic()
     until_s = began + given.seconds if given.seconds else 0.0
     totals, num_said = {each.name: [0.0] * 4 for each in chosen}, 0
-    if given.until_one:
-        return _run_until_one_fails(chosen, range(given.first, given.first + given.seeds))
-    for ran in _shares(chosen, given.first, given.seeds, until_s, given.processes):
+    for ran in _shares(chosen, given.seeds, until_s, given.processes):
         total = totals[ran.name]
         for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
             total[at] += more
@@ -202,15 +182,6 @@ def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> in
     return int(num_failed > 0)
 
 
-def _run_until_one_fails(scenarios: Sequence[Scenario], seeds: Sequence[int]) -> int:
-    for seed in seeds:
-        for scenario in scenarios:
-            if violations := _run(scenario, seed).violations:
-                _say(f"{scenario.name}, seed {seed}: {violations[0]}")
-                return 1
-    return 0
-
-
 def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
     for name, (num_seeds, num_calls, virtual_s, num_failed) in totals.items():
         text = f"{name}: {num_seeds:,.0f} seeds, {num_calls:,.0f} calls, "
@@ -220,20 +191,19 @@ def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
 
 
 def _shares(
-    scenarios: Sequence[Scenario], first: int, num_seeds: int, until_s: float, num_processes: int
-) -> Iterator[Ran]:
+    scenarios: Sequence[Scenario], num_seeds: int, until_s: float, num_processes: int
+) -> Iterator[_Ran]:
     """Run shares of the seeds, of each scenario in turn, until all are done or it is time."""
     every = SEEDS_PER_SHARE
-    starts = range(first, first + num_seeds, every) if num_seeds else count(first, every)
     work = (
-        (each, start, min(every, first + num_seeds - start) if num_seeds else every)
-        for start in starts
+        (each, start, min(every, num_seeds - start) if num_seeds else every)
+        for start in (range(0, num_seeds, every) if num_seeds else count(0, every))
         for each in scenarios
-        if len(scenarios) == 1 or _gets_more(each.share, (start - first) // every)
+        if len(scenarios) == 1 or _gets_more(each.share, start // every)
     )
     if num_processes == 1:
         for share in work:
-            yield run_share(*share, until_s)
+            yield _run_share(*share, until_s)
             if until_s and time.monotonic() > until_s:
                 return
         return
@@ -242,7 +212,7 @@ def _shares(
     for number in range(num_processes):
         free.put(allowed[number % len(allowed)])
     with ProcessPoolExecutor(num_processes, context, _pin, (free,)) as pool:
-        running: set[Future[Ran]] = set()
+        running: set[Future[_Ran]] = set()
         for share in work:
             running.add(pool.submit(_run_quietly, *share, until_s))
             if len(running) > num_processes:  # one more than run: none waits for another one
@@ -269,9 +239,9 @@ def _gets_more(share: float, turn: int) -> bool:
     return not turn or int(share * turn) > int(share * (turn - 1))
 
 
-def _run_quietly(scenario: Scenario, first: int, num_seeds: int, until_s: float) -> Ran:
+def _run_quietly(scenario: Scenario, first: int, num_seeds: int, until_s: float) -> _Ran:
     with _quietly():
-        return run_share(scenario, first, num_seeds, until_s)
+        return _run_share(scenario, first, num_seeds, until_s)
 
 
 @contextlib.contextmanager
@@ -290,16 +260,14 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     names = ", ".join(each.name for each in scenarios)
     parser.add_argument("--scenario", default="", help=f"one of {names}; all by default")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seconds", type=float, default=0.0, help="most time for all of them")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
-    parser.add_argument("--until-one", action="store_true", help="end when one has failed")
     parser.add_argument("--trace", action="store_true", help="and print all that happens")
     given = parser.parse_args(arguments)
     require_positive("processes", given.processes)
     require_number("seconds", given.seconds)
-    if not given.seeds and given.seed is None and (given.until_one or not given.seconds):
+    if not given.seeds and given.seed is None and not given.seconds:
         given.seeds = 100
     return given
 
