@@ -77,14 +77,9 @@ class SimulatedDisk:
     and not synced is lost at a power cut, or torn; names, too, of which each folder keeps the first
     ones.
 
-    Args:
-        scheduler: Scheduler of the simulation, which may switch at each call.
-        random: Random numbers that decide.
-
     Attributes:
         size_bytes: Room for all files.
         num_changes: Calls so far that changed something.
-        locked: See `kvxfer.runtime.Disk.locked`.
         when_changed: Called after a change of names or of the length of a file.
     """
 
@@ -109,15 +104,7 @@ class SimulatedDisk:
     def begin_fault(
         self, error: int, for_s: float, share: float, calls: Collection[str] = CALLS
     ) -> None:
-        """Let a share of some calls fail from now on, and for a time.
-
-        Args:
-            error: Number of the error, or `NO_MEMORY`; 0 for calls that wait until the end of that
-                time.
-            for_s: The time.
-            share: Share of the calls.
-            calls: Kinds of the calls.
-        """
+        """Let a share of some calls fail from now on, and for a time; wait till its end for 0."""
         self._windows.begin(error, self._scheduler.now + for_s, share, calls)
 
     def end_faults(self) -> None:

@@ -231,15 +231,7 @@ class EngineRun:
 
     A process of a scenario is one of these, and after a restart another one with the same world.
 
-    Args:
-        scenario: The scenario, which says what may be left.
-        simulation: The run.
-        world: Memory and keys of the engine.
-        opened: Backend below the engine.
-
     Attributes:
-        opened: As given.
-        is_closing: Whether `close` was called.
         was_stopped: Whether its process has stood still: its calls may end late.
     """
 
@@ -626,11 +618,7 @@ class EngineRun:
             return None
 
     async def close(self, cancel_s: float | None = None) -> None:
-        """Close the engine, within its time. Steps that come later are left out.
-
-        Args:
-            cancel_s: Time after which a first attempt is cancelled, before the one that counts.
-        """
+        """Close the engine, within its time, perhaps after a first attempt that is cancelled."""
         self.is_closing = True
         self._world.history.keeps_all = False
         if cancel_s is not None:

@@ -153,12 +153,7 @@ class _Selector(selectors.BaseSelector):
 
 
 class SimulatedLoop(BaseSelectorEventLoop):
-    """Event loop of a simulation; several may run, each in a thread of its own.
-
-    Attributes:
-        process: Process that has made it.
-        errors: Errors that nobody fetched.
-    """
+    """Event loop of a simulation; several may run, each in a thread of its own."""
 
     def __init__(self, scheduler: Scheduler, network: Network) -> None:
         self._waker = _Selector(scheduler, network)

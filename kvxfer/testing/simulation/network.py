@@ -93,11 +93,7 @@ class Network:
         return self.scheduler.now
 
     def open(self, family: int, kind: int) -> "SimulatedSocket":
-        """Open a socket for the process of the running thread.
-
-        Raises:
-            OSError: The process has no descriptor left.
-        """
+        """Open a socket for the process of the running thread."""
         process = self.scheduler.current.process
         if self.is_starving(process.name):
             raise OSError(errno.EMFILE, "no descriptor is left")
@@ -165,10 +161,7 @@ class Network:
     def end(self, process: SimulatedProcess, lost_for_s: float | None = None) -> None:
         """End the sockets of a process that has ended.
 
-        Args:
-            process: The process.
-            lost_for_s: Time for which nobody is told, as when its machine has lost its power; None
-                where its system ends its connections.
+        None is told for a time if its machine has lost its power; else its system ends them now.
         """
         for each in list(self.sockets.values()):
             if isinstance(each, WatchedProcess):
@@ -200,11 +193,7 @@ class Network:
 
 
 class Waitable:
-    """Something that a thread or a selector waits for.
-
-    Attributes:
-        selectors: Selectors that are told of changes.
-    """
+    """Something that a thread or a selector waits for."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

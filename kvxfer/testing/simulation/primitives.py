@@ -12,12 +12,7 @@ from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
 
 
 class SimulatedLock:
-    """Lock at which the scheduler may let another thread go on; see `threading.Lock`.
-
-    Args:
-        scheduler: Scheduler of the simulation.
-        is_reentrant: Whether its holder may take it again, as that of a `threading.RLock`.
-    """
+    """Lock at which the scheduler may let another thread go on; see `threading.Lock`."""
 
     def __init__(self, scheduler: Scheduler, *, is_reentrant: bool = False) -> None:
         self._scheduler = scheduler

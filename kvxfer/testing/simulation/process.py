@@ -19,13 +19,7 @@ T = TypeVar("T")
 class ProcessRun:
     """Process of a simulation, with an event loop on a thread of its own.
 
-    Args:
-        simulation: The run.
-        name: Name of the process; one that is started again has the name of the one before.
-
-    Attributes:
-        process: The process.
-        loop: Its event loop.
+    One that is started again has the name of the one before.
     """
 
     def __init__(self, simulation: Simulation, name: str) -> None:

@@ -30,17 +30,7 @@ FutureT = TypeVar("FutureT", bound=Future[Any])
 
 
 class SimulatedRuntime(Runtime):
-    """Runtime in which one seed decides everything that arguments do not.
-
-    Args:
-        seed: The seed.
-
-    Attributes:
-        scheduler: Scheduler of the threads.
-        network: Network between the processes.
-        loops: Event loops that were made, in order.
-        files: The disk.
-    """
+    """Runtime in which one seed decides everything that arguments do not."""
 
     def __init__(self, seed: int) -> None:
         self.scheduler = Scheduler(Random(f"{seed}/order"))

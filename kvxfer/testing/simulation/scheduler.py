@@ -53,17 +53,10 @@ class FaultWindows(Generic[F]):
 
 
 class SimulatedProcess:
-    """Process of a simulation: threads that are stopped and ended together.
+    """Process of a simulation: threads that are stopped, as by SIGSTOP, and ended together.
 
-    Args:
-        name: Name of the process; one that is started again has the name of the one before.
-        pid: Number of the process.
-
-    Attributes:
-        name: As given.
-        pid: As given.
-        is_stopped: Whether its threads stand still, as after SIGSTOP.
-        has_ended: Whether it was killed; its threads stand still for ever.
+    One that is started again has the name of the one before. Threads of a killed one, which has
+    ended, stand still for ever.
     """
 
     def __init__(self, name: str, pid: int) -> None:
@@ -107,15 +100,9 @@ class Scheduler:
     A thread goes on until it waits, or reaches a point at which the seed lets another one go on.
     When all wait, the clock jumps to the first deadline.
 
-    Args:
-        random: Random numbers that decide.
-        max_steps: Steps after which a simulation is said to be stuck.
-
     Attributes:
         now: Virtual time in seconds.
-        random: As given.
-        num_steps: Points and waits so far.
-        max_steps: As given.
+        num_steps: Points and waits so far; after `max_steps` a simulation is said to be stuck.
         stuck_at: Where all stood when a thread went on without a step; empty if none has.
     """
 
@@ -248,11 +235,7 @@ class Scheduler:
     def wait_until(
         self, is_true: Callable[[], bool], on: object, timeout_s: float | None = None
     ) -> bool:
-        """Wait until a condition holds that changes only where `wake` is called for an object.
-
-        Returns:
-            Whether it holds; False when time was up.
-        """
+        """Wait until a condition holds, which changes only at a `wake`; return whether it does."""
         due = None if timeout_s is None else self.now + timeout_s
         while not is_true():
             if self._is_over or (due is not None and self.now >= due):

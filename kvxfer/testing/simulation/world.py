@@ -26,15 +26,10 @@ GIVEN_UP = (Status.TIMED_OUT, Status.CANCELLED)
 
 @dataclass(slots=True)
 class Stored:
-    """Store of a key: bytes that no other store of it has.
+    """Store of a key: blocks of its chunk, with bytes that no other store of it has.
 
     Attributes:
-        version: Number of the store.
-        first: Index of its first block in the chunk.
-        num_blocks: Blocks of the chunk that were stored.
-        began: When it began.
         ended: When it ended; None as long as something may still read the memory.
-        is_done: Whether it was `DONE`.
         is_flushed: Whether a flush has ended that began later.
     """
 
@@ -185,8 +180,7 @@ class History:
     def lose_power(self, *, is_durable: bool) -> None:
         """Note a power cut: what was not flushed may be lost, and what was deleted come back.
 
-        Args:
-            is_durable: Whether whatever is `DONE` is there after it, and nothing is in part.
+        On a durable medium whatever is `DONE` is there after it, and nothing is in part.
         """
         for stores in self._stores.values():
             for each in stores:
@@ -243,9 +237,7 @@ class History:
     def note_damage(self, key: BlockKey, found_s: float | None) -> None:
         """Note that a byte of a key changed where it is stored, so that it may be dropped.
 
-        Args:
-            key: The key.
-            found_s: Seconds after which no load has that byte; None if it need not be found.
+        After `found_s` no load has that byte; None if it need not be found.
         """
         self.note_loss(key)
         until = inf if found_s is None else self._simulation.now + found_s
@@ -260,11 +252,7 @@ class History:
         self._mixed[key] = None
 
     def judge_load(self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float) -> int:
-        """Check the bytes of a load that is `DONE`: all of one store that they may be of.
-
-        Returns:
-            Version of the store; 0 if there is none, which is noted.
-        """
+        """Check the bytes of a load that is `DONE`; return the version of the one store, or 0."""
         now, matches = self._simulation.now, None  # type: tuple[float, set[int] | None]
         for index, found in enumerate(blocks, first):
             version = self._versions.get((key, index), {}).get(found)
@@ -341,12 +329,9 @@ class History:
                 return
 
     def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
-        """Whether a chunk was stored, and nothing can have removed it since.
+        """Whether a chunk was stored before a time, and nothing can have removed it since.
 
-        Args:
-            key: The key.
-            num_blocks: Blocks of a whole chunk, of which each is wanted; 0 if any of them will do.
-            since: Time before which the store has ended.
+        Each of `num_blocks` is wanted; 0 if any of them will do.
         """
         # A store of what is there reads nothing: it goes with bytes that are found to be damaged.
         removed = max(self._removed.get(key, -1.0), self._damaged.get(key, -1.0))
@@ -361,14 +346,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a chunk: blocks of a key that are stored or loaded.
-
-    Attributes:
-        group: Group of the key.
-        key: Number of the key.
-        first: Index of the first block in the chunk.
-        num_blocks: Blocks.
-    """
+    """Part of a chunk: consecutive blocks of a key, by its number, that are stored or loaded."""
 
     group: int
     key: int
@@ -397,15 +375,7 @@ def draw_parts(random: Random, num_keys: int = NUM_KEYS) -> tuple[Part, ...]:
 
 @dataclass(slots=True)
 class Batch:
-    """Batch of an engine: its parts, in memory that was taken for them.
-
-    Attributes:
-        parts: The parts.
-        is_store: Whether it is stored; else it is loaded.
-        block_ids: Blocks of each part.
-        began: When it was begun.
-        stores: The stores of a batch that is stored.
-    """
+    """Batch of an engine: its parts, in memory that was taken for them."""
 
     parts: tuple[Part, ...]
     is_store: bool
@@ -433,15 +403,7 @@ class Batch:
 class World:
     """Memory and keys of an engine in a simulation, and what is known of them.
 
-    Args:
-        simulation: The run.
-        history: History that engines share; one of its own by default.
-
-    Attributes:
-        memory: Memory of the engine.
-        watched: The same, watched.
-        history: What was stored, loaded and deleted.
-        namespace: Namespace of the engine.
+    Engines may share a history; by default each has one of its own.
     """
 
     def __init__(self, simulation: Simulation, history: History | None = None) -> None:
@@ -496,9 +458,7 @@ class World:
     def end(self, batch: Batch, outcomes: Sequence[Outcome] | None) -> None:
         """Judge the outcomes of a batch, and take back its memory as far as it is safe.
 
-        Args:
-            batch: The batch.
-            outcomes: Its outcomes; None when its call was cancelled, and nothing is safe.
+        A call that was cancelled has none, and nothing is safe.
         """
         if outcomes is None:
             self._unsafe.append(batch)
