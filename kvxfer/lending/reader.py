@@ -110,13 +110,7 @@ class Fetched:
 
 
 class PeerEngine:
-    """Engine that lends blocks, by the description that its worker of rank 0 gives.
-
-    Raises:
-        InvalidArgumentError: It is no description.
-        CacheMismatchError: It is that of another worker, of more workers than there can be, or has
-            a field that this release does not know.
-    """
+    """Engine that lends blocks, by the description that its worker of rank 0 gives."""
 
     def __init__(self, encoded: bytes) -> None:
         self.description = CacheDescription.decode(encoded)
@@ -136,11 +130,7 @@ class PeerEngine:
         return tuple(group.tokens_per_block for group in self.description.groups)
 
     def workers(self, first: Endpoint) -> list[Endpoint]:
-        """List the endpoints of its workers by rank: each listens at the port after the last one's.
-
-        Raises:
-            InvalidArgumentError: There are not as many ports after that of the first one.
-        """
+        """List the endpoints of its workers by rank: each has the port after the last one's."""
         num_workers = self.description.shard.num_workers
         if first.port + num_workers - 1 > MAX_PORT:
             rule = f"at most {MAX_PORT - num_workers + 1} with {num_workers} workers"
@@ -164,10 +154,7 @@ class PeerEngine:
     def require_same_blocks(self, wanted: Wanted) -> None:
         """Check that blocks are those of the engine that was asked; it may have been started anew.
 
-        Raises:
-            CacheMismatchError: They are not.
-            BlockIdError: We do not have a block.
-            DuplicateError: A block of ours is wanted twice.
+        None of ours may be wanted twice.
         """
         sizes = self.tokens_per_block
         if sizes != wanted.tokens_per_block:

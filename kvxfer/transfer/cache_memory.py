@@ -41,20 +41,13 @@ class CacheMemory:
         """Give blocks the mark of the work on the current stream, which a transfer waits for.
 
         To be called on the thread whose current stream computes with the blocks.
-
-        Raises:
-            DeviceError: The driver refused.
         """
         if (mark := self.mark(blocks.device)) is None:
             return blocks
         return dataclasses.replace(blocks, after=mark)
 
     def mark(self, device: torch.device) -> StreamMark | None:
-        """Mark the end of the work on the current stream of a device; None without streams.
-
-        Raises:
-            DeviceError: The driver refused.
-        """
+        """Mark the end of the work on the current stream of a device; None without streams."""
         stream = self._streams.get(device)
         return None if stream is None else stream.mark()
 

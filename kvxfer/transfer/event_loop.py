@@ -25,7 +25,8 @@ class EngineLoop:
 
     A loop that the caller runs may stop at any time, and then work on it never ends. So an engine
     uses such a loop only when asked to, between `use_running_loop` and its end, and callers that
-    wait for work there check that it still runs. Thread-safe.
+    wait for work there check that it still runs, and get an `EventLoopError` if not. A call after
+    the end gets a `ClosedError`. Thread-safe.
     """
 
     def __init__(self, what: str) -> None:
@@ -38,11 +39,7 @@ class EngineLoop:
         self._submitted: set[asyncio.Task[Any]] = set()
 
     def require_other_thread(self, verb: str) -> None:
-        """Check that the caller does not run on this loop, so that it may block.
-
-        Raises:
-            EventLoopError: The caller runs on this event loop.
-        """
+        """Check that the caller does not run on this loop, so that it may block."""
         if self._is_current():
             detail = f"{verb}() would block the event loop that it waits for; await the method"
             raise EventLoopError(self._what, detail)
@@ -54,11 +51,7 @@ class EngineLoop:
             self._loop = self._loop or loop
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this loop, from any event loop, and await its end.
-
-        Raises:
-            EventLoopError: The caller's loop that the engine uses does not run.
-        """
+        """Run a coroutine on this loop, from any event loop, and await its end."""
         if self._is_current():
             return await work
         future = asyncio.wrap_future(self._give(work))
@@ -72,10 +65,7 @@ class EngineLoop:
         return future.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine on this loop and return at once; `end_submitted` cancels it.
-
-        Raises: as `run`.
-        """
+        """Begin a coroutine on this loop and return at once; `end_submitted` cancels it."""
         return self._give(work, self._submitted)
 
     async def end_submitted(self, timeout_s: float | None = None) -> None:
@@ -83,12 +73,7 @@ class EngineLoop:
         await end_tasks(self._submitted, timeout_s)
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
-        """Call a function on this loop and return at once.
-
-        Raises:
-            EventLoopError: As `run`.
-            ClosedError: This loop has ended, perhaps as it was called.
-        """
+        """Call a function on this loop and return at once."""
         loop = self._open()
         try:
             loop.call_soon_threadsafe(func, *args)
@@ -96,11 +81,7 @@ class EngineLoop:
             raise ClosedError(self._what) from exc
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float | None) -> bool:
-        """Block until futures set on this loop are done; return whether they were in time.
-
-        Raises:
-            EventLoopError: The caller runs on this event loop, or the loop does not run.
-        """
+        """Block until futures set on this loop are done; return whether they were in time."""
         end = None if timeout_s is None else runtime.monotonic() + timeout_s
         left = [each for each in futures if not each.done()]
         if left:
@@ -116,11 +97,8 @@ class EngineLoop:
     def run_blocking(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on this loop and block until its end.
 
-        At the end of the interpreter, where no thread can be started, the caller's runs it.
-
-        Raises:
-            EventLoopError: As `wait`; or the end did not come within `timeout_s`, and the work may
-                still go on.
+        At the end of the interpreter, where no thread can be started, the caller's runs it. After
+        `timeout_s` an error is raised, and the work may still go on.
         """
         try:
             self._open()
@@ -135,10 +113,7 @@ class EngineLoop:
         return future.result()
 
     def close(self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Release by a guard on this loop, and stop it; blocks, also beside another such call.
-
-        Raises: as `run_blocking`, and those of `release`.
-        """
+        """Release by a guard on this loop, and stop it; blocks, also beside another such call."""
         self.require_other_thread("close")
         with _releasing(guard) as is_first:
             if is_first:
@@ -148,7 +123,7 @@ class EngineLoop:
     async def aclose(
         self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Do what `close` does, on any event loop; errors as `run`, and those of `release`."""
+        """Do what `close` does, on any event loop."""
         with _releasing(guard) as is_first:
             if is_first:
                 await self.run(guard.aclose(release))

@@ -125,10 +125,9 @@ class Job:
         return not (is_store and other_is_store) and overlap(self.blocks, other.blocks)
 
     def end(self, status: Status, reason: str) -> list[BlockKey]:
-        """Set the outcome of blocks that have none; memory passed to the backend is not safe.
+        """Set the outcome of blocks that have none, and return these.
 
-        Returns:
-            Those that had none.
+        Memory that was passed to the backend is not safe.
         """
         left = [index for index, outcome in enumerate(self.outcomes) if outcome is None]
         for index in left:
@@ -179,10 +178,6 @@ def describe_batch(
 
     A block belongs to one group at a time: where groups share memory, a batch that uses one block
     for two of them is refused. Only the null block may be in several groups; loads refuse it.
-
-    Raises:
-        InvalidArgumentError: The keys, blocks and groups do not fit each other; subclasses say in
-            which way.
     """
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices

@@ -305,11 +305,7 @@ class JobMover:
             self.cancel(job_id)
 
     async def drain(self) -> None:
-        """Wait until no earlier transfer touches the caches, abandoned ones included.
-
-        Raises:
-            BackendUnavailableError: The backend cannot be drained: memory may still be in use.
-        """
+        """Wait until no earlier transfer touches the caches, abandoned ones included."""
         await self._wait_for_calls()
         if settling := list(self._settling):
             try:

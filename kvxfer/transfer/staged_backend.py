@@ -220,10 +220,6 @@ def stage(
 
     Another mover has to reach it itself. `opened` closes the copy engine opened here, and not the
     backend.
-
-    Raises:
-        InvalidArgumentError: The backend reaches the caches neither way, or a bound is not
-            positive.
     """
     kinds = {each.tensor.device.type for each in caches.tensors}
     if kinds <= backend.memory_kinds:
