@@ -1,20 +1,12 @@
 """Load or compute: whether loading blocks is faster than computing them, from what both took."""
 
 import math
-from collections.abc import Sequence
 
 from kvxfer import runtime
-from kvxfer.checks import (
-    require_instances,
-    require_integer,
-    require_number,
-    require_sequence,
-    require_text,
-)
+from kvxfer.checks import require_integer, require_number
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, require_keys
-from kvxfer.storage.observer import Ended, Event, NotLoaded, Observer, Operation, Reports
+from kvxfer.storage.observer import Ended, Event, Observer, Operation
 
 STALE_S = 30.0
 """Seconds without a load after which the bandwidth is unknown again, so that a store that was slow
@@ -57,28 +49,16 @@ class LoadOrCompute(Observer):
         max_load_ratio: Largest time of a load, as a multiple of that of computing.
         prefill_tokens_per_s: Speed of computing prompts, where it is stated; by default it is what
             `computed` measures.
-        observers: Told which blocks are not loaded.
-        tier: Name of the tier that they would be loaded from, for the observers.
 
     Raises:
         InvalidArgumentError: A number is not positive.
     """
 
-    def __init__(
-        self,
-        max_load_ratio: float,
-        *,
-        prefill_tokens_per_s: float | None = None,
-        observers: Sequence[Observer] = (),
-        tier: str = "lower",
-    ) -> None:
-        require_instances("observers", observers, Observer)
-        require_text("tier", tier)
+    def __init__(self, max_load_ratio: float, *, prefill_tokens_per_s: float | None = None) -> None:
         self._max_load_ratio = _require_rate("max_load_ratio", max_load_ratio)
         self._stated: float | None = None
         if prefill_tokens_per_s is not None:
             self._stated = _require_rate("prefill_tokens_per_s", prefill_tokens_per_s)
-        self._reports = Reports(observers, tier)
         self._lock = runtime.lock()
         self._bandwidth = _Speed()
         self._prefill = _Speed()
@@ -125,16 +105,11 @@ class LoadOrCompute(Observer):
         with self._lock:
             self._prefill.add(num_tokens, seconds)
 
-    def pays(
-        self, keys: Sequence[BlockKey], num_bytes: int, num_tokens: int, *, queued_bytes: int = 0
-    ) -> bool:
+    def pays(self, num_bytes: int, num_tokens: int, *, queued_bytes: int = 0) -> bool:
         """Whether to load blocks, and not to compute their tokens.
 
-        Observers are told of those that are not worth it. The `queued_bytes` are those of loads
-        that were submitted before and have not ended.
+        The `queued_bytes` are those of loads that were submitted before and have not ended.
         """
-        require_sequence("keys", keys, "a sequence of block keys")
-        require_keys(keys)
         num_bytes = require_integer("num_bytes", num_bytes)
         num_tokens = require_integer("num_tokens", num_tokens)
         queued_bytes = require_integer("queued_bytes", queued_bytes)
@@ -144,10 +119,7 @@ class LoadOrCompute(Observer):
         if bandwidth is None or not speed:
             return True
         load_s = (queued_bytes + num_bytes) / bandwidth if bandwidth else math.inf
-        if load_s <= self._max_load_ratio * num_tokens / speed:
-            return True
-        self._reports.tell(NotLoaded(self._reports.tier, keys))
-        return False
+        return load_s <= self._max_load_ratio * num_tokens / speed
 
     def _forget_old(self, now: float) -> None:
         if now - self._loaded_s > STALE_S:

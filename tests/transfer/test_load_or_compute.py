@@ -1,23 +1,19 @@
 """Load or compute: decisions by measured speeds, with a made-up clock and a real slow store."""
 
-from collections.abc import Sequence
-
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
-from kvxfer.storage.observer import Ended, NotLoaded, Observer, Operation
-from kvxfer.telemetry.metrics import Metrics
+from kvxfer.storage.observer import Ended, Operation
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer import LoadOrCompute
 from kvxfer.transfer.load_or_compute import STALE_S
 from tests.clock import Clock
-from tests.recorder import Recorder
 
 KEYS = make_keys(8)
 MB = 1_000_000
 
 
-def make(clock: Clock, *, ratio: float = 1.0, observers: Sequence[Observer] = ()) -> LoadOrCompute:
+def make(clock: Clock, *, ratio: float = 1.0) -> LoadOrCompute:
     """Make one that has measured 100 MB/s, and 1,000 tokens a second."""
-    loads = LoadOrCompute(ratio, observers=observers, tier="file")
+    loads = LoadOrCompute(ratio)
     clock.now += 1
     loads.loaded(100 * MB, 1.0)
     loads.computed(500, 0.5)
@@ -26,11 +22,11 @@ def make(clock: Clock, *, ratio: float = 1.0, observers: Sequence[Observer] = ()
 
 def test_nothing_is_decided_on_no_data(clock: Clock) -> None:
     loads = LoadOrCompute(1e-9)
-    assert loads.pays(KEYS, 100 * MB, 1)
+    assert loads.pays(100 * MB, 1)
     loads.computed(1000, 0.001)
-    assert loads.pays(KEYS, 100 * MB, 1)
+    assert loads.pays(100 * MB, 1)
     loads.loaded(1, 10.0)
-    assert not loads.pays(KEYS, 100 * MB, 1)
+    assert not loads.pays(100 * MB, 1)
 
 
 def test_a_load_that_takes_longer_than_computing_does_not_pay(clock: Clock) -> None:
@@ -38,15 +34,15 @@ def test_a_load_that_takes_longer_than_computing_does_not_pay(clock: Clock) -> N
     assert loads.bytes_per_s == 100 * MB
     assert loads.prefill_tokens_per_s == 1000
     for queued_bytes in (0, 40 * MB):  # before it
-        assert loads.pays(KEYS, 99 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
-        assert not loads.pays(KEYS, 101 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
+        assert loads.pays(99 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
+        assert not loads.pays(101 * MB - queued_bytes, 1000, queued_bytes=queued_bytes)
 
 
 def test_a_bandwidth_that_is_old_is_forgotten_and_the_store_tried_anew(clock: Clock) -> None:
     loads = make(clock)
-    assert not loads.pays(KEYS, 200 * MB, 1000)
+    assert not loads.pays(200 * MB, 1000)
     clock.now += STALE_S + 1
-    assert loads.pays(KEYS, 200 * MB, 1000)
+    assert loads.pays(200 * MB, 1000)
     assert loads.bytes_per_s is None
 
 
@@ -64,14 +60,4 @@ def test_a_load_that_timed_out_counts_and_one_of_what_is_gone_does_not(clock: Cl
         loads.note(event)
         bandwidths.append(loads.bytes_per_s)
     assert bandwidths == [None, None, 0, 0]
-    assert not loads.pays(KEYS, 1, 1000)
-
-
-def test_observers_and_metrics_are_told_of_what_is_not_loaded(clock: Clock) -> None:
-    noting, metrics = Recorder(), Metrics()
-    loads = make(clock, observers=[noting, metrics])
-    assert loads.pays(KEYS[:2], 1, 1000)
-    assert not loads.pays(KEYS, 200 * MB, 1000)
-    assert noting.events == [NotLoaded("file", KEYS)]
-    labels = {"tier": "file"}
-    assert metrics.registry.get_sample_value("kvxfer_not_loaded_blocks_total", labels) == len(KEYS)
+    assert not loads.pays(1, 1000)

@@ -110,7 +110,7 @@ class PrefillSpeed:
     def load_pays(self, keys: Sequence[BlockKey], num_bytes: int, *, queued_bytes: int) -> bool:
         """Whether to load chunks; see `LoadOrCompute.pays`."""
         num_tokens = max(self._count_tokens(keys).values())
-        return self.loads.pays(keys, num_bytes, num_tokens, queued_bytes=queued_bytes)
+        return self.loads.pays(num_bytes, num_tokens, queued_bytes=queued_bytes)
 
     def end_step(self) -> None:
         """Note that the first step has ended."""
