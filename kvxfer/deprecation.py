@@ -7,7 +7,7 @@ _warned: set[str] = set()
 _warning = threading.Lock()
 
 
-def warn_deprecated(name: str, *, replacement: str, gone_in: str, stacklevel: int = 3) -> None:
+def warn_deprecated(name: str, *, replacement: str, gone_in: str) -> None:
     """Warn that a name goes away, once in a process.
 
     The warning is a `FutureWarning`, which Python shows by default: parameters of URLs are set by
@@ -18,11 +18,10 @@ def warn_deprecated(name: str, *, replacement: str, gone_in: str, stacklevel: in
         name: The name, as callers write it, such as `host://?size=`.
         replacement: Name to use instead.
         gone_in: Release without the name, such as `0.3.0`, written as a literal.
-        stacklevel: As of `warnings.warn`; by default the code that called the caller.
     """
     with _warning:
         if name in _warned:
             return
         _warned.add(name)
     text = f"{name} is deprecated, and gone in kvxfer {gone_in}; use {replacement}"
-    warnings.warn(text, FutureWarning, stacklevel=stacklevel)
+    warnings.warn(text, FutureWarning, stacklevel=3)  # who called the caller

@@ -22,11 +22,7 @@ Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
 
 
 async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
-    """Listen at every address of an endpoint's host; port 0 becomes the real port.
-
-    Raises:
-        OSError: The address is in use, or is not one of this machine.
-    """
+    """Listen at every address of an endpoint's host; port 0 becomes the real port."""
     host, port = endpoint.host, endpoint.port
     look_up = asyncio.get_running_loop().getaddrinfo
     found = await look_up(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -68,10 +68,6 @@ class Handover:
         reader: Reader of the blocks of other engines.
         is_on_device: Whether our caches are in memory of a GPU.
         way: Sentence on how blocks of a GPU move, and why so; empty for host memory.
-
-    Raises:
-        InvalidArgumentError: A parameter is of no use, or memory is where nobody can read it.
-        DeviceUnavailableError: Our caches are on a GPU that cannot be used.
     """
 
     def __init__(
@@ -147,20 +143,11 @@ class Handover:
         return self._lender.book.num_expired if self._lender is not None else 0
 
     def start(self) -> None:
-        """Open NIXL and begin to listen; blocks.
-
-        Raises:
-            BackendUnavailableError: The address cannot be listened at, or NIXL was demanded and
-                cannot be used.
-        """
+        """Open NIXL and begin to listen; blocks, and raises as `PromptExchange.__aenter__`."""
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend` or one of the reader, and return at once.
-
-        Raises:
-            ClosedError: The hand-over was closed.
-        """
+        """Begin a call of `lend` or one of the reader, and return at once."""
         try:
             self._guard.check()
             return self._loop.submit(call)
@@ -179,12 +166,8 @@ class Handover:
         """Lend blocks, which must not change until `take_ended` returns the ticket.
 
         The keys are by the tokens of the prompt. With the last blocks of a ticket it is complete,
-        and its lease begins to run; until then more may be offered under it.
-
-        Raises:
-            InvalidArgumentError: The ticket cannot be one. Whatever else is wrong is logged, and
-                ends the ticket when it is complete.
-            ClosedError: The hand-over was closed.
+        and its lease begins to run; until then more may be offered under it. An error is logged,
+        and ends the ticket when it is complete.
         """
         self._guard.check()
         ticket = require_ticket("ticket", ticket)
@@ -199,11 +182,7 @@ class Handover:
         *,
         is_complete: bool = True,
     ) -> None:
-        """Lend blocks as `offer`, and raise what is wrong with them: nothing is lent then.
-
-        Raises:
-            InvalidArgumentError: `CacheLender.offer` refuses them, or there is no `listen`.
-        """
+        """Lend blocks as `offer`, and raise what is wrong with them: nothing is lent then."""
         if self._lender is None:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
         keys = worker_keys(self._description, keys)
@@ -213,9 +192,7 @@ class Handover:
     def revoke(self, tickets: Sequence[str]) -> None:
         """End tickets at once: their blocks are about to change. Blocks until nobody finds them.
 
-        Raises:
-            EventLoopError: The hand-over does not answer. Blocks may still be found, and so must
-                not change.
+        If this raises, as the loop does not answer, they may still be found, and must not change.
         """
 
         async def revoke() -> None:
@@ -226,11 +203,7 @@ class Handover:
         self._loop.run_blocking(revoke(), REVOKE_S)
 
     def give_up(self, tickets: Sequence[str]) -> None:
-        """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned.
-
-        Raises:
-            ClosedError: The hand-over was closed.
-        """
+        """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned."""
         self._guard.check()
         for ticket in tickets:
             self._loop.call_soon(self._give_up, ticket)

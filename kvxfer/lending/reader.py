@@ -293,9 +293,6 @@ class Reader:
 
     Its calls run on the event loop of its exchange: see `Handover.submit`. A question may take
     `timeout_s`, and so may a fetch. Blocks that cannot be read `in_place` are copied there.
-
-    Raises:
-        DeviceUnavailableError: Our caches are on a GPU that cannot be used.
     """
 
     def __init__(
@@ -350,13 +347,7 @@ class Reader:
         `windows` are the tokens that each group needs at the end of the prompt; None, or no entry,
         for all of them. With `waits`, the other engine has until the time-out to know the ticket,
         else a quarter of a second. Under one that is known and not complete, pages that are still
-        to be offered count.
-
-        Raises:
-            CacheMismatchError: Its blocks cannot be turned into ours.
-            NamespaceMismatchError: It has another model.
-            KVXferError: It cannot be reached, or makes no sense.
-            TimeoutError: It did not answer in time.
+        to be offered count. Errors are those of `PromptExchange.ask`.
         """
         self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):

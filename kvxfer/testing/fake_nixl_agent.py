@@ -33,6 +33,8 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.runtime import begin_aside, wait_despite_cancel
 
+UNTIL_HELD_TIMEOUT_S = 10.0
+
 
 @dataclass(slots=True, eq=False)
 class _Flight:
@@ -94,13 +96,9 @@ class FakeNixlAgent(TransferAgent):
         for flight in list(self._flights):
             self._land(flight)
 
-    async def until_held(self, timeout_s: float = 10.0) -> None:
-        """Wait until a read is held, on any event loop.
-
-        Raises:
-            TimeoutError: No transfer was held in time.
-        """
-        waiting = partial(self._someone_is_held.wait, timeout_s)
+    async def until_held(self) -> None:
+        """Wait until a read is held, on any event loop, for ten seconds at most."""
+        waiting = partial(self._someone_is_held.wait, UNTIL_HELD_TIMEOUT_S)
         if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no transfer is held")
 

@@ -86,11 +86,7 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of a backend.
-
-    Attributes:
-        tickets: Ticket of each key, which determines its faults whatever else is in the batch.
-    """
+    """Call of a backend; the ticket of each key decides its faults, whatever else is there."""
 
     operation: Operation
     keys: Sequence[BlockKey]

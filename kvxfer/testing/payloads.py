@@ -56,13 +56,7 @@ def copy_blocks(blocks: Descriptors) -> Descriptors:
 
 
 def flip_bit(blocks: Descriptors, block: int, position: int) -> None:
-    """Flip one bit of a block, in place.
-
-    Args:
-        blocks: The batch.
-        block: Index of the block in the batch.
-        position: Any number; taken modulo the bits of the block.
-    """
+    """Flip one bit of a block, in place; any position is taken modulo the bits of the block."""
     chosen = blocks.select(block, block + 1)
     [payload] = read_payloads(chosen)
     byte_index, bit_index = divmod(position % (8 * len(payload)), 8)

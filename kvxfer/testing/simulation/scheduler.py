@@ -106,13 +106,13 @@ class Scheduler:
         stuck_at: Where all stood when a thread went on without a step; empty if none has.
     """
 
-    def __init__(self, random: Random, *, max_steps: int = 300_000) -> None:
+    def __init__(self, random: Random) -> None:
         self.now = FIRST_TIME_S
         self.random = random
         self.num_steps = 0
         self.stuck_at = ""
         self.describe_waiting: Callable[[], str] = str
-        self.max_steps = max_steps
+        self.max_steps = 300_000
         self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
         self._main = SimulatedThread(self, "main", SimulatedProcess("main", 1))
         self._threads = [self._main]
