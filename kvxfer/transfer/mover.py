@@ -43,14 +43,9 @@ class Admission:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes_in_flight = 0
+        self.bytes_in_flight = 0  # of transfers that were admitted and have not ended
         self._order = count()
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of the transfers that were admitted and have not ended."""
-        return self._bytes_in_flight
 
     @property
     def num_waiting(self) -> int:
@@ -59,7 +54,7 @@ class Admission:
 
     def has_room(self, num_bytes: int, *, beside: int = 0) -> bool:
         """Whether a transfer would be admitted now, if none waited, beside bytes of others."""
-        in_flight = self._bytes_in_flight + beside
+        in_flight = self.bytes_in_flight + beside
         return in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
 
     @asynccontextmanager
@@ -73,22 +68,22 @@ class Admission:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # admitted at the same moment: release its bytes
-                self._bytes_in_flight -= num_bytes
+                self.bytes_in_flight -= num_bytes
             self._admit_waiting()
             raise
         try:
             yield
         finally:
-            self._bytes_in_flight -= num_bytes
+            self.bytes_in_flight -= num_bytes
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._waiting:
             _, _, num_bytes, turn = self._waiting[0]
             if not turn.cancelled():
-                if self._bytes_in_flight + num_bytes > self._max_bytes:
+                if self.bytes_in_flight + num_bytes > self._max_bytes:
                     return
-                self._bytes_in_flight += num_bytes
+                self.bytes_in_flight += num_bytes
                 turn.set_result(None)
             heapq.heappop(self._waiting)
 

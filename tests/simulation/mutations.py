@@ -170,7 +170,7 @@ TABLE = """
 --- kvxfer/transfer/mover.py
 @@ tiers 150 bytes of a transfer that was cancelled as it began stay in flight
 -            if not turn.cancelled():  # admitted at the same moment: release its bytes
--                self._bytes_in_flight -= num_bytes
+-                self.bytes_in_flight -= num_bytes
 @@ tiers 20 a load goes on beyond its deadline
 -_, running = await asyncio.wait(tasks, timeout=left)
 +_, running = await asyncio.wait(tasks, timeout=None if left is None else left + 0.5)

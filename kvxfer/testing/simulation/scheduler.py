@@ -103,6 +103,9 @@ class Scheduler:
     Attributes:
         now: Virtual time in seconds.
         num_steps: Points and waits so far; after `max_steps` a simulation is said to be stuck.
+        current: Thread whose turn it is.
+        is_ending: Whether the threads that are left are being ended, or have ended.
+        is_over: Whether the simulation has ended: nothing waits any more.
         stuck_at: Where all stood when a thread went on without a step; empty if none has.
     """
 
@@ -119,23 +122,8 @@ class Scheduler:
         self._started: list[threading.Thread] = []
         self._by_line = 0.0
         self._ready: list[SimulatedThread] = []
-        self._current = self._main
-        self._is_ending = self._is_over = False
-
-    @property
-    def current(self) -> SimulatedThread:
-        """Thread whose turn it is."""
-        return self._current
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the simulation has ended: nothing waits any more."""
-        return self._is_over
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the threads that are left are being ended, or have ended."""
-        return self._is_ending
+        self.current = self._main
+        self.is_ending = self.is_over = False
 
     def alive(self) -> list[SimulatedThread]:
         """Return the threads that have not ended, without the main one."""
@@ -150,7 +138,7 @@ class Scheduler:
             main()
         finally:
             ended.set()
-            self._is_ending = True
+            self.is_ending = True
             tell = sys.unraisablehook
             sys.unraisablehook = lambda unraisable: (
                 # Raised in a generator that is collected as its thread ends, it has no caller.
@@ -160,21 +148,21 @@ class Scheduler:
                 self._hand_over(thread)
             for started in self._started:  # its last frame is gone: nothing is held any more
                 started.join()
-            self._is_over, sys.unraisablehook = True, tell
+            self.is_over, sys.unraisablehook = True, tell
 
     def start(
         self, target: Callable[[], object], name: str, process: SimulatedProcess | None = None
     ) -> SimulatedThread:
         """Start a thread, of the running process by default, which runs when it is its turn."""
-        if self._is_ending and self._current is not self._main:
+        if self.is_ending and self.current is not self._main:
             raise SimulationEnded
-        thread = SimulatedThread(self, name, process or self._current.process)
+        thread = SimulatedThread(self, name, process or self.current.process)
 
         def run() -> None:
             thread.ident = threading.get_ident()
             thread.turn.acquire()
             try:
-                if not self._is_ending:
+                if not self.is_ending:
                     if self._by_line:  # else whoever measures coverage goes on
                         sys.settrace(self._trace)
                     target()
@@ -186,8 +174,8 @@ class Scheduler:
             sys.settrace(None)
             thread.ended = True
             self._threads.remove(thread)
-            if self._is_ending:
-                self._current = self._main
+            if self.is_ending:
+                self.current = self._main
                 self._main.turn.release()
             else:
                 self._wake(thread)
@@ -216,20 +204,20 @@ class Scheduler:
             is_ours = code.co_filename.startswith(_ROOTS) and code.co_name != "<module>"
             is_ours = is_ours and not code.co_filename.startswith(_NOT_TRACED)
             return self._trace if is_ours else None
-        if event == "line" and self.random.random() < self._by_line and not self._is_ending:
+        if event == "line" and self.random.random() < self._by_line and not self.is_ending:
             self._step()
             if self._ready_now():
-                self._ready.append(self._current)
+                self._ready.append(self.current)
                 self._switch()
         return self._trace
 
     def point(self) -> None:
         """Let another thread go on, if the seed says so."""
-        if self._is_over:
+        if self.is_over:
             return
         self._step()
         if self._ready_now() and self.random.random() < self._restlessness:
-            self._ready.append(self._current)
+            self._ready.append(self.current)
             self._switch()
 
     def wait_until(
@@ -238,7 +226,7 @@ class Scheduler:
         """Wait until a condition holds, which changes only at a `wake`; return whether it does."""
         due = None if timeout_s is None else self.now + timeout_s
         while not is_true():
-            if self._is_over or (due is not None and self.now >= due):
+            if self.is_over or (due is not None and self.now >= due):
                 return False
             self._wait(on, due)
         return True
@@ -249,7 +237,7 @@ class Scheduler:
 
     def wake(self, on: object) -> None:
         """Let those go on that wait for an object."""
-        if not self._is_over:
+        if not self.is_over:
             self._wake(on)
 
     def stacks(self) -> str:
@@ -271,7 +259,7 @@ class Scheduler:
         while not ended.wait(MOST_REAL_S):
             if num_steps == self.num_steps:
                 self.stuck_at = self.stuck_at or self.stacks()
-                ident = ctypes.c_ulong(self._current.ident or 0)
+                ident = ctypes.c_ulong(self.current.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(StuckError))
             num_steps = self.num_steps
 
@@ -286,12 +274,12 @@ class Scheduler:
 
     def _wait(self, on: object, due: float | None) -> None:
         self._step()
-        me = self._current
+        me = self.current
         me.waits_for, me.due = on, due
         self._switch()
 
     def _step(self) -> None:
-        if self._is_ending and self._current is not self._main:
+        if self.is_ending and self.current is not self._main:
             raise SimulationEnded
         self.now += STEP_S
         self.num_steps += 1
@@ -301,7 +289,7 @@ class Scheduler:
     def _fail(self, why: str) -> None:
         """Let the main thread raise an error, at once or when it goes on."""
         error = StuckError(f"{why}\n{self.stacks()}")
-        if self._current is self._main:
+        if self.current is self._main:
             raise error
         self._main.error = self._main.error or error
         if self._main.waits_for is not None:
@@ -332,13 +320,13 @@ class Scheduler:
 
     def _switch(self) -> None:
         """Let the next thread go on, and wait for the turn of this one."""
-        me = self._current
+        me = self.current
         chosen = self._choose()
         if chosen is not me:
-            self._current = chosen
+            self.current = chosen
             chosen.turn.release()
             me.turn.acquire()
-        if self._is_ending and me is not self._main:
+        if self.is_ending and me is not self._main:
             raise SimulationEnded
         if me is self._main and me.error is not None:
             error, me.error = me.error, None
@@ -346,12 +334,12 @@ class Scheduler:
 
     def _release_next(self) -> None:
         """Let the next thread go on, at the end of this one."""
-        self._current = self._choose()
-        self._current.turn.release()
+        self.current = self._choose()
+        self.current.turn.release()
 
     def _hand_over(self, thread: SimulatedThread) -> None:
         """Let a thread end, from the main one."""
         thread.waits_for = thread.due = None
-        self._current = thread
+        self.current = thread
         thread.turn.release()
         self._main.turn.acquire()
