@@ -107,11 +107,6 @@ class StagedBackend(WrappingBackend):
             self._copy_engine.attach(staged if self._pinned else [*staged, self._staging.region])
             self._pinned = True
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`."""
-        self._guard.check()
-        return await self.inner.lookup(keys)
-
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
         return await self._move(Direction.STORE, keys, blocks)
@@ -119,11 +114,6 @@ class StagedBackend(WrappingBackend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
         return await self._move(Direction.LOAD, keys, blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`."""
-        self._guard.check()
-        return await self.inner.delete(keys)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Closes the backend, and then the copy engine."""
