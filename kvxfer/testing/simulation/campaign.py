@@ -38,13 +38,13 @@ class _Ran:
     num_seeds: int
     num_calls: int
     virtual_s: float
-    failed: tuple[tuple[int, str], ...]
+    reports: tuple[str, ...]
 
 
 def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> _Ran:
     """Run some seeds of a scenario, none after `until_s` of `time.monotonic` unless that is 0."""
     num_run = num_calls = 0
-    virtual_s, failed = 0.0, []
+    virtual_s, reports = 0.0, []
     for seed in range(first, first + num_seeds):
         if until_s and time.monotonic() > until_s:
             break
@@ -53,8 +53,8 @@ def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 
         num_calls += ended.num_calls
         virtual_s += ended.now
         if ended.violations:
-            failed.append((seed, _report(scenario, ended)))
-    return _Ran(scenario.name, num_run, num_calls, virtual_s, tuple(failed))
+            reports.append(_report(scenario, ended))
+    return _Ran(scenario.name, num_run, num_calls, virtual_s, tuple(reports))
 
 
 def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
@@ -159,9 +159,9 @@ def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
     totals, num_said = {each.name: [0.0] * 4 for each in chosen}, 0
     for ran in _shares(chosen, given.seeds, until_s, given.processes):
         total = totals[ran.name]
-        for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
+        for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.reports))):
             total[at] += more
-        for _, report in ran.failed:
+        for report in ran.reports:
             _say(report if num_said < MOST_REPORTS else report.partition("\n")[0])
             num_said += 1
     _say_totals(totals, time.monotonic() - began)
