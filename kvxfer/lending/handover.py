@@ -148,12 +148,7 @@ class Handover:
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin a call of `lend` or one of the reader, and return at once."""
-        try:
-            self._guard.check()
-            return self._loop.submit(call)
-        except BaseException:
-            call.close()
-            raise
+        return self._loop.submit(call, self._guard)
 
     def offer(
         self,

@@ -211,14 +211,8 @@ class PolledEngine(Generic[MoverT]):
         Raises:
             ClosedError: The engine was closed.
         """
-        try:
-            self._guard.check()
-            require_instance("call", call, Coroutine)
-            return self._loop.submit(call)
-        except BaseException:
-            if isinstance(call, Coroutine):
-                call.close()
-            raise
+        require_instance("call", call, Coroutine)
+        return self._loop.submit(call, self._guard)
 
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never waits.

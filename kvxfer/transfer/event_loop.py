@@ -64,8 +64,17 @@ class EngineLoop:
             future.cancel()
         return future.result()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine on this loop and return at once; `end_submitted` cancels it."""
+    def submit(self, work: Coroutine[Any, Any, T], guard: CallGuard | None = None) -> Future[T]:
+        """Begin a coroutine on this loop and return at once; `end_submitted` cancels it.
+
+        One that a guard refuses never begins.
+        """
+        try:
+            if guard is not None:
+                guard.check()
+        except BaseException:
+            work.close()
+            raise
         return self._give(work, self._submitted)
 
     async def end_submitted(self, timeout_s: float | None = None) -> None:
