@@ -82,9 +82,7 @@ class Network:
         self.sockets: dict[int, SimulatedSocket | WatchedProcess] = {}
         self.listeners: dict[Address, SimulatedSocket] = {}
         self._num_opened = self._num_ports = 0
-        self._partitions: dict[frozenset[str], float] = {}
-        self._refusing: dict[str | Address, float] = {}
-        self._starving: dict[str, float] = {}
+        self._until: dict[tuple[str, Address], float] = {}  # of what hinders connections
         self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
 
     @property
@@ -113,15 +111,15 @@ class Network:
 
     def partition(self, one: str, other: str, for_s: float) -> None:
         """Let nothing pass between two processes for a time; what is sent comes late."""
-        self._partitions[frozenset((one, other))] = self.now + for_s
+        self._until["partition", frozenset((one, other))] = self.now + for_s
 
     def refuse(self, where: str | Address, for_s: float) -> None:
         """Refuse new connections to a process, or to one of its addresses, for a time."""
-        self._refusing[where] = self.now + for_s
+        self._until["refuse", where] = self.now + for_s
 
     def starve(self, name: str, for_s: float) -> None:
         """Let a process open and accept no connection for a time, for want of descriptors."""
-        self._starving[name] = self.now + for_s
+        self._until["starve", name] = self.now + for_s
 
     def crash_at(
         self, process: SimulatedProcess, num_calls: int, crash: Callable[[], object] | None
@@ -144,8 +142,7 @@ class Network:
 
     def heal(self) -> None:
         """End all that hinders connections from now on."""
-        for hindrance in (self._partitions, self._refusing, self._starving):
-            hindrance.clear()
+        self._until.clear()
 
     def cut(self, one: str, other: str, share: float) -> None:
         """Reset a share of the connections between two processes."""
@@ -181,15 +178,16 @@ class Network:
     def is_refusing(self, listener: "SimulatedSocket") -> bool:
         """Whether new connections to a listener are refused."""
         places = listener.process.name, listener.address
-        return any(self.now < self._refusing.get(where, 0.0) for where in places)
+        return any(self.now < self._until.get(("refuse", where), 0.0) for where in places)
 
     def is_starving(self, name: str) -> bool:
         """Whether a process has no descriptor left."""
-        return self.now < self._starving.get(name, 0.0)
+        return self.now < self._until.get(("starve", name), 0.0)
 
     def passes_at(self, one: SimulatedProcess, other: SimulatedProcess) -> float:
         """Time from which on something passes between two processes."""
-        return max(self.now, self._partitions.get(frozenset((one.name, other.name)), 0.0))
+        pair = frozenset((one.name, other.name))
+        return max(self.now, self._until.get(("partition", pair), 0.0))
 
 
 class Waitable:

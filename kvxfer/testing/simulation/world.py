@@ -282,12 +282,10 @@ class History:
         stores = self._stores.get(key, [])
         if not stores:
             self._simulation.fail("found, and never stored", _name(key))
-        elif self.is_strict and self.is_of_one_store(key):
-            last = self.last_stored(key)
-            for delete_began, delete_ended in self._deleted.get(key, []):
-                if last < delete_began and delete_ended < began - known_s:
-                    self._simulation.fail("deleted and found again", _name(key))
-                    return
+            return
+        last, is_judged = self.last_stored(key), self.is_strict and self.is_of_one_store(key)
+        if is_judged and self._deleted_between(key, last, began - known_s) is not None:
+            self._simulation.fail("deleted and found again", _name(key))
 
     def last_stored(self, key: BlockKey) -> float:
         """When the last store of a key has ended; `inf` while one goes on."""
@@ -312,11 +310,11 @@ class History:
         [stored] = [each for each in self._stores[key] if each.version == version]
         if stored.ended is None:
             return
-        for delete_began, delete_ended in self._deleted.get(key, []):
-            if stored.ended < delete_began and delete_ended < began:
-                detail = f"store {version} of {_name(key)}, deleted at {delete_ended:.4f}"
-                self._simulation.fail("deleted and found again", detail)
-                return
+        deleted_at = self._deleted_between(key, stored.ended, began)
+        if deleted_at is not None:
+            detail = f"store {version} of {_name(key)}, deleted at {deleted_at:.4f}"
+            self._simulation.fail("deleted and found again", detail)
+            return
         for miss_began, miss_ended, *blocks in self._missed.get(key, []):
             if stored.ended < miss_began and miss_ended < began and stored.covers(*blocks):
                 detail = f"store {version} of {_name(key)}, not found at {miss_ended:.4f}"
@@ -327,6 +325,11 @@ class History:
                 detail = f"store {version} of {_name(key)} after store {other}"
                 self._simulation.fail("an older store came back", detail)
                 return
+
+    def _deleted_between(self, key: BlockKey, after: float, before: float) -> float | None:
+        """Find a whole delete of a key between two moments; return when it had ended."""
+        deletes = self._deleted.get(key, [])
+        return next((end for begin, end in deletes if after < begin and end < before), None)
 
     def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
         """Whether a chunk was stored before a time, and nothing can have removed it since.
