@@ -43,17 +43,11 @@ class Listener:
     not be accepted now stay in the kernel's queue.
 
     Args:
-        note_failure: Called when a connection cannot be accepted; the next attempt follows a pause.
-        note_cut: Called with the address of a client that is cut off.
         max_unproven: Most clients at a time that have not called `prove`; at this limit a newcomer
             waits until one has, or is gone, or until the oldest one had `prove_s` and is cut off.
             So clients that come all at once do not cut each other off, and silent ones keep nobody
             waiting for long.
         prove_s: Time that each client has in any case.
-
-    Attributes:
-        tasks: Tasks of all connections.
-        unproven: Time and address of each connection that has not called `prove`, oldest first.
     """
 
     def __init__(
@@ -65,7 +59,7 @@ class Listener:
         prove_s: float = 0.0,
     ) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
-        self.unproven: dict[asyncio.Task[None], tuple[float, Any]] = {}
+        self.unproven: dict[asyncio.Task[None], tuple[float, Any]] = {}  # oldest first
         self._note_failure = note_failure
         self._note_cut = note_cut
         self._max_unproven = max_unproven
