@@ -415,8 +415,8 @@ class Reader:
 
     def mark(self) -> StreamMark | None:
         """Mark what the current stream of this thread was given; None for host memory."""
-        device = self._describer.caches.tensors[0].tensor.device
-        return None if self._memory is None else self._memory.mark(device)
+        assert self._memory is not None, "a process with caches fetches"
+        return self._memory.mark(self._describer.caches.tensors[0].tensor.device)
 
     async def _fetch_after(
         self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None

@@ -1,7 +1,6 @@
 """Cache memory: guards against freed caches, and orders transfers after GPU work."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -11,7 +10,7 @@ from kvxfer.copy_engine.copy_stream import ComputeStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import Descriptors, StreamMark
+from kvxfer.kvcache.descriptors import StreamMark
 
 
 class CacheMemory:
@@ -37,17 +36,11 @@ class CacheMemory:
             }
             self._opened = stack.pop_all()
 
-    def order(self, blocks: Descriptors) -> Descriptors:
-        """Give blocks the mark of the work on the current stream, which a transfer waits for.
-
-        To be called on the thread whose current stream computes with the blocks.
-        """
-        if (mark := self.mark(blocks.device)) is None:
-            return blocks
-        return dataclasses.replace(blocks, after=mark)
-
     def mark(self, device: torch.device) -> StreamMark | None:
-        """Mark the end of the work on the current stream of a device; None without streams."""
+        """Mark the end of the work on this thread's current stream, which a transfer waits for.
+
+        None without streams: in host memory.
+        """
         stream = self._streams.get(device)
         return None if stream is None else stream.mark()
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -318,7 +318,8 @@ class PolledEngine(Generic[MoverT]):
             require_instance("retention", retention, Retention)
         job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline, retention)
         try:
-            job.blocks = self._memory.order(blocks)
+            if (mark := self._memory.mark(blocks.device)) is not None:
+                job.blocks = replace(blocks, after=mark)
         except DeviceError as exc:
             job.end(Status.FAILED, str(exc))
         return job
