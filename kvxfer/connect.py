@@ -258,12 +258,7 @@ def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
 def complete_namespace(
     namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
 ) -> Namespace:
-    """Complete a namespace with the groups of the caches and the blocks per chunk.
-
-    Raises:
-        NamespaceMismatchError: The namespace has groups already, and they differ.
-        InvalidArgumentError: An argument is of another type, or `blocks_per_chunk` is below 1.
-    """
+    """Complete a namespace with the groups of the caches; those that it has must be the same."""
     require_instance("namespace", namespace, Namespace)
     require_instance("caches", caches, CanonicalKVCaches)
     blocks_per_chunk = require_positive("blocks_per_chunk", blocks_per_chunk)
@@ -306,9 +301,7 @@ def start_engine(
 ) -> TransferEngine:
     """Make an engine over a backend that was just opened, and start the backend; blocks.
 
-    Raises:
-        TimeoutError: The backend did not start in time.
-        Exception: That of `make`, or of the backend. Nothing is left open.
+    If `make` or the backend fails, or does not start in time, nothing is left open.
     """
     with ExitStack() as undo:
         undo.callback(_close, [backend])
