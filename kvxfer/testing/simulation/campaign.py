@@ -157,7 +157,7 @@ def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
     began = time.monotonic()
     until_s = began + given.seconds if given.seconds else 0.0
     totals, num_said = {each.name: [0.0] * 4 for each in chosen}, 0
-    for ran in _shares(chosen, given.seeds, until_s, given.processes):
+    for ran in _shares(chosen, given.first, given.seeds, until_s, given.processes):
         total = totals[ran.name]
         for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.reports))):
             total[at] += more
@@ -191,15 +191,16 @@ def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
 
 
 def _shares(
-    scenarios: Sequence[Scenario], num_seeds: int, until_s: float, num_processes: int
+    scenarios: Sequence[Scenario], first: int, num_seeds: int, until_s: float, num_processes: int
 ) -> Iterator[_Ran]:
     """Run shares of the seeds, of each scenario in turn, until all are done or it is time."""
     every = SEEDS_PER_SHARE
+    starts = range(first, first + num_seeds, every) if num_seeds else count(first, every)
     work = (
-        (each, start, min(every, num_seeds - start) if num_seeds else every)
-        for start in (range(0, num_seeds, every) if num_seeds else count(0, every))
+        (each, start, min(every, first + num_seeds - start) if num_seeds else every)
+        for start in starts
         for each in scenarios
-        if len(scenarios) == 1 or _gets_more(each.share, start // every)
+        if len(scenarios) == 1 or _gets_more(each.share, (start - first) // every)
     )
     if num_processes == 1:
         for share in work:
@@ -260,6 +261,7 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     names = ", ".join(each.name for each in scenarios)
     parser.add_argument("--scenario", default="", help=f"one of {names}; all by default")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seconds", type=float, default=0.0, help="most time for all of them")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
