@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from itertools import compress
+from math import inf
 from queue import SimpleQueue
 from random import Random, SystemRandom
 from typing import Any, TypeVar
@@ -35,10 +35,12 @@ class Runtime:
     Attributes:
         monotonic: Reads the monotonic clock, in seconds.
         wall_time: Reads the clock of the day, in seconds since the epoch, as in the times of files.
-        lock: Makes a lock for threads.
-        condition: Makes a condition for threads, with a lock of its own.
-        event: Makes an event for threads.
+        sleep: Lets the calling thread wait; on an event loop `asyncio.sleep` waits.
+        token_bytes: Makes as many bytes that nobody can guess.
+        lock, condition, event: Make these for threads; a condition has a lock of its own.
+        queue: Makes a queue for threads, without a bound; `put` may interrupt another `put`.
         new_event_loop: Makes an event loop, which the caller closes.
+        open_socket: Opens a socket of a family and kind that is not connected.
     """
 
     _random: Random = SystemRandom()  # a forked process has other numbers
@@ -47,18 +49,14 @@ class Runtime:
     # The functions themselves: no call more on the way of a block.
     monotonic = staticmethod(time.monotonic)
     wall_time = staticmethod(time.time)
+    sleep: Callable[[float], None] = staticmethod(time.sleep)
+    token_bytes: Callable[[int], bytes] = staticmethod(secrets.token_bytes)
     lock = staticmethod(threading.Lock)
     condition: Callable[[], threading.Condition] = staticmethod(threading.Condition)
     event = staticmethod(threading.Event)
+    queue: Callable[[], "SimpleQueue[Any]"] = staticmethod(SimpleQueue)
     new_event_loop = staticmethod(asyncio.new_event_loop)
-
-    def sleep(self, seconds: float, /) -> None:
-        """Let the calling thread wait; on an event loop `asyncio.sleep` waits."""
-        time.sleep(seconds)
-
-    def token_bytes(self, num_bytes: int, /) -> bytes:
-        """Make bytes that nobody can guess."""
-        return secrets.token_bytes(num_bytes)
+    open_socket: Callable[[int, int], socket.socket] = staticmethod(socket.socket)
 
     def random(self) -> Random:
         """Get the source of random numbers, which differ in each process."""
@@ -67,6 +65,14 @@ class Runtime:
     def num_cores(self) -> int:
         """Count the cores that this process may run on."""
         return len(os.sched_getaffinity(0))
+
+    def disk(self) -> Disk:
+        """Get the calls of files and folders."""
+        return self._disk
+
+    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
+        """Open a socket that listens at an address of TCP."""
+        return socket.create_server(address, family=family, backlog=backlog)
 
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
@@ -80,10 +86,6 @@ class Runtime:
         thread.start()
         return thread
 
-    def queue(self) -> "SimpleQueue[Any]":
-        """Make a queue for threads, without a bound; `put` may interrupt another `put`."""
-        return SimpleQueue()
-
     def wait_futures(
         self, futures: Collection[FutureT], timeout_s: float | None = None
     ) -> tuple[list[FutureT], list[FutureT]]:
@@ -92,37 +94,16 @@ class Runtime:
         Returns:
             Those that are done and those that are not, in the order given.
         """
-        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        ends_at = inf if timeout_s is None else time.monotonic() + timeout_s
         for each in futures:  # `concurrent.futures.wait` is not told of one that is cancelled
-            if not each.done():
-                left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
-                left_s = None if left_s is None else min(left_s, threading.TIMEOUT_MAX)
-                with contextlib.suppress(CancelledError, TimeoutError):
-                    each.exception(left_s)
-        done = [each.done() for each in futures]
-        return list(compress(futures, done)), [
-            each for each, is_done in zip(futures, done, strict=True) if not is_done
-        ]
-
-    def disk(self) -> Disk:
-        """Get the calls of files and folders."""
-        return self._disk
-
-    def open_socket(self, family: int, kind: int, /) -> socket.socket:
-        """Open a socket that is not connected.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
-        return socket.socket(family, kind)
-
-    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """Open a socket that listens at an address of TCP.
-
-        Raises:
-            OSError: The address is in use, or is not one of this machine.
-        """
-        return socket.create_server(address, family=family, backlog=backlog)
+            left_s = max(0.0, ends_at - time.monotonic())
+            with contextlib.suppress(CancelledError, TimeoutError):
+                each.exception(min(left_s, threading.TIMEOUT_MAX))
+        done: list[FutureT] = []
+        left: list[FutureT] = []
+        for each in futures:
+            (done if each.done() else left).append(each)
+        return done, left
 
 
 _current = Runtime()
