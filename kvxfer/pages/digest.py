@@ -12,15 +12,8 @@ from kvxfer.storage.integrity import Integrity
 class Digester:
     """Digester: makes the checksums of one integrity.
 
-    Args:
-        integrity: Kind of the checksums.
-        secret: 32 bytes, for `KEYED` and `SEALED` only; for `SEALED` also several secrets of 32
-            bytes, the newest first.
-        tenant: Tenant of `SEALED` blocks.
-
-    Attributes:
-        integrity: As given.
-        cipher: Encrypts the data of `SEALED` blocks, whose checksums it makes; None for any other.
+    `KEYED` and `SEALED` take a secret of 32 bytes, `SEALED` also several, the newest first, and a
+    tenant. Its `cipher` encrypts the data of blocks, and makes their checksums.
 
     Raises:
         InvalidArgumentError: `KEYED` or `SEALED` without a secret, one of another length, a secret
@@ -64,11 +57,7 @@ class Digester:
 
 
 def require_secrets(secret: bytes, *, several: bool) -> None:
-    """Check the length of a secret, or of several in a row.
-
-    Raises:
-        InvalidArgumentError: It is another one.
-    """
+    """Check the length of a secret, or of several in a row."""
     found, wanted = len(secret), f"{SECRET_BYTES} bytes, such as head -c 32 /dev/urandom makes"
     if found == SECRET_BYTES or (several and found and found % SECRET_BYTES == 0):
         return

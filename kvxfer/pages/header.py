@@ -34,22 +34,16 @@ _METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
 class BlockFileError(KVXferError, ValueError):
-    """File that is not a block file, or not the one that it should be.
+    """File that is not a block file, or not the one that it should be."""
 
-    Args:
-        detail: What is wrong; what text from a file would do to a log or a terminal is taken out.
-    """
-
-    def __init__(self, detail: str) -> None:
+    def __init__(self, detail: str) -> None:  # text from a file must do nothing to a terminal
         super().__init__(printable(detail, MAX_DETAIL_CHARS)[:MAX_DETAIL_CHARS])
 
 
 class OtherIntegrityError(BlockFileError):
     """Block of another integrity, or sealed with another key: engines that have these can read it.
 
-    Attributes:
-        said: Integrity that the block was stored with.
-        key_id: What names the key of a sealed block, where it is not ours; empty otherwise.
+    It `said` that integrity; `key_id` names the key of a sealed block, where it is not ours.
     """
 
     def __init__(self, said: Integrity, expected: Integrity, *, key_id: str = "") -> None:
@@ -141,11 +135,7 @@ class BlockHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> "BlockHeader":
-        """Read a whole header; its seal is not checked.
-
-        Raises:
-            BlockFileError: It is not the header of a block file of this version.
-        """
+        """Read a whole header of this version; its seal is not checked."""
         if header_size_in(data) != len(data):
             raise BlockFileError(f"not a block file: {len(data)} bytes are not the whole header")
         try:
@@ -267,11 +257,7 @@ def header_size(tensors: Sequence[StoredTensor]) -> int:
 
 
 def header_size_in(data: bytes) -> int:
-    """Read the size of a header from the first `LENGTH_BYTES` of its file.
-
-    Raises:
-        BlockFileError: No block file has a header of that size.
-    """
+    """Read the size of a header from the first `LENGTH_BYTES` of its file."""
     if len(data) < LENGTH_BYTES:
         raise BlockFileError(f"not a block file: {len(data)} bytes are too few")
     size = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")

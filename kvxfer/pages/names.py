@@ -28,21 +28,13 @@ _TEMPORARY_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """Block file in a store.
-
-    Attributes:
-        fingerprint: Namespace of the folder that it lies in.
-        folder: Name of the folder in there.
-        key: The key in its name.
-        num_bytes: Size of the file.
-        used: Time at which it was last written or noted as read, seconds since the epoch.
-    """
+    """Block file in a store."""
 
     fingerprint: str
-    folder: str
+    folder: str  # its name in the folder of the namespace
     key: BlockKey
     num_bytes: int
-    used: float
+    used: float  # when it was last written or noted as read, seconds since the epoch
 
     @property
     def quarantined(self) -> bool:
@@ -82,11 +74,7 @@ class OtherEntry:
 
 
 def file_name(key: BlockKey) -> str:
-    """Name the file of a key: hexadecimal digits, so that no key can leave its folder.
-
-    Raises:
-        InvalidArgumentError: The key is too long for a file name.
-    """
+    """Name the file of a key: hexadecimal digits, so that no key can leave its folder."""
     if len(key) > MAX_KEY_BYTES:
         raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
     return key.hex() + SUFFIX

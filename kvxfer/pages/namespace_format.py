@@ -22,16 +22,6 @@ class GroupFormat:
 
     A group whose chunks are tensors has files of whole chunks, which list those. Any other's
     files hold whole blocks of opaque bytes, listed as one tensor.
-
-    Attributes:
-        block_size_bytes: Bytes of one block.
-        chunk_size_bytes: Bytes of a whole chunk.
-        header_size_bytes: Bytes of the header of each file.
-        file_size_bytes: Bytes of the file of a whole chunk.
-        has_parts: Whether a file may hold a part of a chunk.
-
-    Raises:
-        InvalidArgumentError: The tensors are more than the largest header can list.
     """
 
     def __init__(self, namespace: Namespace, group: int) -> None:
@@ -89,11 +79,7 @@ class NamespaceFormat:
         return [self._formats[key[-GROUP_INDEX_BYTES:]] for key in keys]
 
     def require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        """Check that parts of chunks, which lie within these, are whole blocks.
-
-        Raises:
-            InvalidArgumentError: One is not.
-        """
+        """Check that parts of chunks, which lie within these, are whole blocks."""
         formats = self.formats(keys)
         block_sizes = np.array([each.block_size_bytes for each in formats])
         starts, sizes = blocks.payload_starts, blocks.block_sizes
@@ -157,11 +143,7 @@ class NamespaceFormat:
         return whole
 
     def data_size(self, key: BlockKey, file_size_bytes: int) -> int:
-        """Compute the bytes of data of a file, which must be such as a file of its group has.
-
-        Raises:
-            BlockFileError: No file of the group has this size.
-        """
+        """Compute the bytes of data of a file, which must be such as a file of its group has."""
         expected = self.format(key)
         num_bytes = file_size_bytes - expected.header_size_bytes
         if not expected.can_hold(num_bytes):
@@ -174,11 +156,7 @@ class NamespaceFormat:
     ) -> int:
         """Check everything that was read of a file; return the offset of its data in the chunk.
 
-        Args:
-            key: Key of the file.
-            head: Its header.
-            data: Its data.
-            into: Memory for what is decrypted, in place of that of `data`.
+        What is decrypted goes to the place of `data`, or `into` other memory.
 
         Raises:
             OtherIntegrityError: The block was stored with another integrity, or sealed with a key

@@ -31,10 +31,7 @@ SEALED_COSTS = 8
 class Pages(NamespaceFormat):
     """Pages of one namespace in a store of objects; thread-safe.
 
-    Attributes:
-        folder: Beginning of the names of this namespace's objects.
-        description_name: Name of the object that describes the namespace.
-        description: Its text.
+    The names of its objects begin with `folder`; one of them is the `description`.
     """
 
     def __init__(self, prefix: str, namespace: Namespace, digester: Digester) -> None:
@@ -46,11 +43,7 @@ class Pages(NamespaceFormat):
         self._memory = PageMemory()
 
     def name(self, key: BlockKey) -> str:
-        """Name the object of a key, as a path below the root of a file store.
-
-        Raises:
-            InvalidArgumentError: The key is too long for the name of a file.
-        """
+        """Name the object of a key, as a path below the root of a file store."""
         return self.place(key) + file_name(key)
 
     def place(self, key: bytes) -> str:
@@ -78,12 +71,9 @@ class Pages(NamespaceFormat):
         )[0]
 
     def decode(self, key: BlockKey, page: Any, block: Descriptors) -> Outcome:
-        """Verify a page, and copy what a block has of it to the block's memory.
+        """Verify a whole page, a buffer, and copy what a block has of it to the block's memory.
 
-        Args:
-            key: Key of the page.
-            page: All bytes of the object, a buffer.
-            block: The block; its memory is written only where the outcome is `DONE`.
+        That memory is written only where the outcome is `DONE`.
 
         Raises:
             OtherIntegrityError: The page was stored with another integrity.
@@ -108,8 +98,7 @@ class Pages(NamespaceFormat):
     def require_readable(self, head: memoryview) -> BlockHeader | None:
         """Read the header of a page that we can read; None if it is damaged, as a load will find.
 
-        Raises:
-            OtherIntegrityError: It has another integrity, or is sealed with another key.
+        Otherwise it is an `OtherIntegrityError`.
         """
         header = header_in(bytes(head))
         if header is not None:
@@ -117,11 +106,7 @@ class Pages(NamespaceFormat):
         return header
 
     def covers(self, key: BlockKey, head: memoryview, size_bytes: int, block: Descriptors) -> bool:
-        """Whether an object has all bytes of a block, by its header.
-
-        Raises:
-            OtherIntegrityError: The bytes are ones that we cannot read.
-        """
+        """Whether an object has all bytes of a block, by its header; see `require_readable`."""
         header = self.require_readable(head)
         if header is None or header.key != key:
             return False

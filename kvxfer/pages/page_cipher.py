@@ -33,13 +33,7 @@ class PageCipher:
 
     The checksum of a page names its key without revealing it, and has the salt and the tag.
 
-    Args:
-        secrets: Secrets of 32 bytes, at least one. Pages are sealed with the first one; those of
-            the others are read, too.
-        tenant: Name of whom the pages belong to.
-
-    Raises:
-        MissingExtraError: The package `cryptography` is not installed.
+    Pages are sealed with the first of its secrets; those of the others are read, too.
 
     Source: RFC 5869, HKDF; NIST SP 800-38D, GCM.
     """
@@ -59,17 +53,7 @@ class PageCipher:
         return key_id in self._keys_of(namespace)
 
     def encrypt(self, namespace: str, key: bytes, bound: bytes, data: memoryview) -> str:
-        """Encrypt a page in place.
-
-        Args:
-            namespace: Fingerprint of its namespace.
-            key: Its key.
-            bound: Bytes that the tag covers beside the data.
-            data: The data.
-
-        Returns:
-            The checksum.
-        """
+        """Encrypt a page in place; return the checksum, which covers the `bound` bytes, too."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         key_id, namespace_key = next(iter(self._keys_of(namespace).items()))
@@ -91,19 +75,9 @@ class PageCipher:
         data: Iterable[memoryview],
         into: memoryview | None = None,
     ) -> bool:
-        """Decrypt a page, and compare it with its tag.
+        """Decrypt a page in place, or `into` other memory; whether it is what `encrypt` was given.
 
-        Args:
-            namespace: Fingerprint of its namespace.
-            key: Its key.
-            bound: Bytes that the tag covers beside the data.
-            checksum: What `encrypt` returned.
-            data: The data, in pieces.
-            into: Memory for what is decrypted; that of each piece by default.
-
-        Returns:
-            Whether every byte is what was sealed, with a key that `knows`. What was decrypted may
-            be used only then.
+        What was decrypted may be used only then. A key that it does not know opens nothing.
         """
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes

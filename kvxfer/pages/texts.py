@@ -50,11 +50,7 @@ def describe_namespace(namespace: Namespace) -> str:
 
 
 def load_namespace(path: str) -> Namespace:
-    """Read a namespace from a `namespace.json`, wherever the file is now.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or describes no namespace.
-    """
+    """Read a namespace from a `namespace.json`, wherever the file is now."""
     try:
         return msgspec.json.decode(read_named_file(path).data, type=Namespace)
     except (OSError, ValueError, msgspec.MsgspecError) as exc:  # ValueError: a NUL in the path
@@ -64,11 +60,7 @@ def load_namespace(path: str) -> Namespace:
 
 
 def read_namespace(folder: TextFolder) -> Namespace:
-    """Read the description of a folder's namespace.
-
-    Raises:
-        BlockFileError: The file is missing, damaged, or that of another folder.
-    """
+    """Read the description of a folder's namespace; a `BlockFileError` if there is no good one."""
     try:
         namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)
     except OSError as exc:
@@ -116,11 +108,7 @@ def proof_in(record: str | None) -> str:
 
 
 def read_record(folder: TextFolder, kind: Integrity) -> str | None:
-    """Read the record of a kind; None where there is none.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Read the record of a kind; None where there is none."""
     try:
         return folder.read_text(RECORDS[kind])
     except OSError as exc:
@@ -132,15 +120,10 @@ def read_record(folder: TextFolder, kind: Integrity) -> str | None:
 def require_secret(
     folder: TextFolder, digester: Digester, heads: Iterable[bytes], where: str
 ) -> None:
-    """Check that the keyed pages of a folder are sealed with the secret of a digester.
+    """Check that the keyed pages of a folder, `where`, are sealed with the secret of a digester.
 
-    The record proves it; where it is missing or differs, some pages do.
-
-    Args:
-        folder: The folder.
-        digester: Makes seals with the secret.
-        heads: Headers of some pages of the folder, which are read in here if need be.
-        where: The folder in words.
+    The record proves it; where it is missing or differs, the headers of some pages do, `heads`,
+    which are read in here if need be.
 
     Raises:
         InvalidArgumentError: They are sealed with another secret.

@@ -23,14 +23,7 @@ READ_BYTES = 1 << 20
 def check_header(
     head: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
 ) -> BlockHeader:
-    """Read a header and compare it with its seal and with where it was found.
-
-    Args:
-        head: The header.
-        digester: Makes the seal.
-        namespace: Fingerprint in the name of the folder.
-        key: Key in the name of the file.
-        num_bytes: Bytes of the file that follow the header.
+    """Read a header and compare it with its seal, with the names of its folder and its file.
 
     Raises:
         OtherIntegrityError: The block was stored with another integrity.
@@ -68,13 +61,9 @@ def check_data(
     data: Iterable[memoryview],
     into: memoryview | None = None,
 ) -> None:
-    """Compare the data of a file with its checksum; do nothing when integrity is off.
+    """Compare the data of a file with its checksum, in pieces; do nothing when integrity is off.
 
-    Args:
-        header: Header of the file, which was verified.
-        digester: Makes the checksum, or decrypts.
-        data: The data, in pieces; sealed data is decrypted in its place.
-        into: Memory for what is decrypted, in place of that of `data`.
+    The header was verified. Sealed data is decrypted in its place, or `into` other memory.
 
     Raises:
         OtherIntegrityError: See `require_readable`.
@@ -93,12 +82,7 @@ def check_data(
 
 
 def read_header(fd: int) -> tuple[bytes, int]:
-    """Read the header of an open file, and how many bytes follow it.
-
-    Raises:
-        BlockFileError: The file cannot be a block file.
-        OSError: The file cannot be read.
-    """
+    """Read the header of an open file, and how many bytes follow it; as `cut_header`."""
     found = runtime.disk().fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("not a block file: not a regular file")
@@ -108,8 +92,7 @@ def read_header(fd: int) -> tuple[bytes, int]:
 def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
     """Read the header of a file by its leading bytes, and compute how many bytes follow it.
 
-    Raises:
-        BlockFileError: The file cannot be a block file.
+    What cannot be a block file is a `BlockFileError`.
     """
     size = header_size_in(read(LENGTH_BYTES))
     if file_size_bytes <= size:
@@ -121,9 +104,6 @@ def read_extent(fd: int) -> tuple[int, int]:
     """Read from an open file's header which bytes of its chunk it has: start and stop.
 
     `(0, 0)`, no bytes, when it is not a block file or was cut off.
-
-    Raises:
-        OSError: The file cannot be read.
     """
     try:
         head, num_bytes = read_header(fd)

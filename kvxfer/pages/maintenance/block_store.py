@@ -9,13 +9,9 @@ from kvxfer.pages.names import FoundBlock, OtherEntry
 
 
 class ByteCount(Protocol):
-    """Count of a store's bytes.
+    """Count of a store's bytes."""
 
-    Attributes:
-        used: Bytes in the store, valid inside `locked`.
-    """
-
-    used: int
+    used: int  # valid inside `locked`
 
     def locked(self) -> AbstractContextManager[None]:
         """Lock the count against all who change it."""
@@ -37,49 +33,28 @@ class OpenBlock(ABC):
 
     @abstractmethod
     def read_header(self) -> tuple[bytes, int]:
-        """Read the header, and how many bytes follow it.
-
-        Raises:
-            BlockFileError: The file cannot be a block file.
-            OSError: The file cannot be read.
-        """
+        """Read the header, and how many bytes follow it; as `cut_header`."""
 
     @abstractmethod
     def read_data(self, offset: int) -> Iterator[memoryview]:
-        """Read the bytes from `offset` on into memory of ours, piece by piece.
+        """Read the bytes from `offset` on into memory of ours; a piece is valid until the next.
 
-        A piece is valid until the next.
-
-        Raises:
-            FileNotFoundError: The file was removed or replaced meanwhile.
-            OSError: The file cannot be read.
+        A `FileNotFoundError` if the file was removed or replaced meanwhile.
         """
 
     @abstractmethod
     def quarantine(self) -> bool:
-        """Move the file to quarantine; False when it was removed or replaced meanwhile.
-
-        Raises:
-            OSError: It cannot be moved.
-        """
+        """Move the file to quarantine; False when it was removed or replaced meanwhile."""
 
 
 class StoredNamespace(ABC):
-    """Files of one namespace; thread-safe.
-
-    Attributes:
-        fingerprint: Fingerprint of the namespace.
-    """
+    """Files of one namespace; thread-safe."""
 
     fingerprint: str
 
     @abstractmethod
     def read_text(self, name: str) -> str:
-        """Read a text that lies beside the blocks.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read a text that lies beside the blocks."""
 
     @abstractmethod
     def read_head(self, block: FoundBlock) -> bytes:
@@ -87,20 +62,11 @@ class StoredNamespace(ABC):
 
     @abstractmethod
     def open(self, block: FoundBlock) -> AbstractContextManager[OpenBlock]:
-        """Open the file of a block.
-
-        Raises:
-            FileNotFoundError: It is gone.
-            OSError: It cannot be opened.
-        """
+        """Open the file of a block; a `FileNotFoundError` if it is gone."""
 
     @abstractmethod
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        """Remove files; yield the bytes of each once it is gone, None where it was not there.
-
-        Raises:
-            OSError: One cannot be removed.
-        """
+        """Remove files; yield the bytes of each once it is gone, None where it was not there."""
 
     @abstractmethod
     def remove_empty(self) -> bool:
@@ -125,12 +91,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def require(self) -> None:
-        """Check that a store is there.
-
-        Raises:
-            InvalidArgumentError: Something else is.
-            OSError: It cannot be read.
-        """
+        """Check that a store is there; an `InvalidArgumentError` if something else is."""
 
     @abstractmethod
     def fingerprints(self) -> list[str]:
@@ -144,12 +105,10 @@ class BlockStore(ABC):
     def blocks(
         self, fingerprint: str = "", *, errors: list[OSError] | None = None
     ) -> Iterator[FoundBlock]:
-        """Walk through every block file, those in quarantine included.
+        """Walk through every block file of one namespace or all, those in quarantine included.
 
-        Args:
-            fingerprint: The one namespace to walk through; all by default.
-            errors: Takes the errors of folders that cannot be opened. Without it, one for which
-                there is no permission is passed over, and any other ends the walk.
+        `errors` takes those of folders that cannot be opened. Without it, one for which there is no
+        permission is passed over, and any other ends the walk.
         """
 
     @abstractmethod

@@ -24,24 +24,14 @@ Fate: TypeAlias = Literal["num_quarantined", "num_old", "num_excess"]
 
 @dataclass(slots=True)
 class RemovedCounts:
-    """Number of files and bytes that were removed.
+    """Number of files and bytes that were removed."""
 
-    Attributes:
-        num_temporary: Temporary files of dead writers.
-        num_quarantined: Corrupt files in quarantine.
-        num_old: Blocks that were not used for too long.
-        num_excess: Blocks that were used least recently, beyond the capacity.
-        num_folders: Folders of namespaces without blocks.
-        num_bytes: Bytes that the files took on the disk, without temporary ones.
-        num_bytes_left: Bytes that are left.
-    """
-
-    num_temporary: int = 0
-    num_quarantined: int = 0
-    num_old: int = 0
-    num_excess: int = 0
-    num_folders: int = 0
-    num_bytes: int = 0
+    num_temporary: int = 0  # files of dead writers
+    num_quarantined: int = 0  # corrupt files
+    num_old: int = 0  # blocks that were not used for too long
+    num_excess: int = 0  # blocks that were used least recently, beyond the capacity
+    num_folders: int = 0  # of namespaces without blocks
+    num_bytes: int = 0  # that the files took on the disk, without temporary ones
     num_bytes_left: int = 0
 
     def add(self, fate: Fate, num_bytes: int) -> None:
@@ -57,14 +47,9 @@ class GarbageCollection:
     a removed file is a miss to them. Of each block, 16 bytes are held in memory where there is a
     capacity.
 
-    Args:
-        store: The store.
-        capacity_bytes: Bytes that may stay, None for no limit.
-        max_age_s: Seconds for which a block may stay unused, None for no limit. Engines note the
-            use of a block on the disk once an hour, and in a bucket never: there it counts since it
-            was stored.
-        check: Called between steps, of which each leaves the count right; may raise to end the
-            collection.
+    Blocks of `capacity_bytes` may stay, and each for `max_age_s` unused. Engines note the use of a
+    block on the disk once an hour, and in a bucket never: there it counts since it was stored.
+    `check` is called between steps, of which each leaves the count right; it may raise to end.
     """
 
     def __init__(
@@ -84,12 +69,7 @@ class GarbageCollection:
         self._removed = RemovedCounts()
 
     def run(self) -> RemovedCounts:
-        """Remove files, and correct the count of bytes.
-
-        Raises:
-            InvalidArgumentError: There is no store.
-            OSError: The store cannot be read, or a file cannot be removed.
-        """
+        """Remove files, and correct the count of bytes."""
         self._store.require()
         with contextlib.closing(self._open_count()) as count:
             self._collect(count)

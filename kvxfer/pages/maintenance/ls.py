@@ -15,23 +15,14 @@ from kvxfer.storage.keys import Namespace
 class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks and bytes of one namespace.
 
-    Attributes:
-        fingerprint: Fingerprint of the namespace.
-        namespace: The namespace; None when its `namespace.json` is missing or damaged.
-        integrity: Kinds of integrity that its blocks may have.
-        num_blocks: Files that a lookup can find.
-        num_bytes: Bytes that they take on the disk, headers included.
-        oldest_use: Last use of the least recently used block, seconds since the epoch, exact to an
-            hour; None without blocks.
-        newest_use: Last use of the most recently used block.
-        num_quarantined: Corrupt files in quarantine.
-        quarantined_bytes: Bytes that they take on the disk.
+    Bytes are those on the disk, headers included. Uses are seconds since the epoch, exact to an
+    hour: the last one of the least and of the most recently used block, None without blocks.
     """
 
     fingerprint: str
-    namespace: Namespace | None
-    integrity: tuple[Integrity, ...]
-    num_blocks: int
+    namespace: Namespace | None  # None when its `namespace.json` is missing or damaged
+    integrity: tuple[Integrity, ...]  # that its blocks may have
+    num_blocks: int  # that a lookup can find
     num_bytes: int
     oldest_use: float | None
     newest_use: float | None
@@ -40,12 +31,7 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_usage(store: BlockStore) -> list[NamespaceUsage]:
-    """Walk through a store and count per namespace, in the order of fingerprints; blocks.
-
-    Raises:
-        InvalidArgumentError: There is no store.
-        OSError: The store cannot be read.
-    """
+    """Walk through a store and count per namespace, in the order of fingerprints; blocks."""
     store.require()
     return [_measure(store, fingerprint) for fingerprint in store.fingerprints()]
 
