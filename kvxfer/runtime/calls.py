@@ -65,11 +65,7 @@ async def wait_for_all(
     *,
     within_s: float | None = None,
 ) -> None:
-    """Wait as `wait_despite_cancel` until all have ended; their results are the caller's to fetch.
-
-    Raises:
-        asyncio.CancelledError: See `wait_despite_cancel`.
-    """
+    """Wait as `wait_despite_cancel` until all have ended; the caller fetches their results."""
     try:
         for future in futures:
             await _until_done(future)
@@ -95,13 +91,7 @@ async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None
 
 
 async def outlive_caller(call: "Work[T]") -> T:
-    """Await a call that goes on when its caller is cancelled; its error is then nobody's.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled.
-        BackendUnavailableError: The call was, and the caller was not.
-        Exception: Those of the call.
-    """
+    """Await a call as `await_call`; it goes on when its caller is cancelled, its error nobody's."""
     future = _begun(call)
     if not isinstance(future, Future):
         future.add_done_callback(fetch_error)
@@ -184,12 +174,7 @@ class Once:
         return task.exception() is None
 
     async def run(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Make the attempt, or wait for the one that is under way on this event loop.
-
-        Raises:
-            BackendUnavailableError: Something in the attempt was cancelled, and the caller was not.
-            Exception: Those of the attempt.
-        """
+        """Make the attempt, or wait for the one of this event loop, as `outlive_caller` does."""
         task, loop = self._task, asyncio.get_running_loop()
         if not self.is_done and (task is None or task.done() or task.get_loop() is not loop):
             self._task = task = loop.create_task(attempt())

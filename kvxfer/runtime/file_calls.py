@@ -44,15 +44,9 @@ def _sync_file_system(fd: int) -> None:
 class Disk:
     """Calls of the operating system for files and folders: those of `os` and `fcntl`, by name.
 
-    All raise `OSError`.
-
-    Attributes:
-        read_pieces: `preadv` into the array of `struct iovec` at an address; takes the descriptor,
-            the address, the number of pieces and the offset in the file.
-        write_pieces: The same for `pwritev`.
-        sync_file_system: `syncfs` of the file system of a descriptor.
-        locked: Descriptors that a forked child closes at once: there a lock would outlive this
-            process.
+    `read_pieces` and `write_pieces` are `preadv` and `pwritev` with the array of `struct iovec` at
+    an address; they take the descriptor, the address, the number of pieces and the offset in the
+    file. A forked child closes the `locked` descriptors: there a lock would outlive this process.
     """
 
     def __init__(self) -> None:

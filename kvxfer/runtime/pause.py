@@ -28,17 +28,9 @@ def uniform(low: float, high: float) -> float:
 class Pause:
     """Pause after failures in a row: each is twice as long as the one before.
 
-    It is told the time and never waits: its owner sleeps, sets a timer or refuses calls.
-
-    Args:
-        first_s: Seconds after the first failure.
-        longest_s: Bound on the seconds; by default all pauses are as long as the first.
-        uniform: Draws the share of each pause that is kept, from a half on: processes that failed
-            together must not come back together. By default all of it is.
-
-    Attributes:
-        num_failures: Failures in a row.
-        until: End of the present pause.
+    It is told the time and never waits: its owner sleeps, sets a timer or refuses calls. Without
+    `longest_s` all pauses are as long as the first. `uniform` draws the share of each pause that is
+    kept, from a half on: processes that failed together must not come back together.
     """
 
     def __init__(

@@ -190,13 +190,7 @@ def wait_futures(
 
 
 def result(future: Future[T], timeout_s: float | None = None) -> T:
-    """Block until a future is done; return its result.
-
-    Raises:
-        TimeoutError: It is not done in time.
-        concurrent.futures.CancelledError: It was cancelled.
-        Exception: That of the future.
-    """
+    """Block until a future is done; return its result, or a `TimeoutError` if it is late."""
     if not future.done():
         _current.wait_futures([future], timeout_s)
     return future.result(0)
@@ -216,12 +210,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def connect(
     host: str, port: int, *, tls: ssl.SSLContext | None, buffer_bytes: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a server by the running event loop, which is one of the runtime.
-
-    Raises:
-        OSError: It cannot be reached; `ssl.SSLError` is one.
-        UnicodeError: The host is no name of one.
-    """
+    """Connect to a server by the running event loop; an `OSError`, or `UnicodeError` of a name."""
     return await asyncio.open_connection(host, port, ssl=tls, limit=buffer_bytes)
 
 

@@ -221,12 +221,8 @@ async def run_aside(name: str, func: Callable[[], T]) -> T:
 class LoopThread:
     """Event loop on its own thread, from construction to `stop`; others make blocking calls.
 
-    Attributes:
-        is_ending: Whether the tasks that were left are cancelled: what is submitted now may never
-            begin.
-
-    Raises:
-        RuntimeError: No thread can be started, as at the end of the interpreter.
+    While it `is_ending`, what is submitted may never begin. A `RuntimeError` if no thread can be
+    started, as at the end of the interpreter.
     """
 
     def __init__(self, name: str) -> None:
@@ -245,12 +241,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine on the loop and block until its end, from any other thread.
-
-        Raises:
-            TimeoutError: The end did not come in time; the work goes on.
-            Exception: That of the work.
-        """
+        """Run a coroutine on the loop and block until its end; work that is late goes on."""
         return result(self.submit(work), timeout_s)
 
     def stop(self) -> None:

@@ -190,8 +190,7 @@ class IsolatedTier:
     async def drain_of(self, blocks: Descriptors) -> None:
         """Wait until no request touches the buffer of a caller that has these blocks.
 
-        Raises:
-            BackendUnavailableError: The tier may touch it for ever.
+        A `BackendUnavailableError` if the tier may touch it for ever.
         """
         mine = set(map(id, blocks.owners))
         for ended, others in list(self._requests.items()):
@@ -218,8 +217,7 @@ class IsolatedTier:
     ) -> AbstractAsyncContextManager[StagedBlocks]:
         """Hold a staging buffer for blocks on their way from or to this tier.
 
-        Raises:
-            TimeoutError: None came back within `TierTimeouts.move_s`, in which each should.
+        A `TimeoutError` if none came back within `TierTimeouts.move_s`, in which each should.
         """
         return self._staging.hold(sizes, starts, share=self._share, timeout_s=self._timeouts.move_s)
 

@@ -25,19 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Block that a tier has stored, and that the tiers below are to get.
+    """Block that a tier, the source, has stored, and that the tiers below are to get.
 
-    Attributes:
-        source: Index of the tier.
-        start: Byte of its chunk at which the block begins.
-        num_bytes: Its bytes, maybe only a part of the chunk.
-        is_new: Whether it is known that the tiers below do not have it.
-        may_have: Indices of the tiers that had the chunk before, or did not say whether.
+    It is new if the tiers below are known not to have it; tiers `may_have` it that had the chunk
+    before, or did not say whether.
     """
 
     source: int
-    start: int
-    num_bytes: int
+    start: int  # byte of its chunk at which the block begins
+    num_bytes: int  # maybe only a part of the chunk
     is_new: bool = field(compare=False)
     may_have: frozenset[int] = field(default=frozenset(), compare=False)
 
@@ -104,11 +100,7 @@ class TierWriter:
         await self._settled.wait()
 
     async def flush(self) -> None:
-        """Wait until no block of now waits or is being copied, however many are added since.
-
-        Raises:
-            ClosedError: The writer was cancelled meanwhile, which drops blocks.
-        """
+        """Wait until no block of now waits or is being copied, however many are added since."""
         mark = self.queue.mark()
         while self.queue.has_older(mark):
             self._run()

@@ -65,9 +65,7 @@ def tiers_of(backend: Backend) -> list[Backend]:
 class _Batch:
     """Batch whose blocks are tried in one tier after the other.
 
-    Attributes:
-        outcomes: The most informative outcome of each block so far, with the memory safety of the
-            last tier that it was tried in.
+    The outcome of each is the most informative so far, as memory-safe as the last tier says.
     """
 
     def __init__(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
@@ -427,11 +425,7 @@ class TieredBackend(TellsKept):
             logger.warning("staging memory is still in use after %g s", self._close_s)
 
     async def _find(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
-        """Find the keys that the first tier has, or that a lower one has: verified, or in part.
-
-        Returns:
-            For each key that was found, the name of its tier.
-        """
+        """Find the keys that the first tier has, or a lower one, verified or in part; and which."""
         found = dict.fromkeys(await self._first.ask(keys) or (), self._first.reports.tier)
         for tier in self._lower:
             below = await tier.ask([key for key in keys if key not in found]) or set()
@@ -483,10 +477,8 @@ class TieredBackend(TellsKept):
     ) -> list[int]:
         """Store each block in the lower tier that has its key already, perhaps only a part of it.
 
-        Tiers that give no answer become `silent` ones.
-
-        Returns:
-            Indices of `left` that no lower tier has, or could store.
+        Tiers that give no answer become `silent` ones. Returns the indices of `left` that no lower
+        tier has, or could store.
         """
         for tier in self._lower:
             keys = [key for key in (batch.keys[index] for index in left) if key not in there]

@@ -9,23 +9,14 @@ from kvxfer.storage.keys import BlockKey
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Block that requests want.
-
-    Attributes:
-        num_requests: Number of these requests.
-        waiting: Those of them that asked the lower tier, in their order.
-        is_asked: Whether the lower tier was asked for it, or need not be.
-        found: Whether the lower tier has it; None while that is not known.
-        slot: Slot in the first tier that is pinned for the requests; None without one.
-        checked: Outcome of the verification of that slot; None before.
-    """
+    """Block that requests want."""
 
     num_requests: int = 0
-    waiting: dict[str, None] | None = None
-    is_asked: bool = False
-    found: bool | None = None
-    slot: int | None = None
-    checked: Outcome | None = None
+    waiting: dict[str, None] | None = None  # requests that asked the lower tier, in their order
+    is_asked: bool = False  # the lower tier was asked for it, or need not be
+    found: bool | None = None  # whether the lower tier has it; None while that is not known
+    slot: int | None = None  # in the first tier, pinned for the requests
+    checked: Outcome | None = None  # of the verification of that slot
 
 
 class WantedBlocks:
@@ -45,9 +36,7 @@ class WantedBlocks:
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = Wanted()
-        keys = self._keys_of.get(req_id)
-        if keys is None:
-            keys = self._keys_of[req_id] = {}
+        keys = self._keys_of.setdefault(req_id, {})
         if key not in keys:
             keys[key] = None
             block.num_requests += 1
@@ -116,9 +105,8 @@ class WantedBlocks:
     def release(self, req_id: str) -> tuple[list[BlockKey], list[BlockKey]]:
         """Note that a request wants no block any more; running lookups go on.
 
-        Returns:
-            Keys whose slots were pinned for it, in the order of its lookups, and those of them that
-            are pinned for no other request: the caller is to unpin these.
+        Returns the keys whose slots were pinned for it, in the order of its lookups, and those of
+        them that are pinned for no other request: the caller is to unpin these.
         """
         used: list[BlockKey] = []
         unpinned: list[BlockKey] = []

@@ -25,19 +25,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
-    """Block of the queue.
-
-    Attributes:
-        number: Smaller for a block that waits for longer, under whatever entries of its key.
-        num_failures: Failures while the tier worked for other blocks; there is no retry from
-            `MAX_ATTEMPTS` on.
-        pause: Pause after it was put off.
-    """
+    """Block of the queue."""
 
     block: T
-    number: int
-    num_failures: int = 0
-    pause: Pause | None = None
+    number: int  # smaller for a block that waits for longer, under whatever entries of its key
+    num_failures: int = 0  # while the tier worked for others; no retry from `MAX_ATTEMPTS` on
+    pause: Pause | None = None  # after it was put off
 
 
 class WriteBackQueue(Generic[T]):
@@ -169,11 +162,7 @@ class WriteBackQueue(Generic[T]):
     def end(
         self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]
     ) -> list[BlockKey]:
-        """End blocks that were tried together; those that failed are retried.
-
-        Returns:
-            Those that are not retried any more.
-        """
+        """End blocks that were tried together; return those that failed and are not retried."""
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
             self.pause.reset()
@@ -188,10 +177,7 @@ class WriteBackQueue(Generic[T]):
     def put_off(self, now: float, keys: Iterable[BlockKey], *, failed: bool) -> list[BlockKey]:
         """End blocks that could not be read above, which says nothing of the tier; retry them.
 
-        A read that `failed` counts as an attempt.
-
-        Returns:
-            Those that are not retried any more.
+        A read that `failed` counts as an attempt. Returns those that are not retried any more.
         """
         given_up = []
         for key in keys:
@@ -221,11 +207,7 @@ class WriteBackQueue(Generic[T]):
             self._taken.pop(key, None)
 
     def clear(self, prefix: bytes = b"") -> list[BlockKey]:
-        """Forget every block whose key begins with a prefix, also those that are being copied.
-
-        Returns:
-            Their keys.
-        """
+        """Forget the blocks of a prefix, also those that are being copied; return their keys."""
         known = self._put_off | self._waiting | self._taken
         forgotten = [key for key in known if key.startswith(prefix)]
         for key in forgotten:
