@@ -53,9 +53,8 @@ async def delete_from(
 ) -> tuple[set[BlockKey], set[BlockKey]]:
     """Delete keys in a place, perhaps one of several.
 
-    Returns:
-        The keys whose blocks were removed, and those whose blocks stay, such as blocks in use, or
-        may stay. The others were not there.
+    Returns the keys whose blocks were removed, and those whose blocks stay, such as blocks in use,
+    or may stay. The others were not there.
     """
     if (telling := _find_telling(place)) is not None:
         return await telling.delete_or_keep(keys)
@@ -69,8 +68,7 @@ async def delete_from(
 async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool]:
     """Delete keys for a caller that learns what was removed, and looks up the others itself.
 
-    Raises:
-        BackendUnavailableError: Blocks may stay that no lookup finds; others may be removed.
+    A `BackendUnavailableError` if blocks may stay that no lookup finds; others may be removed.
     """
     if (telling := _find_telling(place)) is None:
         return await place.delete(keys)
@@ -119,12 +117,7 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
 
 
 async def wait_for_begun(begun: Begun) -> list[Outcome]:
-    """Wait for the outcomes of a transfer that was begun, also when cancelled, with no thread.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled; the transfer has ended.
-        DeviceLostError: The device is gone.
-    """
+    """Wait for the outcomes of a transfer that was begun, also when cancelled, with no thread."""
     cancelled: asyncio.CancelledError | None = None
     began = runtime.monotonic()
     try:
@@ -180,11 +173,7 @@ async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> 
 
 
 async def wait_for_mark(mark: StreamMark | None) -> None:
-    """Wait until a device has reached a mark; for those whose transfers a device does not order.
-
-    Raises:
-        DeviceLostError: The device is gone.
-    """
+    """Wait until a device has reached a mark; for those whose transfers a device does not order."""
     if mark is None:
         return
     began = runtime.monotonic()

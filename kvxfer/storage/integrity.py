@@ -53,11 +53,7 @@ class Integrity(enum.Enum):
         return other is self or (self is Integrity.OFF and other is not Integrity.SEALED)
 
     def require_keyless(self) -> None:
-        """Check that this grade needs no secret; for backends that cannot be given one.
-
-        Raises:
-            InvalidArgumentError: The grade is `KEYED` or `SEALED`.
-        """
+        """Check that this grade needs no secret; for backends that cannot be given one."""
         if self.needs_secret:
             raise InvalidArgumentError("integrity", self.value, "'off' or 'fast'")
 
@@ -90,9 +86,6 @@ def read_secret(path: str) -> bytes | None:
 
     A file that every user can read or replace is taken with a warning: Kubernetes mounts secrets
     with mode 0644 where nothing else is asked for.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read.
     """
     if not path:
         return None
@@ -111,9 +104,6 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     """Compute the XXH3-64 of the payload of each block in host memory; blocks the thread.
 
     The copy engine gathers small fragments.
-
-    Raises:
-        InvalidArgumentError: The blocks are in memory of a GPU, which no processor reads.
 
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """

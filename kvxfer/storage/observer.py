@@ -96,23 +96,13 @@ class Gauge(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Batch that a tier stored or loaded, or failed to.
-
-    Attributes:
-        tier: Name of the tier.
-        operation: `STORE` or `LOAD`.
-        keys: Keys of the batch.
-        outcomes: One per key.
-        bytes_of: Bytes of the blocks of each status, as far as they are known.
-        seconds: Time of the call.
-        cause: Why it was moved.
-    """
+    """Batch that a tier stored or loaded, or failed to."""
 
     tier: str
     operation: Operation
     keys: Sequence[BlockKey]
     outcomes: Sequence[Outcome]
-    bytes_of: Mapping[Status, int]
+    bytes_of: Mapping[Status, int]  # of the blocks of each status, as far as they are known
     seconds: float
     cause: Cause = Cause.REQUEST
 
@@ -126,35 +116,24 @@ class Moved:
 class Asked:
     """Question to one tier which of these keys it has; see `LookedUp` for the answer to an engine.
 
-    Attributes:
-        tier, keys, seconds: As of `Moved`.
-        found: Whether the tier has each of the keys; what it has may turn out to be corrupt. None
-            has it where there was no answer.
-        status: `DONE`, or `TIMED_OUT` or `FAILED` where there was no answer.
+    What it has may turn out to be corrupt. None is found where there was no answer.
     """
 
     tier: str
     keys: Sequence[BlockKey]
     found: Sequence[bool]
     seconds: float
-    status: Status = Status.DONE
+    status: Status = Status.DONE  # or `TIMED_OUT` or `FAILED` where there was no answer
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Lookup of an engine that was answered.
-
-    Attributes:
-        keys: Keys of the batch.
-        tiers: Name of the tier that finally gave each block, empty for a miss.
-        seconds: Time of the call.
-        bytes_of: Bytes of the blocks of each of these names, as far as they are known.
-    """
+    """Lookup of an engine that was answered."""
 
     keys: Sequence[BlockKey]
-    tiers: Sequence[str]
+    tiers: Sequence[str]  # that finally gave each block, empty for a miss
     seconds: float
-    bytes_of: Mapping[str, int] = field(default_factory=dict)
+    bytes_of: Mapping[str, int] = field(default_factory=dict)  # by tier, as far as they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +148,8 @@ class Added:
 class Removed:
     """Blocks that are no longer in a tier.
 
-    Attributes:
-        tier, keys: As of `Moved`.
-        reason: Why.
-        namespace: Fingerprint of the blocks' namespace, where it is another one than the tier's:
-            stores in files evict blocks of any.
+    The fingerprint of their namespace is given where it is another one than the tier's: stores in
+    files evict blocks of any.
     """
 
     tier: str
@@ -184,17 +160,11 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Call that missed its deadline.
+    """Call that missed its deadline."""
 
-    Attributes:
-        tier: Name of the tier; `ENGINE` for a call of an engine.
-        operation: The call.
-        keys: Blocks that have no other outcome.
-    """
-
-    tier: str
+    tier: str  # or `ENGINE` for a call of an engine
     operation: Operation
-    keys: Sequence[BlockKey]
+    keys: Sequence[BlockKey]  # that have no other outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,38 +194,24 @@ class NotWrittenBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Batch of an engine that has ended: with the time in its queue, and all that was tried.
-
-    Attributes:
-        operation, keys, outcomes: As of `Moved`.
-        num_bytes: Bytes of the blocks that are done.
-        seconds: From submission to the end.
-        waited_s: Longest time that one of its pieces waited for its share of the bytes in flight.
-    """
+    """Batch of an engine that has ended: with the time in its queue, and all that was tried."""
 
     operation: Operation
     keys: Sequence[BlockKey]
     outcomes: Sequence[Outcome]
-    num_bytes: int
-    seconds: float
-    waited_s: float
+    num_bytes: int  # of the blocks that are done
+    seconds: float  # from submission to the end
+    waited_s: float  # the longest that one of its pieces waited for its share of bytes in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Request of an engine that is scheduled.
-
-    Attributes:
-        request_id: The engine's name of it.
-        keys: Blocks of its prompt, in order, group after group.
-        tiers: Tier that gives each block, empty for a miss, None where it was not looked up.
-        reason: Why blocks were refused, if one reason holds for all.
-    """
+    """Request of an engine that is scheduled."""
 
     request_id: str
-    keys: Sequence[BlockKey]
-    tiers: Sequence[str | None]
-    reason: str = ""
+    keys: Sequence[BlockKey]  # of its prompt, in order, group after group
+    tiers: Sequence[str | None]  # empty for a miss, None for a block that was not looked up
+    reason: str = ""  # why blocks were refused, if one reason holds for all
 
 
 Event: TypeAlias = (
@@ -290,12 +246,7 @@ class Observer(ABC):
         """Note an event; its sequences must not be changed, and may be kept."""
 
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: B027 - events are enough for most
-        """Take a function that tells the state of a tier; there may be several of one tier.
-
-        Args:
-            tier: Name of the tier, or `ENGINE`.
-            ask: Gives the present values. Those of several functions of one tier add up.
-        """
+        """Take a function that tells the state of a tier; values of several of one tier add up."""
 
 
 class Reports:

@@ -63,16 +63,9 @@ def portable_namespace(
     differ: the mappings describe these differences. A difference that they cannot describe is part
     of a tensor's encoding, and so of the namespace.
 
-    Every shard of a group is a group of its own here, as `shard_groups` numbers them.
-
-    Args:
-        namespace: Identity of the pages, with whatever is not in their tensors.
-        mappings: Page mapping of each group.
-        specs: Spec of each group, of which windows count: the values of a layer depend on what
-            those before it attend to. None where `config_hash` has the windows.
-
-    Raises:
-        InvalidArgumentError: A tensor has a data type that a file cannot name.
+    Every shard of a group is a group of its own here, as `shard_groups` numbers them. The windows
+    of `specs` count: the values of a layer depend on what those before it attend to. There are none
+    where `config_hash` has the windows.
     """
     return msgspec.structs.replace(
         namespace,
@@ -94,11 +87,7 @@ def portable_namespace(
 
 
 def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
-    """List for each group the portable namespace's groups of the shards that a worker holds.
-
-    Raises:
-        PageMappingError: The worker holds only a part of some shard.
-    """
+    """List for each group the portable namespace's groups of the shards that a worker holds."""
     firsts = accumulate((len(mapping.page.shards) for mapping in mappings[:-1]), initial=0)
     return [
         [first + shard for shard in mapping.shards]
@@ -138,14 +127,10 @@ class PortableBackend(TellsKept, WrappingBackend):
     A block is the shards of a portable page that the worker holds, one after the other, as
     `BlockDescriber` describes them with the same mappings. Each is stored under the key of its
     page and its own group. Workers that hold the same bytes take turns, by key: a store by a
-    worker whose turn it is not is `DONE` without writing any byte.
+    worker whose turn it is not is `DONE` without writing any byte. A worker that holds only a part
+    of some shard is refused with a `PageMappingError`.
 
-    Args:
-        backend: Opened with `portable_namespace`; closed with this one.
-        mappings: One per group of this worker's caches.
-
-    Raises:
-        PageMappingError: The worker holds only a part of some shard.
+    The inner backend is opened with `portable_namespace`, and closed with this one.
     """
 
     passes_on = frozenset({Purgeable})  # keys of shards begin as those of their pages

@@ -40,16 +40,11 @@ async def touched_by_none() -> None:
 
 
 class StagedBlocks:
-    """Blocks in a staging buffer that is held.
-
-    Attributes:
-        blocks: Descriptors of the blocks in the buffer.
-        drains: What has to be called, and return, before only the holder can touch the buffer.
-    """
+    """Blocks in a staging buffer that is held."""
 
     def __init__(self, blocks: Descriptors, drain: Drain) -> None:
         self.blocks = blocks
-        self.drains: list[Drain] = []
+        self.drains: list[Drain] = []  # to return before only the holder can touch the buffer
         self._drain = drain
 
     @property
@@ -113,13 +108,9 @@ class Share(asyncio.Semaphore):
 
 @runtime_checkable
 class SharesBuffers(Protocol):
-    """Backend of several media, of which one that hangs keeps its share of a caller's buffers.
+    """Backend of several media, of which one that hangs keeps its share of a caller's buffers."""
 
-    Attributes:
-        num_shares: Buffers that a caller has at least: one for each medium.
-    """
-
-    num_shares: int
+    num_shares: int  # buffers that a caller has at least: one for each medium
 
     def share_out(self, num_buffers: int) -> None:
         """Let no medium but the first have all buffers of the caller, which has so many."""
@@ -201,11 +192,8 @@ class StagingMemory:
         A buffer that is not quiet then, or whose context ends by an error or a cancellation, goes
         back only after it was drained: a transfer may still write to it. Of waiting callers that of
         the lowest priority is the first, equal ones in order of arrival. The blocks, which begin at
-        the byte `starts[i]` of their chunks, have to fit into a buffer together.
-
-        Raises:
-            ClosedError: The buffers were withdrawn.
-            TimeoutError: No buffer came back in time.
+        the byte `starts[i]` of their chunks, have to fit into a buffer together. Raises
+        `ClosedError` once the buffers were withdrawn, `TimeoutError` if none came back in time.
         """
         async with asyncio.timeout(timeout_s):
             buffer = await self._take(share, priority)
@@ -304,11 +292,7 @@ def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> De
 
 
 def allocate_aligned(num_bytes: int) -> Buffer:
-    """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`.
-
-    Raises:
-        InvalidArgumentError: There is not as much.
-    """
+    """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`."""
     try:
         memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
     except (MemoryError, ValueError) as exc:  # numpy counts no more than 2**63
