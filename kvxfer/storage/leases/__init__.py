@@ -1,12 +1,6 @@
 """Leases: how long the blocks of a ticket stay in place for readers, and the lender of them."""
 
-from kvxfer.storage.leases.book import MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
+from kvxfer.storage.leases.book import MAX_TICKET_CHARACTERS, require_ticket
 from kvxfer.storage.leases.cache_lender import CacheLender, Held
 
-__all__ = [
-    "MAX_TICKET_CHARACTERS",
-    "CacheLender",
-    "Held",
-    "LeaseBook",
-    "require_ticket",
-]
+__all__ = ["MAX_TICKET_CHARACTERS", "CacheLender", "Held", "require_ticket"]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvxfer import runtime
-from kvxfer.checks import require_number, require_text
+from kvxfer.checks import require_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
 
@@ -17,11 +17,7 @@ blocks for as long as it lives."""
 
 
 def require_ticket(name: str, value: object) -> str:
-    """Check the text of a ticket.
-
-    Raises:
-        InvalidArgumentError: It is not text, empty, too long, or has control characters.
-    """
+    """Check that a ticket is text, not empty, not too long, and without control characters."""
     ticket = require_text(name, value)
     if not 1 <= len(ticket) <= MAX_TICKET_CHARACTERS or not ticket.isprintable():
         expected = f"1 to {MAX_TICKET_CHARACTERS} printable characters"
@@ -65,13 +61,10 @@ class LeaseBook:
     a longer prompt has there. A release or hold of a ticket that is not known, e.g. before its
     first offer, does nothing: its lease ends it. So the book is no larger than what is offered and
     has not ended. A complete ticket ends after `LONGEST_S` in spite of those that hold it.
-
-    Raises:
-        InvalidArgumentError: A time is not a number of at least 0.
     """
 
     def __init__(self, lease_s: float) -> None:
-        self._lease_s = require_number("lease_s", lease_s)
+        self._lease_s = lease_s
         self._tickets: dict[str, _Ticket] = {}
         self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of a key, the oldest first
         self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # of a block: tickets of each key
@@ -89,17 +82,10 @@ class LeaseBook:
         return len(self._offers)
 
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
-        """Offer blocks under a ticket, which is new or open.
+        """Offer blocks under a ticket, which is new or open; return those not offered until now.
 
         The same ones may be offered under several tickets, a key may have several blocks, and a
         block several keys. With the last ones the ticket is complete, and the lease begins.
-
-        Returns:
-            Those of the blocks that were not offered until now.
-
-        Raises:
-            InvalidArgumentError: The ticket is no printable text, or is complete or revoked.
-                Nothing was changed.
         """
         ticket = require_ticket("ticket", ticket)
         entry = self._tickets.get(ticket, _Ticket())
@@ -141,10 +127,8 @@ class LeaseBook:
     def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
         """Drop a holder from every ticket; those that it held alone run out.
 
-        Args:
-            holder: Who held them.
-            heard: Time, of `runtime.monotonic`, at which it was last heard: they run from then.
-            numbers: Only these holds end, each the latest one of its ticket.
+        They run from the time at which it was last heard, by `runtime.monotonic`. Of `numbers`,
+        only these holds end, each the latest one of its ticket.
         """
         expires = heard + self._lease_s
         for entry in self._tickets.values():
@@ -173,11 +157,7 @@ class LeaseBook:
         return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Pin blocks, until each is unpinned as often: tickets do not end meanwhile.
-
-        Raises:
-            InvalidArgumentError: A block is not offered; nothing was pinned.
-        """
+        """Pin offered blocks, until each is unpinned as often: no ticket of them ends meanwhile."""
         blocks = list(blocks)
         for block in blocks:
             if block not in self._offers:
@@ -185,12 +165,7 @@ class LeaseBook:
         self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Unpin blocks, which may be offered no more.
-
-        Raises:
-            InvalidArgumentError: A block is not pinned, or less often than it appears; nothing was
-                changed.
-        """
+        """Unpin blocks, which may be offered no more."""
         counts = Counter(blocks)
         for block, count in counts.items():
             if self._pins[block] < count:

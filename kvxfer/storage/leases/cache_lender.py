@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvxfer.checks import find_repeated, require_flag, require_instance, require_integers
+from kvxfer.checks import find_repeated, require_integers
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import (
     BlockIdError,
@@ -73,10 +73,6 @@ class CacheLender(Lender):
     readers do not reach the caches. With `hash_early`, checksums are computed when blocks are
     offered, so that their first reader does not wait for them; else when they are first lent to a
     reader that asks for them. Threads and copy engine are closed by their maker, after this.
-
-    Raises:
-        InvalidArgumentError: An argument is out of range or of another type; caches are on several
-            devices; or blocks that no processor reads are to be hashed early.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class CacheLender(Lender):
         staging_bytes: int | None = None,
         hash_early: bool = False,
     ) -> None:
-        require_instance("description", description, bytes)
         self._describer = BlockDescriber(caches)
         groups = range(self._describer.num_groups)
         self._sizes = [self._describer.block_size_bytes(group) for group in groups]
@@ -101,7 +96,7 @@ class CacheLender(Lender):
         if len(devices) > 1:
             raise InvalidArgumentError("caches", sorted(map(str, devices)), "all on one device")
         [self._device] = devices
-        self._hash_early = require_flag("hash_early", hash_early)
+        self._hash_early = hash_early
         if hash_early:
             self._require_hashable("hash_early", hash_early)
         self.description = description
@@ -135,21 +130,11 @@ class CacheLender(Lender):
         """Offer blocks under a ticket, whose bytes are final and stay until it has ended.
 
         The ticket is new or open; `block_ids` are integers `(len(keys),)`, one block for each key.
-        With `complete`, these are its last blocks.
-
-        Raises:
-            InvalidArgumentError: A key is no block key, a block is the null block, or `LeaseBook`
-                refuses the offer.
-            LengthMismatchError: There is not one block per key.
-            DuplicateError: A key, or a block of a group, appears twice.
-            UnknownGroupError: The caches do not have a key's group.
-            BlockIdError: The caches do not have a block.
-            ClosedError: The lender was closed.
+        With `complete`, these are its last blocks. An offer that is refused changes nothing.
         """
         self._guard.check()
         self._expire()
         slots = self._slots(keys, block_ids)
-        complete = require_flag("complete", complete)
         added = self.book.offer(ticket, dict(zip(keys, slots, strict=True)), complete=complete)
         self._generations.change(added)
         if self._hash_early:
@@ -207,11 +192,6 @@ class CacheLender(Lender):
 
         With staging memory every block has a checksum, and those that do not fit into one buffer
         with the rest are `FAILED`.
-
-        Raises:
-            InvalidArgumentError: A group does not exist, a part is not a whole block, or checksums
-                of a GPU's memory are asked for.
-            DeviceError: The driver of a device refused to copy.
         """
         self._guard.check()
         self._require_whole(wanted)
