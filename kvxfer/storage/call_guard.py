@@ -17,11 +17,24 @@ FEW_BLOCKS = 12
 """Blocks of a batch that are checked sooner one by one than by numpy."""
 
 
-def outside_of(
-    limits: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Tell which parts are empty or not within their block of `limits[i]` bytes; no sum wraps."""
-    return (starts < 0) | (sizes < 1) | (starts > limits - sizes)
+def chunk_bytes(keys: Sequence[BlockKey], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the bytes of the chunk of each key, by its group, which must be there."""
+    groups = groups_of(keys)
+    if int(groups.max()) >= len(sizes):
+        key = keys[int(groups.argmax())]
+        raise InvalidArgumentError("key", key, f"a group below {len(sizes)}")
+    return sizes[groups]
+
+
+def require_within(
+    chunks: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> None:
+    """Check that blocks are not empty, and within their chunks of as many bytes; no sum wraps."""
+    outside = (starts < 0) | (sizes < 1) | (starts > chunks - sizes)
+    if outside.any():
+        at = int(outside.argmax())
+        what, found = f"start and size of keys[{at}]", (int(starts[at]), int(sizes[at]))
+        raise InvalidArgumentError(what, found, f"within its chunk of {chunks[at]} bytes")
 
 
 class CallGuard:
@@ -76,18 +89,9 @@ class CallGuard:
         require_batch(keys, *blocks)
         if not self.chunk_sizes or (len(keys) <= FEW_BLOCKS and self._fit(keys, blocks)):
             return
-        groups = groups_of(keys)
-        if int(groups.max()) >= len(self.chunk_sizes):
-            key = keys[int(groups.argmax())]
-            raise InvalidArgumentError("key", key, f"a group below {len(self.chunk_sizes)}")
+        chunks = chunk_bytes(keys, self._limits)
         for each in blocks:
-            outside = outside_of(self._limits[groups], each.payload_starts, each.block_sizes)
-            if outside.any():
-                at = int(outside.argmax())
-                start, size = int(each.payload_starts[at]), int(each.block_sizes[at])
-                what = f"start and size of a block of group {groups[at]}"
-                limit = f"within its chunk of {self.chunk_sizes[groups[at]]} bytes"
-                raise InvalidArgumentError(what, (start, size), limit)
+            require_within(chunks, each.payload_starts, each.block_sizes)
 
     def _fit(self, keys: Sequence[BlockKey], batches: Sequence[Descriptors]) -> bool:
         """Whether few keys and blocks fit, which numpy takes longer to find out."""

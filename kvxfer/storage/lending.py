@@ -16,9 +16,9 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
-from kvxfer.storage.call_guard import outside_of
+from kvxfer.storage.call_guard import chunk_bytes, require_within
 from kvxfer.storage.integrity import checksum_blocks
-from kvxfer.storage.keys import BlockKey, Namespace, groups_of
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.staging_memory import StagedBlocks, staging_of
 
 GENERATION_BYTES = 8
@@ -27,16 +27,10 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """Parts of blocks that a reader wants or a writer offers.
+    """Parts of blocks that a reader wants or a writer offers."""
 
-    Attributes:
-        keys: Keys of the blocks, each once.
-        starts: Byte of its chunk at which each part begins.
-        sizes: Bytes of each part.
-    """
-
-    keys: Sequence[BlockKey]
-    starts: Sequence[int]
+    keys: Sequence[BlockKey]  # each once
+    starts: Sequence[int]  # byte of its chunk at which each part begins
     sizes: Sequence[int]
 
 
@@ -46,22 +40,14 @@ class Fences:
 
     A reader that reads a block, then its generation, and finds the one given here has read the
     block as it was found: whoever overwrites a block changes its generation first.
-
-    Attributes:
-        addresses: Address of the generation of each block, of `GENERATION_BYTES`, uint64.
-        generations: The generations, uint64.
     """
 
-    addresses: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]  # of the generation of each block, of `GENERATION_BYTES`
     generations: NDArray[np.uint64]
 
 
 class Generations:
-    """Generations of the slots that a lender keeps blocks in; for the process that writes them all.
-
-    Attributes:
-        region: Memory of the generations.
-    """
+    """Generations of the slots of a lender; for the process that writes them all."""
 
     def __init__(self, num_slots: int) -> None:
         # Counted on from a random number, so that no other process ever had the same ones.
@@ -89,47 +75,33 @@ class Generations:
 
 @dataclass(frozen=True, slots=True)
 class LentBlocks:
-    """Blocks that a reader can read in place: held there by `lend`, only located by `peek`.
+    """Blocks that a reader can read in place: held there by `lend`, only located by `peek`."""
 
-    Attributes:
-        outcomes: One per wanted block; `DONE` for those that are lent or located.
-        blocks: Addresses of these blocks, in order; None when there are none.
-        checksums: XXH3-64 of each of them as it was stored, zero where none is kept; empty with
-            `fences`.
-        fences: Their generations, if the reader asked for them and the lender keeps them.
-    """
-
-    outcomes: list[Outcome]
-    blocks: Descriptors | None
-    checksums: list[int]
-    fences: Fences | None = None
+    outcomes: list[Outcome]  # one per wanted block; `DONE` for those that are lent or located
+    blocks: Descriptors | None  # these, in order; None when there are none
+    checksums: list[int]  # XXH3-64 of each as it was stored, 0 if not kept; empty with `fences`
+    fences: Fences | None = None  # if the reader asked for them and the lender keeps them
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedBlocks:
     """Memory for blocks that a writer fills, to be stored under their keys.
 
-    Attributes:
-        outcomes: One per offered block: None for those that have room, `DONE` for those that are
-            stored already.
-        blocks: Addresses of that room, in order; None when there is none.
-        arrived: Set by the writer: XXH3-64 of each block that arrived whole, by its position among
-            those that have room; None where nobody has hashed it.
+    The writer sets which blocks `arrived` whole, by their position among those that have room, and
+    the XXH3-64 of each; None where nobody has hashed it.
     """
 
-    outcomes: list[Outcome | None]
-    blocks: Descriptors | None
+    outcomes: list[
+        Outcome | None
+    ]  # None for blocks that have room, `DONE` for those stored already
+    blocks: Descriptors | None  # that room, in order; None when there is none
     arrived: dict[int, int | None] = field(default_factory=dict)
 
 
 class Lender(ABC):
-    """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself.
+    """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself."""
 
-    Attributes:
-        regions: All the memory that is ever lent, and that of generations.
-    """
-
-    regions: Sequence[MemoryRegion]
+    regions: Sequence[MemoryRegion]  # all that is ever lent, and that of generations
 
     @abstractmethod
     def lend(
@@ -137,10 +109,8 @@ class Lender(ABC):
     ) -> AbstractAsyncContextManager[LentBlocks]:
         """Hold blocks in place for as long as the context lasts.
 
-        A `fenced` reader gets generations instead of checksums, if there are any.
-
-        Raises:
-            InvalidArgumentError: A group does not exist, or a part is not within its block.
+        A `fenced` reader gets generations instead of checksums, if there are any. Parts have to
+        be within their blocks, see `require_parts_in_blocks`.
         """
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - for others
@@ -148,9 +118,6 @@ class Lender(ABC):
 
         The reader has to verify the bytes. Counts as a use of each block. None when this lender's
         blocks have no fixed addresses, or no checksums yet.
-
-        Raises:
-            InvalidArgumentError: There is no key, or a key appears twice.
         """
         return None
 
@@ -160,9 +127,6 @@ class Lender(ABC):
 
         After that end nothing may write to the memory any more, and the outcomes of blocks that
         had room are final.
-
-        Raises:
-            InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
 
 
@@ -245,26 +209,13 @@ NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the bl
 
 
 def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> NDArray[np.int64]:
-    """Check that every wanted part lies within its block; return the bytes of each whole block.
-
-    Raises:
-        InvalidArgumentError: The lists differ in length, a group does not exist, or a part is not
-            within its block.
-    """
+    """Check that every wanted part lies within its block; return the bytes of each whole block."""
     num_keys = len(wanted.keys)
     if not num_keys or not len(wanted.starts) == len(wanted.sizes) == num_keys:
         raise InvalidArgumentError("keys", num_keys, "at least one, and a start and size for each")
     if len(set(wanted.keys)) < num_keys:
         raise InvalidArgumentError("keys", wanted.keys, "each key once")
-    groups = groups_of(wanted.keys)
-    if int(groups.max()) >= len(chunk_sizes):
-        raise InvalidArgumentError("group", int(groups.max()), f"a group below {len(chunk_sizes)}")
-    limits = np.array(chunk_sizes, np.int64)[groups]
+    wholes = chunk_bytes(wanted.keys, np.array(chunk_sizes, np.int64))
     starts = require_integers("starts", wanted.starts)
-    sizes = require_integers("sizes", wanted.sizes)
-    outside = outside_of(limits, starts, sizes)
-    if outside.any():
-        index = int(outside.argmax())
-        what, part = f"start and size of keys[{index}]", (int(starts[index]), int(sizes[index]))
-        raise InvalidArgumentError(what, part, f"a part of {limits[index]} bytes")
-    return limits
+    require_within(wholes, starts, require_integers("sizes", wanted.sizes))
+    return wholes

@@ -62,7 +62,6 @@ class StagedBlocks:
         keys: Sequence[BlockKey],
         blocks: Descriptors,
         *,
-        name: str = "",
         drain: Drain | None = None,
     ) -> list[Outcome]:
         """Store or load blocks of the buffer, as `call_backend` does.
@@ -72,7 +71,7 @@ class StagedBlocks:
         """
         drain = drain or self._drain
         self.drains.append(drain)
-        outcomes = await call_backend(move, keys, blocks, name=name)
+        outcomes = await call_backend(move, keys, blocks)
         if all(outcome.memory_safe for outcome in outcomes):
             self.drains.remove(drain)
         return outcomes
