@@ -27,8 +27,7 @@ from kvxfer import runtime
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.policies import LRU, RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
 from kvxfer.units import ByteSize

@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.namespace_format import GroupFormat
 from kvxfer.runtime import CLOSE_TIMEOUT_S
-from kvxfer.storage.eviction.retaining_policy import BoundedConfig
+from kvxfer.storage.eviction.policies import BoundedConfig
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize

@@ -33,7 +33,7 @@ from kvxfer.storage.backend import (
 )
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_begun
-from kvxfer.storage.eviction.retaining_policy import BoundedConfig
+from kvxfer.storage.eviction.policies import BoundedConfig
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.index import BlockIndex, StorePlan
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity

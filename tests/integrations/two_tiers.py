@@ -11,8 +11,7 @@ from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.policies import LRU, RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import (

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import runtime
-from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
-from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy, RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
