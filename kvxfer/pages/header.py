@@ -94,25 +94,16 @@ class BlockHeader:
     The header is sealed: its own checksum covers every field, that of the data included, so that
     a changed header is never mistaken for another block's.
 
-    Attributes:
-        namespace: Fingerprint of the namespace.
-        key: Key of the chunk.
-        start: Offset of the data in the chunk, in bytes.
-        tensors: Tensors that the data consists of.
-        integrity: Kind of `checksum`.
-        checksum: Hexadecimal digits over the data.
-        min_size_bytes: Least bytes of the header, where it is longer than `tensors` need.
-
     Source: https://github.com/huggingface/safetensors#format
     """
 
-    namespace: str
+    namespace: str  # fingerprint
     key: BlockKey
-    start: int
+    start: int  # offset of the data in the chunk, in bytes
     tensors: tuple[StoredTensor, ...]
     integrity: Integrity
-    checksum: str
-    min_size_bytes: int = 0
+    checksum: str  # hexadecimal digits over the data
+    min_size_bytes: int = 0  # of the header, where it is longer than `tensors` need
 
     @property
     def num_bytes(self) -> int:
@@ -165,11 +156,8 @@ class BlockHeader:
     def verify(cls, data: bytes, digester: Digester) -> "BlockHeader":
         """Read a whole header and check its seal.
 
-        Raises:
-            OtherIntegrityError: It was written with another integrity, and nothing else is wrong
-                that shows without the secret.
-            BlockFileError: It is not a header of this version, a byte of it changed, or it was
-                written with another secret.
+        An `OtherIntegrityError` if it was written with another integrity, and nothing else is wrong
+        that shows without the secret.
         """
         header = cls.decode(data)
         is_other = digester.integrity not in (header.integrity, Integrity.OFF)

@@ -23,12 +23,7 @@ READ_BYTES = 1 << 20
 def check_header(
     head: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
 ) -> BlockHeader:
-    """Read a header and compare it with its seal, with the names of its folder and its file.
-
-    Raises:
-        OtherIntegrityError: The block was stored with another integrity.
-        BlockFileError: The header changed, or it is another block's.
-    """
+    """Read a header and compare it with its seal, with the names of its folder and its file."""
     header = BlockHeader.verify(head, digester)
     for name, said, expected in (
         ("namespace", header.namespace, namespace),

@@ -70,7 +70,7 @@ class CallGuard:
 
         Raises:
             ClosedError: The backend was closed.
-            ForkedError: See `require_same_process`.
+            ForkedError: It was opened by another process.
         """
         self.require_same_process()
         if self.closed:
@@ -81,9 +81,9 @@ class CallGuard:
 
         Raises:
             ClosedError: The backend was closed.
-            ForkedError: See `require_same_process`.
+            ForkedError: See `check`.
             InvalidArgumentError: The batch is invalid, see `require_batch`; a key's group does not
-                exist; or a block is larger than a chunk.
+                exist; or a block is not within its chunk.
         """
         self.check()
         require_batch(keys, *blocks)
@@ -112,7 +112,7 @@ class CallGuard:
         """Refuse every later call; may be called again.
 
         Raises:
-            ForkedError: See `require_same_process`.
+            ForkedError: See `check`.
         """
         self.require_same_process()
         self.closed = True
@@ -122,10 +122,6 @@ class CallGuard:
 
         The release goes on when its caller is cancelled: every call waits for its end. A later call
         makes it again if it failed, or was cancelled with its event loop.
-
-        Raises:
-            ForkedError: See `require_same_process`.
-            Exception: Those of `release`.
         """
         self.close()
         await self._releasing.run(release)

@@ -78,16 +78,11 @@ class BlockStore(ABC):
 
     Walks give what is there in no order, namespace by namespace, and hold no more than a folder or
     an answer of a server in memory. What is removed meanwhile is skipped.
-
-    Attributes:
-        place: Where the store is, in words.
-        num_at_once: Files that are read at one time.
-        num_skipped: What walks without `errors` have skipped so far, because it cannot be read.
     """
 
-    place: str
-    num_at_once: int
-    num_skipped: int = 0
+    place: str  # where the store is, in words
+    num_at_once: int  # files that are read at one time
+    num_skipped: int = 0  # what walks without `errors` have skipped, since it cannot be read
 
     @abstractmethod
     def require(self) -> None:
