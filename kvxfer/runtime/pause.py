@@ -1,6 +1,5 @@
 """Pauses after failures: how long, until when, and what is said of it in the log."""
 
-import enum
 import logging
 from collections.abc import Callable
 from math import inf
@@ -83,16 +82,11 @@ class Suspension(Pause):
         self.begin(now)
 
 
-class _State(enum.Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half open"
-
-
 class CircuitBreaker:
     """Circuit breaker: pauses calls after failures in a row, then lets one through as a probe.
 
-    Logs once that it opens and once that it closes. Belongs to one event loop.
+    Logs once that it opens and once that it closes. Belongs to one event loop. While it is
+    `closed`, calls are let through as if nothing had happened.
 
     Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
     """
@@ -103,37 +97,33 @@ class CircuitBreaker:
         self._name = name
         self._max_errors = max_errors
         self._pause = Pause(pause_s)
-        self._state = _State.CLOSED
+        self.closed = True
+        self._is_probed = False
         self._num_errors = 0
         self._num_probes = 0
 
     @property
     def probe(self) -> int:
         """Number of the probe that is under way, for `abandon`; 0 when there is none."""
-        return self._num_probes if self._state is _State.HALF_OPEN else 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether calls are let through as if nothing had happened."""
-        return self._state is _State.CLOSED
+        return self._num_probes if self._is_probed else 0
 
     def allows(self) -> bool:
         """Whether to make a call now; one that is allowed must be followed by `record`."""
-        if self._state is _State.OPEN and not self._pause.is_on(monotonic()):
-            self._state = _State.HALF_OPEN
-            self._num_probes += 1
-            return True
-        return self.closed
+        if self.closed or self._is_probed or self._pause.is_on(monotonic()):
+            return self.closed
+        self._is_probed = True
+        self._num_probes += 1
+        return True
 
     def record(self, error: str) -> None:
         """Count the end of a call; the error is empty when it succeeded."""
         if not error:
             if not self.closed:
                 logger.warning("%s: works again", self._name)
-            self._state, self._num_errors = _State.CLOSED, 0
+            self.closed, self._is_probed, self._num_errors = True, False, 0
             return
         self._num_errors += 1
-        if self._state is _State.HALF_OPEN or self._num_errors >= self._max_errors:
+        if self._is_probed or self._num_errors >= self._max_errors:
             self.trip(error)
 
     def trip(self, error: str) -> None:
@@ -141,7 +131,7 @@ class CircuitBreaker:
         if self.closed:
             text = "%s: stopped, tried again every %g s: %s"
             logger.warning(text, self._name, self._pause.first_s, error)
-        self._state = _State.OPEN
+        self.closed = self._is_probed = False
         self._pause.begin(monotonic())
 
     def abandon(self, probe: int) -> None:
@@ -151,4 +141,4 @@ class CircuitBreaker:
         not touched.
         """
         if probe and probe == self.probe:
-            self._state = _State.OPEN
+            self._is_probed = False
