@@ -25,7 +25,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.runtime import Pause, Suspension, outlive_caller, uniform, wait_despite_cancel
+from kvxfer.runtime import Pause, Suspension, outlive_caller, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
@@ -116,7 +116,7 @@ class Client:
         self._opening: asyncio.Task[Connection] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._pause = Pause(FIRST_RETRY_S, LAST_RETRY_S, uniform=uniform)
+        self._pause = Pause(FIRST_RETRY_S, LAST_RETRY_S, uneven=True)
         self._failure: KVXferError | None = None
         self._num_calls = 0
         self._retired = False

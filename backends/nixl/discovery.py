@@ -31,7 +31,7 @@ from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
 from kvxfer.named_files import load_certificates, read_named_file
-from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error, uniform
+from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
@@ -867,7 +867,7 @@ class _EtcdTask:
         self._task: asyncio.Task[None] | None = None
         self.tried = asyncio.Event()
         self._failures: set[str] = set()
-        self._pause = Pause(FIRST_RETRY_S, lease_s, uniform=uniform)
+        self._pause = Pause(FIRST_RETRY_S, lease_s, uneven=True)
 
     @property
     def is_failing(self) -> bool:

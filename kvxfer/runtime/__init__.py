@@ -12,7 +12,7 @@ from kvxfer.runtime.calls import (
     wait_for_all,
 )
 from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
-from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, uniform
+from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension
 from kvxfer.runtime.runtime import (
     Runtime,
     condition,
@@ -84,7 +84,6 @@ __all__ = [
     "sleep",
     "start_thread",
     "token_bytes",
-    "uniform",
     "unique_id",
     "use",
     "wait_despite_cancel",

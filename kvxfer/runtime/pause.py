@@ -1,7 +1,6 @@
 """Pauses after failures: how long, until when, and what is said of it in the log."""
 
 import logging
-from collections.abc import Callable
 from math import inf
 
 from kvxfer.runtime.runtime import monotonic, random
@@ -13,33 +12,25 @@ PAUSE_S = 30.0
 MOST_DOUBLINGS = 64
 """Doublings of a pause that has no longest; more of them would be too large for a float."""
 
-Uniform = Callable[[float, float], float]
-"""Draws a number between two others."""
-
 logger = logging.getLogger(__name__)
-
-
-def uniform(low: float, high: float) -> float:
-    """Draw a number between two others, by the random numbers of the runtime."""
-    return random().uniform(low, high)
 
 
 class Pause:
     """Pause after failures in a row: each is twice as long as the one before.
 
     It is told the time and never waits: its owner sleeps, sets a timer or refuses calls. Without
-    `longest_s` all pauses are as long as the first. `uniform` draws the share of each pause that is
-    kept, from a half on: processes that failed together must not come back together.
+    `longest_s` all pauses are as long as the first. Of an `uneven` one a random share is kept, from
+    a half on: processes that failed together must not come back together.
     """
 
     def __init__(
-        self, first_s: float, longest_s: float | None = None, *, uniform: Uniform | None = None
+        self, first_s: float, longest_s: float | None = None, *, uneven: bool = False
     ) -> None:
         self.first_s = first_s
         self.num_failures = 0
         self.until = -inf
         self._longest_s = first_s if longest_s is None else longest_s
-        self._uniform = uniform
+        self._uneven = uneven
 
     def is_on(self, now: float) -> bool:
         """Whether it is too early for another attempt."""
@@ -57,7 +48,7 @@ class Pause:
         """Count a failure; return the seconds of the pause after it, for owners that sleep."""
         doubled = self.first_s * 2.0 ** min(self.num_failures, MOST_DOUBLINGS)
         self.num_failures += 1
-        share = 1.0 if self._uniform is None else self._uniform(0.5, 1.0)
+        share = random().uniform(0.5, 1.0) if self._uneven else 1.0
         return min(doubled, self._longest_s) * share
 
     def reset(self) -> None:
