@@ -249,7 +249,6 @@ class Client:
         It is asked once for each connection: another incarnation has another one.
         """
         async with self._connected() as connection:
-            connection.require_version(wire.TICKETS_VERSION)
             if connection.description is None:
                 answer = await connection.request(wire.Describe, wire.Described)
                 connection.description = answer.description
@@ -264,14 +263,11 @@ class Client:
 
         Raises:
             InvalidArgumentError: The ticket cannot be one.
-            KVXferError: The holder cannot be reached, gives no tickets, or speaks an earlier
-                version of the protocol, which has none.
+            KVXferError: The holder cannot be reached, or gives no tickets.
             TimeoutError: It did not answer in time.
         """
         require_ticket("ticket", ticket)
         async with self._connected() as connection:
-            connection.require_version(wire.TICKETS_VERSION)
-            is_new = connection.version >= wire.PLACES_VERSION
             asked = connection.tickets.setdefault(ticket, AskedTicket())
             asked.keys.update(keys)
 
@@ -282,8 +278,8 @@ class Client:
                     let_go=let_go,
                     ticket=ticket,
                     keys=list(keys),
-                    places=is_new,
-                    fenced=is_new and self._is_fenced,
+                    places=True,
+                    fenced=self._is_fenced,
                 )
 
             answer = await connection.request(make, wire.HeldTicket)
@@ -299,7 +295,6 @@ class Client:
         for ticket in tickets:
             require_ticket("ticket", ticket)
         async with self._connected() as connection:
-            connection.require_version(wire.TICKETS_VERSION)
             for ticket in tickets:
                 connection.forget(ticket)
             for start in range(0, len(tickets), wire.MAX_TICKETS):

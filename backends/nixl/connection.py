@@ -183,7 +183,6 @@ class Connection:
 
     Attributes:
         places: Places of blocks in the holder's memory that it told.
-        version: Version of the protocol that both speak.
         tickets: Tickets that the holder may hold for this connection.
         description: What a reader must know of the holder's blocks; None until it was asked.
     """
@@ -207,7 +206,6 @@ class Connection:
         self._timeout_s = node.config.handshake_timeout_s
         self._channel = channel
         self._session = greeting.session
-        self.version = greeting.version
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
@@ -265,16 +263,6 @@ class Connection:
     def is_open(self) -> bool:
         """Whether requests can be made."""
         return self._error is None
-
-    def require_version(self, oldest: int) -> None:
-        """Check the version of the protocol before a request that not all of them have.
-
-        Raises:
-            PeerError: The holder and this process speak an earlier version.
-        """
-        if self.version < oldest:
-            detail = f"version {self.version} of the protocol is spoken; this needs {oldest}"
-            raise PeerError(str(self.endpoint), detail)
 
     def forget(self, ticket: str) -> AskedTicket | None:
         """Forget a ticket that the holder ends, and places that were told with it."""

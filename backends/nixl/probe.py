@@ -122,7 +122,6 @@ async def _ping(connection: Connection) -> float:
 async def _describe(connection: Connection) -> bytes | None:
     """Ask for the description of the caches that an engine lends; None from any other holder."""
     try:
-        connection.require_version(wire.TICKETS_VERSION)
         answer = await connection.request(wire.Describe, wire.Described)
     except (TransferFailedError, PeerError):
         return None

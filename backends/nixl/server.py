@@ -352,13 +352,9 @@ class ClientSession:
         """Answer a request about tickets; never waits.
 
         Raises:
-            InvalidArgumentError: There are no tickets here, the version of the protocol has none,
-                or a key appears twice.
+            InvalidArgumentError: There are no tickets here, or a key appears twice.
             ClosedError: The session has ended: nothing would end what is held now.
         """
-        if self._greeting.version < wire.TICKETS_VERSION:
-            wanted = f"at least {wire.TICKETS_VERSION} for a {type(request).__name__}"
-            raise InvalidArgumentError("version", self._greeting.version, wanted)
         desk = self._desk
         if desk is None:
             raise InvalidArgumentError("request", type(request).__name__, "none about tickets")

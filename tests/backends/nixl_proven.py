@@ -58,15 +58,13 @@ class ProvenPeer:
 
 
 @contextlib.asynccontextmanager
-async def proven(
-    holder: Exchange, reach: wire.Reach, *, version: int = wire.PROTOCOL_VERSION
-) -> AsyncIterator[ProvenPeer | None]:
+async def proven(holder: Exchange, reach: wire.Reach) -> AsyncIterator[ProvenPeer | None]:
     """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
 
     async def offer(_: wire.Hello) -> wire.Reach:
         return reach
 
-    ours = local_hello(b"p" * 16, NAMESPACE, version=version)
+    ours = local_hello(b"p" * 16, NAMESPACE)
     endpoint = endpoint_of(holder)
     channel = FrameChannel(*await asyncio.open_connection(endpoint.host, endpoint.port))
     peer: ProvenPeer | None = None

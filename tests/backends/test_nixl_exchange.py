@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,6 @@ from kvxfer.backends.nixl import (
     NixlBackend,
     NixlConfig,
     StandalonePeer,
-    local_node,
     probe_peer,
 )
 from kvxfer.backends.nixl.agents import NixlAgent
@@ -40,7 +39,6 @@ from tests.backends.nixl_proven import (
     endpoint_of,
     holding,
     proven,
-    require_served,
 )
 from tests.cli import peers
 from tests.cli.test_serve import pin
@@ -113,44 +111,18 @@ def test_a_backend_knows_peers_or_serves_a_pool(config: dict[str, Any], named: s
         NixlBackend(NixlConfig(**config), NAMESPACE)
 
 
-@pytest.mark.parametrize("way", ["nixl", "socket"])
-async def test_a_backend_of_version_4_stores_and_loads_and_asks_for_no_tickets(
-    way: Literal["nixl", "socket"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with holding(tmp_path, transport=way) as holder:
-        monkeypatch.setattr(local_node, "PROTOCOL_VERSION", 4)  # both sides say so from now on
-        async with asking(tmp_path, holder, transport=way) as client:
-            keys = await require_served(client)
-            for _ in range(2):  # pinned, and where they were found
-                assert await client.lookup(keys) == [True] * 4
-                await require_served(client)
-            [peer] = client._exchange.clients.values()
-            for call in (peer.describe(), peer.hold("t", []), peer.release(["t"])):
-                with pytest.raises(KVXferError, match=r"version 4 .* is spoken; this needs 5"):
-                    await call
-            assert await client.delete(keys) == [True] * 4
-
-
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [(4, "version is 4; expected at least 5"), (wire.PROTOCOL_VERSION, "expected none")],
-    ids=["version 4", "no desk"],
-)
-async def test_an_old_session_and_a_holder_without_a_desk_refuse_requests_about_tickets(
-    version: int, told: str, tmp_path: Path
-) -> None:
-    desk = RecordingDesk({"t": KEYS})
-    async with holding(tmp_path, desk if version == 4 else None, transport="socket") as holder:
-        async with proven(holder, wire.Reach(), version=version) as peer:
-            assert peer is not None
-            for request in ABOUT_TICKETS:
-                answer = await peer.ask(request)
-                assert isinstance(answer, wire.Failed)
-                assert told in answer.reason
-            assert await peer.ask(wire.Ping(request_id=2)) == wire.Pong(request_id=2)
-            assert isinstance(await peer.ask(wire.Lookup(request_id=3, keys=KEYS)), wire.Found)
-        assert desk.num_holds == 0
-        assert "t" in desk.tickets
+async def test_a_holder_without_a_desk_refuses_requests_about_tickets(tmp_path: Path) -> None:
+    async with (
+        holding(tmp_path, transport="socket") as holder,
+        proven(holder, wire.Reach()) as peer,
+    ):
+        assert peer is not None
+        for request in ABOUT_TICKETS:
+            answer = await peer.ask(request)
+            assert isinstance(answer, wire.Failed)
+            assert "expected none" in answer.reason
+        assert await peer.ask(wire.Ping(request_id=2)) == wire.Pong(request_id=2)
+        assert isinstance(await peer.ask(wire.Lookup(request_id=3, keys=KEYS)), wire.Found)
 
 
 async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block(

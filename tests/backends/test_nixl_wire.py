@@ -333,9 +333,11 @@ async def test_who_does_not_know_the_same_secret_is_refused_and_offered_nothing(
 @pytest.mark.parametrize(
     "versions",
     [
-        {"version": wire.PROTOCOL_VERSION + 1},
+        {
+            "version": wire.PROTOCOL_VERSION + 1,
+            "oldest_version": wire.PROTOCOL_VERSION + 1,
+        },
         {"version": wire.OLDEST_VERSION - 1, "oldest_version": 1},
-        {"version": 3},  # the last one whose greeting had no oldest version
         {"version": wire.OLDEST_VERSION, "oldest_version": wire.OLDEST_VERSION + 1},
     ],
     ids=str,
@@ -344,8 +346,7 @@ async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
     stranger: int, versions: dict[str, int]
 ) -> None:
     said = {"type": "Hello", "something_new": "unheard of"} | versions
-    newest = versions["version"]
-    theirs = f"{versions.get('oldest_version', newest)} to {newest}"
+    theirs = f"{versions['oldest_version']} to {versions['version']}"
     ours = f"{wire.OLDEST_VERSION} to {wire.PROTOCOL_VERSION}"
     async with connected() as ends:
         channels = (ends.client, ends.server)

@@ -132,10 +132,10 @@ class Session:
 
 
 class _AnyHello(msgspec.Struct, tag="Hello"):
-    """The part of a greeting that every version of the protocol has, the oldest one since 4."""
+    """The part of a greeting that every version of the protocol has."""
 
     version: int
-    oldest_version: int | None = None
+    oldest_version: int
 
 
 # With annotations: mypy does not take a union for a type.
@@ -155,13 +155,11 @@ class Greeting:
         hello: Greeting of the other side.
         reach: Access to its memory.
         session: Keys of this connection and of its data connections.
-        version: Version of the protocol that both sides speak, the newest such one.
     """
 
     hello: Hello
     reach: Reach
     session: Session
-    version: int
 
 
 async def greet_as_client(
@@ -282,7 +280,6 @@ class _Greeting:
         payload = await self._channel.receive(_RAW)
         any_hello = self._accept(self._channel.decode(payload, _VERSION))
         newest, oldest = any_hello.version, any_hello.oldest_version
-        oldest = newest if oldest is None else oldest
         if min(newest, self.ours.version) < max(oldest, self.ours.oldest_version):
             ours = f"{self.ours.oldest_version} to {self.ours.version}"
             raise HandshakeError(self._peer, "version", ours, f"{oldest} to {newest}")
@@ -311,8 +308,7 @@ class _Greeting:
 
     async def end(self, theirs: Hello, session: Session) -> Greeting:
         """Wait for the access to the other side's memory; return the result."""
-        version = min(self.ours.version, theirs.version)
-        return Greeting(theirs, await self.receive(_REACH), session, version)
+        return Greeting(theirs, await self.receive(_REACH), session)
 
     def _mac(self, purpose: str, *parts: bytes) -> bytes:
         said = self._hellos[Role.ASKING], self._hellos[Role.SERVING]

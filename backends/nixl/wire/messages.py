@@ -19,20 +19,14 @@ from kvxfer.text import printable
 PROTOCOL_VERSION = 6
 """Newest version of the messages that this release speaks."""
 
-OLDEST_VERSION = 4
-"""Oldest one: before it, peers wrote into the memory of others."""
+OLDEST_VERSION = 6
+"""Oldest version that this release speaks: no release spoke an earlier one."""
 
 NONCE_BYTES = 32
 """Bytes of a nonce: as many as the digest of the HMAC that it makes unique."""
 
 MAX_TEXT_CHARACTERS = 200
 """Most characters of the other side's text in an error, before control characters are escaped."""
-
-TICKETS_VERSION = 5
-"""First version of the protocol with `Describe`, `Hold` and `Release`."""
-
-PLACES_VERSION = 6
-"""First version in which a `Hold` may ask for places."""
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 """Largest description of a holder's blocks."""
@@ -402,9 +396,7 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
     Attributes:
         ticket: The ticket; see `require_ticket`.
         keys: Blocks to look for, each once; may be empty.
-        places: As in `Lookup`. This and the next one only from `PLACES_VERSION` on: an earlier one
-            refuses them.
-        fenced: As in `Lookup`.
+        places, fenced: As in `Lookup`.
     """
 
     ticket: Ticket
