@@ -11,10 +11,10 @@ from kvxfer.backends.nixl.config import (
     tls_contexts,
 )
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.discovery import Announcement, Discovery
+from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode, why_not_straight
-from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.peers import rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
@@ -24,17 +24,14 @@ __all__ = [
     "Announcement",
     "Client",
     "Connection",
-    "Discovery",
     "Endpoint",
     "Exchange",
     "IntegrityGrade",
     "LocalNode",
     "NixlBackend",
     "NixlConfig",
-    "PeerDirectory",
     "PeerProbe",
     "StandalonePeer",
-    "StaticPeers",
     "Transport",
     "choose_carrier",
     "has_active_port",

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,9 +14,9 @@ from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.discovery import Announcement, Discovery, EtcdDiscovery
+from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.exchange import Exchange
-from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.peers import rank
 from kvxfer.backends.nixl.server import Server
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -34,9 +34,6 @@ T = TypeVar("T")
 Home: TypeAlias = Client | HostBackend
 """Place of blocks: a peer, or this process."""
 
-_AT_ONCE = (StaticPeers, EtcdDiscovery)
-"""Directories that answer without a wait, and need no deadline; others are anybody's."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -51,8 +48,6 @@ class NixlBackend(TellsKept):
         config: See `NixlConfig`.
         namespace: Namespace of the blocks, which says how large they are; peers with another one
             are refused.
-        directory: Directory of the peers; by default those of the configuration. A `Discovery`
-            also announces this process with `listen`, and is closed with the backend.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Raises:
@@ -67,21 +62,16 @@ class NixlBackend(TellsKept):
         config: NixlConfig,
         namespace: Namespace,
         *,
-        directory: PeerDirectory | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
         self._guard = CallGuard("nixl backend", namespace)
         if config.listen and config.capacity is None:
             raise InvalidArgumentError("capacity", None, "a size, with listen=HOST:PORT")
-        if directory is not None and config.discover:
-            wanted = f"none beside discover={config.discover}"
-            raise InvalidArgumentError("directory", directory, wanted)
-        directory = directory or config.open_discovery(namespace.fingerprint)
-        if not config.peers and config.listen_endpoint is None and directory is None:
+        if not config.peers and config.listen_endpoint is None and not config.discover:
             raise InvalidArgumentError("address", config.address, "peers, or listen=HOST:PORT")
         self._config = config
-        self._directory = directory or StaticPeers(config.peers)
-        self._discovery = directory if isinstance(directory, Discovery) else None
+        self._peers = config.peers
+        self._discovery = config.open_discovery(namespace.fingerprint)
         self._announced_at: Endpoint | None = None
         self._announcement = Announcement(
             capacity=int(config.capacity or 0), namespace=namespace.fingerprint
@@ -97,7 +87,7 @@ class NixlBackend(TellsKept):
             make_agent=make_agent,
         )
         self.memory_kinds = self._exchange.memory_kinds
-        self._calls, self._listing = Calls(), Calls()
+        self._calls = Calls()
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{peer} by {carrier}" for peer, carrier in self.carriers.items())
@@ -224,7 +214,7 @@ class NixlBackend(TellsKept):
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
         """Find the homes of blocks, and rank those of each key, best first."""
-        endpoints = await self._list_peers()
+        endpoints = self._list_peers()
         if not endpoints:
             homes: list[Home] = [self._own] if self._own is not None else []
             return homes, np.zeros((len(homes), len(keys)), np.intp)
@@ -235,18 +225,11 @@ class NixlBackend(TellsKept):
         homes = [self._home(self._exchange.peer(endpoint)) for endpoint in endpoints]
         return homes, rank(keys, endpoints, self._config.replicas)
 
-    async def _list_peers(self) -> list[Endpoint]:
-        """List the present peers, each once; those of before when the directory fails or hangs."""
-        if self._listing.num_late:
-            return list(self._exchange.clients)
-        try:
-            listing: Awaitable[Sequence[Endpoint]] = self._directory.peers()
-            if type(self._directory) not in _AT_ONCE:
-                listing = self._listing.wait_for(self._config.timeout_s, listing)
-            endpoints = list(dict.fromkeys(await listing))
-        except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
-            logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
-            return list(self._exchange.clients)
+    def _list_peers(self) -> Sequence[Endpoint]:
+        """List the present peers, each once, and leave those that are gone."""
+        if self._discovery is None:
+            return self._peers
+        endpoints = self._discovery.peers
         for endpoint in [each for each in self._exchange.clients if each not in endpoints]:
             self._exchange.leave(endpoint)
         return endpoints

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.nixl.discovery import Discovery, EtcdConfig, EtcdDiscovery
+from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
@@ -173,7 +173,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             key=self.etcd_key,
         )
 
-    def open_discovery(self, namespace: str = "") -> Discovery | None:
+    def open_discovery(self, namespace: str = "") -> EtcdDiscovery | None:
         """Open what finds the peers, and announces this process; None where they are listed.
 
         Args:

@@ -8,7 +8,6 @@ import os
 import re
 import ssl
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -640,43 +639,6 @@ async def run_there(make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float
         ended.cancel()
 
 
-class Discovery(ABC):
-    """Directory of peers that come and go, and where a holder announces itself.
-
-    Implementors must answer `peers` at once, with those known last while they cannot tell who is
-    there, and must never raise because a service is down.
-    """
-
-    @abstractmethod
-    async def peers(self) -> Sequence[Endpoint]:
-        """See `PeerDirectory.peers`."""
-
-    @abstractmethod
-    async def follow(self) -> None:
-        """Begin to find out who is there; wait a moment for the first answer. May be repeated."""
-
-    @abstractmethod
-    async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
-        """Begin to announce this process; may be repeated.
-
-        Args:
-            at: Where others reach it.
-            describe: Describes it; called again and again, since its namespace may be settled.
-        """
-
-    @abstractmethod
-    async def withdraw(self) -> None:
-        """End the announcement, so that others look elsewhere; may be called again."""
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Withdraw, and end everything, within seconds; may be called again."""
-
-    @abstractmethod
-    def gauges(self) -> Mapping[Gauge, float]:
-        """State for observers: peers that are known, and whether it works."""
-
-
 async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, bytes]:
     """List what is announced, by name, for those who look only once; the time is for each step.
 
@@ -704,7 +666,7 @@ async def _list_at(config: EtcdConfig, endpoint: Endpoint, timeout_s: float) -> 
         return entries
 
 
-class EtcdDiscovery(Discovery):
+class EtcdDiscovery:
     """Discovery by etcd, on a thread of its own: nobody waits for etcd to move a block.
 
     While etcd cannot be asked, those known last are the peers, however long that takes; and so they
@@ -741,12 +703,13 @@ class EtcdDiscovery(Discovery):
         self._waits_until: float | None = None
         self._is_closed = False
 
-    async def peers(self) -> Sequence[Endpoint]:
-        """See `PeerDirectory.peers`."""
+    @property
+    def peers(self) -> Sequence[Endpoint]:
+        """Peers that are known, each once; those known last while nobody can tell who is there."""
         return self._roster.endpoints
 
     async def follow(self) -> None:
-        """See `Discovery.follow`."""
+        """Begin to find out who is there; wait a moment for the first answer. May be repeated."""
         if self._is_closed or self._following.tried.is_set():
             return
         now = runtime.monotonic()
@@ -757,7 +720,10 @@ class EtcdDiscovery(Discovery):
             await run_there(self._following.tried.wait, self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
-        """See `Discovery.announce`."""
+        """Begin to announce this process; may be repeated.
+
+        `describe` is called again and again, since the namespace of a holder may be settled.
+        """
         if self._announcing is None and not self._is_closed:
             self._at, self._describe = at, describe
             meanwhile = f"{at} is not announced until it answers"
@@ -767,19 +733,19 @@ class EtcdDiscovery(Discovery):
             self._announcing.start()
 
     async def withdraw(self) -> None:
-        """See `Discovery.withdraw`."""
+        """End the announcement, so that others look elsewhere; may be called again."""
         if self._announcing is not None:
             await run_there(partial(self._end_announcement, self._announcing), END_TIMEOUT_S)
 
     async def aclose(self) -> None:
-        """See `Discovery.aclose`."""
+        """Withdraw, and end everything, within seconds; may be called again."""
         self._is_closed = True
         await self.withdraw()
         if self._following.is_begun:
             await run_there(self._following.end, END_TIMEOUT_S)
 
     def gauges(self) -> Mapping[Gauge, float]:
-        """See `Discovery.gauges`."""
+        """State for observers: peers that are known, and whether it works."""
         tasks = filter(None, (self._following, self._announcing))
         gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
         if self._following.is_begun:

@@ -1,6 +1,6 @@
-"""Peers: their endpoints, the directory that lists them, and the placement of blocks at them.
+"""Placement of blocks at peers, by rendezvous hashing.
 
-Placement is by rendezvous hashing. Every peer has a weight for every key, a hash of the two, and
+Every peer has a weight for every key, a hash of the two, and
 the heaviest peers hold the block. So all processes agree without communication, whatever the order
 in which they know the peers; and when a peer leaves, only its blocks get another place.
 
@@ -9,7 +9,6 @@ Transactions on Networking 6(1), 1998.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -22,28 +21,6 @@ from kvxfer.storage.keys import BlockKey
 # Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-
-
-class PeerDirectory(Protocol):
-    """Directory of the peers that hold blocks; a discovery service can be one.
-
-    Every process that shares blocks must see the same peers sooner or later: they determine where a
-    block is, see `rank`.
-    """
-
-    async def peers(self) -> Sequence[Endpoint]:
-        """List the present peers, each once, in any order; called for every batch."""
-
-
-class StaticPeers:
-    """Directory of peers that do not change."""
-
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self._endpoints = tuple(endpoints)
-
-    async def peers(self) -> Sequence[Endpoint]:
-        """See `PeerDirectory.peers`."""
-        return self._endpoints
 
 
 def rank(

@@ -210,7 +210,7 @@ async def test_with_name_and_password_holders_are_found_also_after_a_restart(
         await until(lambda: not works(engine))
         guarded.start()
         await until(lambda: works(engine) and works(holder))
-        assert await engine.peers() == (A,)
+        assert engine.peers == (A,)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ async def test_who_may_not_announce_says_why_and_tells_no_password(
     async with announcing(A, guarded, **fields), following(guarded, **fields) as engine:
         await until(lambda: f"{A} is not announced until it answers" in caplog.text)
         assert reason in caplog.text
-        assert await engine.peers() == ()
+        assert engine.peers == ()
         assert works(engine) == user.startswith("engine")
     assert "wrong secret" not in caplog.text
     assert PASSWORD not in caplog.text

@@ -1,10 +1,10 @@
-"""Several peers: placement of blocks, the death of one, access, and directories of them."""
+"""Several peers: placement of blocks, the death of one, access, and their discovery."""
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
@@ -12,18 +12,16 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import Discovery, Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.discovery import EtcdDiscovery
 from kvxfer.errors import DeviceLostError
-from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     make_keys,
     make_memory,
     statuses,
     store_generated,
-    yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
@@ -132,19 +130,12 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side(
         assert all(now - then <= 4 for now, then in zip(count(), before, strict=True))
 
 
-class Directory:
-    def __init__(self, *endpoints: Endpoint) -> None:
-        self.endpoints: Sequence[Endpoint] | BaseException = endpoints
-
-    async def peers(self) -> Sequence[Endpoint]:
-        if isinstance(self.endpoints, BaseException):
-            raise self.endpoints
-        return self.endpoints
-
-
-def open_listed(directory: Directory, namespace: Namespace, **limits: float) -> NixlBackend:
-    config = NixlConfig(address="127.0.0.1:1,127.0.0.1:2", transport="socket", **limits)  # type: ignore[arg-type]
-    return NixlBackend(config, namespace, directory=directory)
+@pytest.fixture
+def discovery(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Discovery that a backend opens; tests say which peers it knows."""
+    found = Mock(spec=EtcdDiscovery, peers=())
+    monkeypatch.setattr(NixlConfig, "open_discovery", lambda *_: found)
+    return found
 
 
 @pytest.fixture
@@ -152,86 +143,57 @@ def listed(holders: list[OpenHolder]) -> list[Endpoint]:
     return [Endpoint.parse("listen", holder.endpoint) for holder in holders]
 
 
-async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_than_hits(
-    listed: list[Endpoint], memory: BlockMemory, caplog: pytest.LogCaptureFixture
+async def test_peers_that_come_and_go_cost_no_more_than_hits(
+    discovery: Mock, listed: list[Endpoint], memory: BlockMemory
 ) -> None:
-    keys, blocks, directory = KEYS[:4], memory.describe(0, range(4)), Directory(*listed[:1] * 2)
-    async with open_listed(directory, memory.namespace(), replicas=2) as client:
+    keys, blocks = KEYS[:4], memory.describe(0, range(4))
+    config = NixlConfig(discover="etcd://127.0.0.1:1/x", transport="socket", replicas=2)
+    discovery.peers = listed[:1]
+    async with NixlBackend(config, memory.namespace()) as client:
         await store_generated(client, keys, blocks)
         assert len(client.carriers) == 1
-        for failure in (RuntimeError("the registry is away"), asyncio.CancelledError()):
-            directory.endpoints = failure
-            assert await client.lookup(keys) == [True] * 4
-        assert "the registry is away" in caplog.text
-        directory.endpoints = []
+        discovery.peers = []
         assert await client.lookup(keys) == [False] * 4
         assert statuses(await client.load(keys, blocks)) == [Status.MISSING] * 4
         [outcome, *_] = await client.store(keys, blocks)
         assert (outcome.status, outcome.reason) == (Status.FAILED, "no peer is known")
         assert await client.delete_or_keep(keys) == (set(), {*keys}), "nobody knows who has them"
-        directory.endpoints = [listed[0], Endpoint("127.0.0.1", 1)]
+        discovery.peers = [listed[0], Endpoint("127.0.0.1", 1)]
         # Nobody knows what the other one has.
         assert await client.delete_or_keep(keys) == (set(), {*keys})
-        directory.endpoints = listed[1:]
+        discovery.peers = listed[1:]
         assert await client.lookup(keys) == [False] * 4
         assert [*client.carriers] == [str(listed[1])]
 
 
 async def test_a_holder_that_finds_nobody_cannot_tell_that_a_block_is_gone(
-    memory: BlockMemory,
+    discovery: Mock, memory: BlockMemory
 ) -> None:
-    keys, blocks, discovery = KEYS[:4], memory.describe(0, range(4)), Mock(spec=Discovery)
+    keys, blocks = KEYS[:4], memory.describe(0, range(4))
     config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(4 << 20), transport="socket")
-    discovery.peers.return_value = []
-    async with NixlBackend(config, memory.namespace(), directory=discovery) as holder:
+    discovery.peers = []
+    async with NixlBackend(config, memory.namespace()) as holder:
         await store_generated(holder, keys, blocks)
         assert await holder.delete_or_keep(keys) == (set(), {*keys})
         assert await holder.lookup(keys) == [False] * 4, "its own blocks are deleted"
         await store_generated(holder, keys, blocks)
-        discovery.peers.return_value = discovery.announce.await_args.args[:1]
+        discovery.peers = discovery.announce.await_args.args[:1]
         assert await holder.delete_or_keep(keys) == ({*keys}, set())
-
-
-async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_cancelled(
-    listed: list[Endpoint], memory: BlockMemory
-) -> None:
-    num_asked, answers = 0, asyncio.Event()
-
-    class HangingDirectory(Directory):
-        async def peers(self) -> Sequence[Endpoint]:
-            nonlocal num_asked
-            num_asked += 1
-            if num_asked == 2:
-                await wait_despite_cancel(answers.wait())
-            return await super().peers()
-
-    directory = HangingDirectory(listed[0])
-    async with (
-        asyncio.timeout(10),
-        open_listed(directory, memory.namespace(), timeout_s=2.0, lookup_timeout_s=0.5) as client,
-    ):
-        await store_generated(client, KEYS[:4], memory.describe(0, range(4)))
-        for _ in range(2):
-            assert await client.lookup(KEYS[:4]) == [True] * 4, "the peers known last are used"
-        assert num_asked == 2, "asked again beside the call that hangs"
-        answers.set()
-        await yield_to_loop(9)
-        assert await client.lookup(KEYS[:4]) == [True] * 4
-        assert num_asked == 3
 
 
 async def test_a_device_that_is_lost_at_blocks_of_this_process_costs_no_blocks_of_others(
     holders: list[OpenHolder],
     listed: list[Endpoint],
     memory: BlockMemory,
+    discovery: Mock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocks, discovery = memory.describe(0, range(24)), Mock(spec=Discovery)
+    blocks = memory.describe(0, range(24))
     config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(4 << 20), transport="socket")
-    discovery.peers.return_value = listed[:1]
-    async with NixlBackend(config, memory.namespace(), directory=discovery) as backend:
+    discovery.peers = listed[:1]
+    async with NixlBackend(config, memory.namespace()) as backend:
         await backend.start()
-        discovery.peers.return_value = [*discovery.announce.await_args.args[:1], *listed[:1]]
+        discovery.peers = [*discovery.announce.await_args.args[:1], *listed[:1]]
         await store_generated(backend, KEYS, blocks)
         kept = await asyncio.to_thread(holders[0].stored)
         others = [key in kept for key in KEYS]
