@@ -81,13 +81,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             restarted.
         lease_s: Time for which blocks stay pinned for a peer that is silent.
         heartbeat_s: Time between two heartbeats to a peer.
-        release_within_s: Time for which blocks stay pinned after they were read, unless another
-            request tells the holder earlier. A message of its own costs half a millisecond on
-            either side, which the next pieces of a batch may need.
         handshake_timeout_s: Time for connecting to a peer, for the handshake, and for what follows
             until the peer is ready, each.
-        hash_run: Most bytes of blocks that are hashed together as soon as they have landed, while
-            they are in the caches of the processor.
         max_connections: Most connections of peers, control and data together.
         max_unauthenticated: Most of them that have not authenticated: others wait until one has,
             or has had half a second and is cut. A peer authenticates within milliseconds.
@@ -118,9 +113,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     quarantine: ByteSize = ByteSize(256 << 20)
     lease_s: float = 8.0
     heartbeat_s: float = 2.0
-    release_within_s: float = 5e-3
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
-    hash_run: ByteSize = ByteSize(8 << 20)
     max_connections: int = 1024
     max_unauthenticated: int = 128
     staging: ByteSize = ByteSize(64 << 20)
@@ -260,7 +253,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         return secret
 
     def _require_bounds(self) -> None:
-        for name in ("capacity", "hash_run", "staging", "max_connections", "max_unauthenticated"):
+        for name in ("capacity", "staging", "max_connections", "max_unauthenticated"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
         require_integer("data_port", self.data_port, maximum=MAX_PORT)

@@ -41,6 +41,10 @@ from kvxfer.storage.lending import Fences
 MAX_PLACES = 1 << 16
 """Most places of a peer to remember; the oldest are forgotten."""
 
+RELEASE_WITHIN_S = 5e-3
+"""Time after which a message tells the holder what it need not pin any more, unless a request does
+so earlier. It costs either side half a millisecond, which the next pieces of a batch may need."""
+
 AnswerT = TypeVar("AnswerT", bound=wire.Message)
 MakeRequest = Callable[..., wire.NumberedRequest]
 """Makes a request, given its `request_id` and `let_go`."""
@@ -318,7 +322,7 @@ class Connection:
         self._spent.append(number)
         if self._telling is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(self._node.config.release_within_s, self._tell_released)
+            self._telling = loop.call_later(RELEASE_WITHIN_S, self._tell_released)
 
     async def let_read(self) -> None:
         """Open the data connections through which the holder reads our memory, if it needs any.

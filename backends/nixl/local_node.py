@@ -95,7 +95,7 @@ class LocalNode:
         self.namespace = namespace
         self.memory = Regions()
         self.sockets = SocketAgent(config.timeout_s)
-        self.hasher = BlockHasher(config.hash_run)
+        self.hasher = BlockHasher()
         self._make_agent = make_agent
         self._threads = Threads("kvxfer-nixl-open", 1)
         self._boot_id, self._pid, self._pid_namespace = identify_host()

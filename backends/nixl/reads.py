@@ -27,6 +27,10 @@ INLINE_BYTES = 2 << 20
 """Most bytes of a store to hash on the event loop itself: that takes some hundred microseconds,
 less than two thread switches can take."""
 
+HASH_RUN_BYTES = 8 << 20
+"""Most bytes that are hashed together as soon as they have landed, while they are in the caches of
+the processor."""
+
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""
 
@@ -43,11 +47,10 @@ class BlockHasher:
     """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
-    other and with the transfers. For `hash_run` see `NixlConfig`.
+    other and with the transfers.
     """
 
-    def __init__(self, hash_run: int) -> None:
-        self.hash_run = hash_run
+    def __init__(self) -> None:
         self._copying = Threads("kvxfer-copy", NUM_THREADS)
         self._hashing = Threads("kvxfer-hash", 1)
         self._copy_engine = CPUCopyEngine()
@@ -152,7 +155,7 @@ class RemoteMemory:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
             asyncio.CancelledError: As before, unless `late` was called.
         """
-        bounds = list(ours.cut(self._hasher.hash_run))
+        bounds = list(ours.cut(HASH_RUN_BYTES))
         runs = _cut(_pair(ours, theirs), ours, bounds)
         checksums: dict[int, list[int]] = {}
 

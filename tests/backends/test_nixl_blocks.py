@@ -177,8 +177,11 @@ async def test_a_holder_that_has_lost_the_memory_of_a_peer_links_it_anew() -> No
 
 
 @pytest.mark.parametrize(("grade", "found"), [("full", CORRUPT), ("fenced", DONE)])
-async def test_only_a_checksum_catches_a_bit_that_flipped(grade: str, found: Status) -> None:
-    async with open_pair(integrity=grade, hash_run=ByteSize(BLOCK_BYTES)) as pair:
+async def test_only_a_checksum_catches_a_bit_that_flipped(
+    grade: str, found: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "HASH_RUN_BYTES", BLOCK_BYTES)
+    async with open_pair(integrity=grade) as pair:
         flip(pair.host, KEYS[0])
         seen, _ = await load(pair, KEYS)
         assert seen == [found, DONE, DONE, DONE]

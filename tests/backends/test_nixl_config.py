@@ -88,7 +88,6 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
         ({"address": "a:1", "replicas": 0}, "replicas"),
         ({"address": "a:1", "timeout_s": 0.0}, "timeout_s"),
         ({"address": "a:1", "lease_s": float("nan")}, "lease_s"),
-        ({"address": "a:1", "hash_run": 0}, "hash_run"),
         ({"address": "a:1", "lease_s": 3.0, "heartbeat_s": 2.0}, "lease_s"),
         ({"address": "a:1", "transport": "tcp"}, "transport"),
         ({"address": "a:1", "quarantine": -1}, "quarantine"),

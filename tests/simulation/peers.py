@@ -6,12 +6,11 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery, reads
 from kvxfer.backends.nixl import client as nixl_client
 from kvxfer.backends.nixl import server as nixl_server
 from kvxfer.backends.nixl.client import ASKED_AT_A_PEER
 from kvxfer.backends.nixl.discovery import LEASE_S
-from kvxfer.backends.nixl.reads import GRACE_S
 from kvxfer.backends.nixl.server import MAX_REQUESTS
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
@@ -102,9 +101,11 @@ class PeersScenario(FleetScenario):
         self._etcd = SimulatedEtcd(simulation)
         ends = {step.arguments.get(limit, 0.0) for step in steps for limit in CALL_LIMITS}
         is_burst = ends == {None}  # nothing is given up, which would be answered all the same
+        hash_run = simulation.random("hash run").choice((256, 256, reads.HASH_RUN_BYTES))
         with (
             patch.object(discovery, "open_session", self._etcd.open_session),
             patch.object(discovery, "own_loop", self._etcd.own_loop),
+            patch.object(reads, "HASH_RUN_BYTES", hash_run),
             patch.object(nixl_server, "MAX_REQUESTS", FEW if is_burst else MAX_REQUESTS),
             patch.object(nixl_client, "ASKED_AT_A_PEER", FEW // 2 if is_burst else ASKED_AT_A_PEER),
         ):
@@ -183,7 +184,7 @@ class PeersScenario(FleetScenario):
         now = simulation.now
         self._unwanted = {each: self._unwanted.get(each, now) for each in unwanted}
         for each, since in self._unwanted.items():
-            grace_s = GOES_ON_S if each[1] else GOES_ON_S - GRACE_S
+            grace_s = GOES_ON_S if each[1] else GOES_ON_S - reads.GRACE_S
             if now - since > self._longest_s + grace_s:
                 simulation.fail("goes on", f"{unwanted[each]} that nobody waits for")
 
@@ -250,7 +251,6 @@ class PeersScenario(FleetScenario):
             "lease_s": random.choice((3.0, 9.0)),
             "heartbeat_s": random.choice((1.0, 1.5)),
             "handshake_timeout_s": random.choice((1.0, 5.0)),
-            "hash_run": ByteSize(random.choice((256, 256, 8 << 20))),
             "discover": "etcd://127.0.0.1:2379/kvxfer" if _has_etcd(simulation) else "",
         }
 
