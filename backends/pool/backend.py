@@ -78,19 +78,12 @@ class Attachment:
         BackendUnavailableError: There is no holder, it is another user's, or it is silent.
     """
 
-    def __init__(
-        self,
-        path: str,
-        namespace: Namespace,
-        *,
-        timeout_s: float,
-        open_copy_engine: Callable[[], CopyEngine],
-    ) -> None:
+    def __init__(self, config: "PoolConfig", namespace: Namespace) -> None:
         self.error = ""
         self.timed_out = False
         self.lost_at = 0.0
-        self._path = path
-        self._timeout_s = timeout_s
+        self._path = path = config.path
+        self._timeout_s = config.timeout_s
         self._lock = runtime.lock()
         self._is_cut = False  # whether a message was sent in part
         try:
@@ -100,7 +93,8 @@ class Attachment:
         try:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._socket.close)
-                self.pool = self._open_pool(*self._greet(namespace), namespace, open_copy_engine)
+                welcome, fd = self._greet(namespace)
+                self.pool = _map_pool(welcome, fd, namespace, config.open_copy_engine)
                 undo.pop_all()
         except (OSError, ValueError, InvalidArgumentError) as exc:
             if isinstance(exc, NamespaceMismatchError):
@@ -143,30 +137,6 @@ class Attachment:
                 self._socket.sendall(wire.encode(wire.Bye()))
         self._socket.close()
         self.pool.close()
-
-    def _open_pool(
-        self,
-        welcome: wire.Welcome,
-        fd: int,
-        namespace: Namespace,
-        open_copy_engine: Callable[[], CopyEngine],
-    ) -> HostPool:
-        """Map the pool that the holder tells of; the descriptor is closed where that fails."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, fd)
-            shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
-            given = Integrity(welcome.integrity)
-            given.require_keyless()
-            integrity = MemoryIntegrity(given.value)
-            num_bytes = shape.num_bytes
-            undo.pop_all()  # from here on the memory closes it
-            memory = SharedMemory(fd, num_bytes)
-            undo.callback(memory.close)
-            pool = HostPool(
-                shape, namespace, open_copy_engine(), integrity=integrity, memory=memory
-            )
-            undo.pop_all()
-            return pool
 
     def _greet(self, namespace: Namespace) -> tuple[wire.Welcome, int]:
         self._deadline_s = runtime.monotonic() + self._timeout_s
@@ -226,6 +196,28 @@ class Attachment:
             self.lost_at = runtime.monotonic()
             self.error = f"silent for {self._timeout_s:g} s" if self.timed_out else str(exc)
         return BackendUnavailableError(f"the host pool at {self._path}: {self.error}")
+
+
+def _map_pool(
+    welcome: wire.Welcome,
+    fd: int,
+    namespace: Namespace,
+    open_copy_engine: Callable[[], CopyEngine],
+) -> HostPool:
+    """Map the pool that the holder tells of; the descriptor is closed where that fails."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, fd)
+        shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
+        given = Integrity(welcome.integrity)
+        given.require_keyless()
+        integrity = MemoryIntegrity(given.value)
+        num_bytes = shape.num_bytes
+        undo.pop_all()  # from here on the memory closes it
+        memory = SharedMemory(fd, num_bytes)
+        undo.callback(memory.close)
+        pool = HostPool(shape, namespace, open_copy_engine(), integrity=integrity, memory=memory)
+        undo.pop_all()
+        return pool
 
 
 class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -474,12 +466,7 @@ class PoolBackend(TellsKept):
         if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path} for now")
         try:
-            attachment = Attachment(
-                self._config.path,
-                self._namespace,
-                timeout_s=self._config.timeout_s,
-                open_copy_engine=self._config.open_copy_engine,
-            )
+            attachment = Attachment(self._config, self._namespace)
         except BackendUnavailableError as exc:
             self._wait(runtime.monotonic(), silent=isinstance(exc.__cause__, TimeoutError))
             raise

@@ -19,7 +19,6 @@ from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved, Unpin
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,
@@ -269,12 +268,12 @@ def test_what_an_engine_reads_or_writes_stays_its_own_after_its_connection_ended
 
     with running_pool(path, capacity="76KiB"), attached(path) as other:
         namespace, keys = peers.namespace(), peers.KEYS
-        engine = Attachment(str(path), namespace, timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+        engine = Attachment(PoolConfig(path=str(path)), namespace)
         if is_read:
             assert all(each.done for each in asyncio.run(peers.store(other)))
             pin = Pin(keys=keys, within_s=1.0)
             assert len(engine.ask(pin, Pinned).rows) == len(keys)
-            greedy = Attachment(str(path), namespace, timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+            greedy = Attachment(PoolConfig(path=str(path)), namespace)
             greedy.ask(pin, Pinned)
             greedy.tell(Unpin(keys=keys * 2))
             greedy.close()
