@@ -154,13 +154,7 @@ class Client:
         return self._closed and not (self._opening or self._closing)
 
     async def open(self) -> Connection:
-        """Return the connection, connecting if need be.
-
-        Raises:
-            OwnEndpointError: This process itself listens there.
-            ClosedError: The connection was closed for good, perhaps meanwhile.
-            KVXferError: The peer cannot be reached, or refuses; retried only after a pause.
-        """
+        """Return the connection, connecting if need be."""
         if self._connection is not None and self._connection.is_open:
             return self._connection
         if self._closed:
@@ -206,12 +200,7 @@ class Client:
             await asyncio.wait(set(self._closing))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the holder which keys it has, and where.
-
-        Raises:
-            KVXferError: It cannot be reached, or did not answer in time.
-            TimeoutError: It did not answer in time.
-        """
+        """Ask the holder which keys it has, and where."""
         async with self._connected(self._asked) as connection:
             lookup = partial(wire.Lookup, keys=list(keys), places=True, fenced=self._is_fenced)
             found = await connection.request(lookup, wire.Found)
@@ -219,7 +208,7 @@ class Client:
         return found.there
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the holder to delete keys; return which it did; errors as `lookup`."""
+        """Ask the holder to delete keys; return which it did."""
         async with self._connected(self._asked) as connection:
             try:
                 answer = await connection.request(
@@ -244,10 +233,7 @@ class Client:
             pass
 
     async def describe(self) -> bytes:
-        """Ask what a reader must know of the holder's blocks; errors as `hold`.
-
-        It is asked once for each connection: another incarnation has another one.
-        """
+        """Ask what a reader must know of the holder's blocks, once for each connection."""
         async with self._connected() as connection:
             if connection.description is None:
                 answer = await connection.request(wire.Describe, wire.Described)
@@ -258,13 +244,7 @@ class Client:
         """Ask the holder to keep the blocks of a ticket, until it is released.
 
         They are kept until `leave`, or the end of the connection: hold the ticket again on another
-        one. After an error or a cancellation they may be kept, too. `keys` may be empty, and has
-        each block once.
-
-        Raises:
-            InvalidArgumentError: The ticket cannot be one.
-            KVXferError: The holder cannot be reached, or gives no tickets.
-            TimeoutError: It did not answer in time.
+        one. After an error or a cancellation they may be kept, too. `keys` has each block once.
         """
         require_ticket("ticket", ticket)
         async with self._connected() as connection:
@@ -291,7 +271,7 @@ class Client:
         return Held(answer.is_known, answer.is_complete, answer.there)
 
     async def release(self, tickets: Sequence[str]) -> None:
-        """Ask the holder to end the leases of tickets; errors as `hold`."""
+        """Ask the holder to end the leases of tickets."""
         for ticket in tickets:
             require_ticket("ticket", ticket)
         async with self._connected() as connection:
@@ -352,11 +332,7 @@ class Client:
     def _note_places(
         self, connection: Connection, keys: Sequence[BlockKey], found: wire.Found
     ) -> None:
-        """Remember the places of blocks that the holder was asked for.
-
-        Raises:
-            ProtocolError: There is not an answer for each key, or a place is none.
-        """
+        """Remember the places of blocks that the holder was asked for."""
         connection.require_number(len(found.there), len(keys))
         try:
             connection.places.note(keys, found)
@@ -466,9 +442,6 @@ class Client:
         """Read blocks into registered memory, and prove that they arrived.
 
         Those that were found are read where they were then, and once more if they have moved since.
-
-        Raises:
-            KVXferError: The holder is gone, or answers what makes no sense.
         """
         found = connection.places.take(keys, blocks)
         if found is None:
@@ -584,11 +557,7 @@ class Client:
 def read_endings(
     connection: Connection, keys: Sequence[BlockKey], endings: Sequence[wire.Ending]
 ) -> list[Outcome]:
-    """Turn the holder's endings into outcomes.
-
-    Raises:
-        ProtocolError: There is not one for each key.
-    """
+    """Turn the holder's endings, one for each key, into outcomes."""
     connection.require_number(len(endings), len(keys))
     done = Status.DONE  # looked up once: members of an enumeration are slow to find
     return [

@@ -58,13 +58,7 @@ _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Ans
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FoundPlaces:
-    """Places of the blocks that one answer told.
-
-    Attributes:
-        blocks: Their bytes in the peer's memory.
-        starts: Byte of its chunk at which each block begins.
-        proofs: What proves that they were read as they are now.
-    """
+    """Places of the blocks that one answer told."""
 
     blocks: Descriptors
     starts: NDArray[np.int64]
@@ -121,10 +115,6 @@ class Places:
         """Remember the places that were found of `keys`, instead of earlier ones.
 
         The oldest places are forgotten beyond `MAX_PLACES`.
-
-        Raises:
-            InvalidArgumentError: A place is not in the peer's memory, or not every block that is
-                there has one.
         """
         self.forget(keys)
         if found.extents is None:
@@ -183,13 +173,7 @@ class OwnEndpointError(PeerError):
 
 
 class Connection:
-    """Control connection to one incarnation of a holder, after the handshake.
-
-    Attributes:
-        places: Places of blocks in the holder's memory that it told.
-        tickets: Tickets that the holder may hold for this connection.
-        description: What a reader must know of the holder's blocks; None until it was asked.
-    """
+    """Control connection to one incarnation of a holder, after the handshake."""
 
     def __init__(
         self,
@@ -230,13 +214,7 @@ class Connection:
 
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
-        """Connect to a holder, shake hands, and wait until it is ready.
-
-        Raises:
-            PeerError: It cannot be reached, or does not serve us.
-            NamespaceMismatchError: It holds blocks of another namespace.
-            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
-        """
+        """Connect to a holder, shake hands, and wait until it is ready."""
 
         async def reach(theirs: wire.Hello) -> wire.Reach:
             if theirs.incarnation == node.hello.incarnation:
@@ -280,23 +258,13 @@ class Connection:
             self.release(asked.number)
 
     def require_number(self, given: int, wanted: int) -> None:
-        """Check how many parts an answer of the holder has.
-
-        Raises:
-            ProtocolError: There are more or fewer.
-        """
+        """Raise a `ProtocolError` unless an answer of the holder has so many parts."""
         if given != wanted:
             detail = f"sent {given} answers where {wanted} are needed"
             raise ProtocolError(str(self.endpoint), detail)
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Send a request, and wait for the answer.
-
-        Raises:
-            PeerError: The connection ended before.
-            TransferFailedError: The holder cannot do it.
-            asyncio.CancelledError: The holder was told.
-        """
+        """Send a request, and wait for the answer; when cancelled, tell the holder."""
         try:
             number, answer = self._send(make)
         except KVXferError:
@@ -325,11 +293,7 @@ class Connection:
             self._telling = loop.call_later(RELEASE_WITHIN_S, self._tell_released)
 
     async def let_read(self) -> None:
-        """Open the data connections through which the holder reads our memory, if it needs any.
-
-        Raises:
-            PeerError: The holder cannot be reached.
-        """
+        """Open the data connections through which the holder reads our memory, if it needs any."""
         if not self._needs_data or len(self._lending) == MAX_LINES:
             return
         async with self._letting:  # each connection is opened within a deadline
@@ -399,11 +363,7 @@ class Connection:
         del self._waiting[number]
 
     def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[wire.Answer]]:
-        """Number a request, send it without waiting, and make a future for its answer.
-
-        Raises:
-            PeerError: The connection ended before.
-        """
+        """Number a request, send it without waiting, and make a future for its answer."""
         self._require_open()
         number = next(self._numbers)
         try:
@@ -466,11 +426,7 @@ class Connection:
 
 
 async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
-    """Connect to a holder, before the handshake.
-
-    Raises:
-        PeerError: It cannot be reached.
-    """
+    """Connect to a holder, before the handshake."""
     timeout_s = node.config.handshake_timeout_s
     try:
         async with asyncio.timeout(timeout_s):

@@ -143,11 +143,7 @@ _DECODER = msgspec.json.Decoder(Announcement)
 
 
 def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcement]:
-    """Read an entry, and the address that is its name; anybody may have written it.
-
-    Raises:
-        InvalidArgumentError: It is none; the error says why, in printable characters.
-    """
+    """Read an entry and the address that is its name, or say in printable text why it is none."""
     if len(name) > MAX_NAME_BYTES or len(data) > MAX_ANNOUNCEMENT_BYTES:
         size = f"{len(name)} and {len(data)} bytes"
         wanted = f"at most {MAX_NAME_BYTES} and {MAX_ANNOUNCEMENT_BYTES}"
@@ -268,11 +264,6 @@ class Credentials:
     """What this process shows to etcd, read anew for each connection: files are replaced.
 
     Hidden in `repr`, and so in logs.
-
-    Attributes:
-        user: Name and password, None without.
-        pems: Certificate of the authority of etcd's servers, and private key and certificate of
-            this process; None for those without a file.
     """
 
     user: tuple[str, str] | None
@@ -301,9 +292,7 @@ class EtcdConfig:
     def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
         """Read `etcd://host:port,host:port/prefix`, and what the environment has of credentials.
 
-        Raises:
-            InvalidArgumentError: It is no such URL, or there is one of key and certificate only;
-                a password in the URL is not told.
+        A password in a URL that cannot be read is not told.
         """
         try:
             parts = split_url(url)
@@ -327,20 +316,13 @@ class EtcdConfig:
         return f"etcd://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
 
     def read_credentials(self) -> Credentials:
-        """Read the credentials; blocks.
-
-        Raises:
-            InvalidArgumentError: A file cannot be read, or is not one of its kind.
-        """
+        """Read the credentials; blocks."""
         files = {"etcd_ca": self.ca, "etcd_key": self.key, "etcd_cert": self.cert}
         pems = [_read(name, path) if path else None for name, path in files.items()]
         return Credentials(self._read_user(), pems)
 
     def check(self) -> None:
-        """Check the credentials, and warn of a password that others can read on its way.
-
-        Raises: as `read_credentials`.
-        """
+        """Check the credentials, and warn of a password that others can read on its way."""
         user = self.read_credentials().user
         read_secret(self.user_file)  # warns of one that everybody can read
         if not self.ca:
@@ -420,11 +402,7 @@ class EtcdSession:
         self._metadata = (NEEDS_LEADER, ("token", answer.token))
 
     async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """List the entries under a prefix that ends with a slash.
-
-        Returns:
-            The revision that the list is of, and the entries without the prefix.
-        """
+        """List the entries under a prefix, without it, and the revision that the list is of."""
         request = self._rpc.RangeRequest(key=prefix, range_end=_end(prefix), limit=MAX_ENTRIES)
         answer = await self._call(self._kv.Range, request)
         found = {entry.key[len(prefix) :]: entry.value for entry in answer.kvs}
@@ -464,13 +442,8 @@ class EtcdSession:
     ) -> AsyncGenerator[Mapping[bytes, bytes | None], None]:
         """Watch the entries under a prefix, from a revision on.
 
-        Yields:
-            Entries that are new or changed, without the prefix, None for those that are gone; and
-            an empty mapping now and then, when etcd has shown that it is alive.
-
-        Raises:
-            CompactedError: etcd has forgotten changes since the revision.
-            EtcdError: It ended the watch, or was silent for twice the time of a call.
+        Yields entries that are new or changed, without the prefix, None for those that are gone;
+        and an empty mapping now and then, when etcd has shown that it is alive.
         """
         create = self._rpc.WatchCreateRequest(
             key=prefix, range_end=_end(prefix), start_revision=revision
@@ -545,10 +518,6 @@ async def open_session(
     """Connect to a member, and prove who this process is.
 
     The time is that for each call, and for reading the credentials.
-
-    Raises:
-        EtcdError: It cannot be reached, refuses, does not answer in time, or the credentials cannot
-            be read any more.
     """
     rpc = import_aetcd()
     import grpc.aio
@@ -576,11 +545,7 @@ async def open_session(
 
 
 def import_aetcd() -> "ModuleType":
-    """Import the messages and stubs of aetcd.
-
-    Raises:
-        MissingExtraError: aetcd is not installed.
-    """
+    """Import the messages and stubs of aetcd."""
     require_extra("etcd", "aetcd", "grpc", "google.protobuf", what="discover=etcd://")
     from aetcd import rpc
 
@@ -640,13 +605,7 @@ async def run_there(make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float
 
 
 async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, bytes]:
-    """List what is announced, by name, for those who look only once; the time is for each step.
-
-    Raises:
-        InvalidArgumentError: The credentials cannot be read.
-        MissingExtraError: aetcd is not installed.
-        EtcdError: No member answers; of the last one that was asked.
-    """
+    """List what is announced, by name, for those who look only once; the time is for each step."""
     import_aetcd()
     config.check()
     failure = EtcdError(f"no answer within {4 * timeout_s:.2g} s")
@@ -677,10 +636,6 @@ class EtcdDiscovery:
         namespace: Fingerprint of the blocks' namespace, empty for a holder that looks for nobody.
         require: Checks that an address may be connected to; raises `InvalidArgumentError` if not.
         lease_s: Lease of the announcement; renewed by a third of it, which every call may take.
-
-    Raises:
-        InvalidArgumentError: The credentials cannot be read.
-        MissingExtraError: aetcd is not installed.
     """
 
     def __init__(

@@ -77,9 +77,6 @@ class LocalNode:
         agent: Agent of NIXL; None until it was opened, and once its end has begun.
         hasher: Hasher of blocks that are sent, and of those that have landed; closed by the owner
             of the node, once nothing is moved any more.
-
-    Raises:
-        InvalidArgumentError: The secret or a parameter of TLS cannot be used.
     """
 
     def __init__(
@@ -135,10 +132,6 @@ class LocalNode:
 
         Memory of GPUs is taken with `transport=nixl` only: any peer may turn out to be reached by
         sockets otherwise, which cannot read such memory.
-
-        Raises:
-            InvalidArgumentError: Memory is on another device than the transport can read, overlaps
-                memory that was added before, or is empty; none is added.
         """
         assert not self._is_open, "memory is added before the first handshake"
         added = [region for region in regions if not self._has(region)]
@@ -154,13 +147,7 @@ class LocalNode:
         self.memory = memory
 
     async def open(self) -> TransferAgent | None:
-        """Open NIXL, if it is not open; None where only sockets are used.
-
-        Raises:
-            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used, or not for the GPUs
-                whose memory was added.
-            ClosedError: The node was closed.
-        """
+        """Open NIXL, if it is not open; None where only sockets are used."""
         self._is_open = True
         if self.config.transport == "socket":
             return None
@@ -179,7 +166,7 @@ class LocalNode:
             return self.agent
 
     async def reach(self, *, data_port: int = 0) -> Reach:
-        """Make the access to this process's memory, for the handshake; errors as `open`."""
+        """Make the access to this process's memory, for the handshake."""
         agent = await self.open()
         return Reach(
             metadata=b"" if agent is None else self._metadata,
@@ -191,10 +178,6 @@ class LocalNode:
         """Open the way to a peer's memory: by NIXL where it is faster, else by sockets.
 
         A peer that only asks gives no memory: nothing is opened, whatever the transport.
-
-        Raises:
-            BackendUnavailableError: `transport=nixl`, and NIXL cannot reach the peer.
-            ProtocolError: What the peer says of its memory makes no sense.
         """
         peer = greeting.hello.incarnation.hex()
         try:

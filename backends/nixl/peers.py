@@ -31,16 +31,8 @@ def rank(
     The answer for a key depends on the key and on the set of endpoints alone; it is part of the
     protocol, because processes that store and processes that load must agree.
 
-    Args:
-        keys: Keys of blocks.
-        endpoints: The peers, each once, at least one.
-        replicas: Peers that hold each block; all of them where there are fewer.
-
     Returns:
         Indices into `endpoints`, `(min(replicas, num_endpoints), num_keys)`.
-
-    Raises:
-        InvalidArgumentError: There is no endpoint, one appears twice, or no replica is wanted.
     """
     if not endpoints or len(set(endpoints)) < len(endpoints):
         raise InvalidArgumentError("endpoints", endpoints, "at least one, each once")

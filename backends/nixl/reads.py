@@ -56,7 +56,7 @@ class BlockHasher:
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
-        """Compute the XXH3-64 of each block."""
+        """Compute the XXH3-64 of each block, on a thread if that takes long."""
         if blocks.num_bytes <= INLINE_BYTES:
             return self.checksums_here(blocks)
         return await self._hashing.run(self.checksums_here, blocks)
@@ -176,10 +176,7 @@ class RemoteMemory:
     ) -> list[int]:
         """Copy blocks of the peer's memory to ours, then their generations, and compare these.
 
-        Returns:
-            Positions of the blocks that nobody has overwritten since they were found.
-
-        Raises: as `read`; for `staging` see `generations_memory`.
+        Returns the positions of the blocks that nobody has overwritten since they were found.
         """
         num_words = len(fences.addresses)
         lengths = np.full(num_words, GENERATION_BYTES, np.uint64)

@@ -83,9 +83,6 @@ class ClientSession:
 
     When its connection ends, or it was silent for `lease_s`, its pins are released, its requests
     ended, and its tickets no longer held.
-
-    Attributes:
-        session: Session that its data connections belong to.
     """
 
     def __init__(
@@ -129,11 +126,7 @@ class ClientSession:
     async def serve(self, earlier: "ClientSession | None") -> None:
         """Answer until the connection ends; return when no block is pinned or read any more.
 
-        Args:
-            earlier: Session of the same peer, which is ended first.
-
-        Raises:
-            KVXferError: The peer's memory cannot be reached.
+        `earlier` is a session of the same peer, which is ended first.
         """
         try:
             if earlier is not None:
@@ -155,11 +148,7 @@ class ClientSession:
             await wait_despite_cancel(self._release_all())
 
     async def serve_data(self, attach: wire.Attach, connection: DataConnection) -> None:
-        """Serve a data connection that was admitted to this session, until it ends.
-
-        Raises:
-            KVXferError: It is one too many, or ended, or the session has.
-        """
+        """Serve a data connection that was admitted to this session, until it ends."""
         if self._theirs is None or self._ended:
             raise PeerError(connection.peer, "its session is not ready, or has ended")
         if self._only_asks:
@@ -349,12 +338,7 @@ class ClientSession:
     async def _answer_ticket(
         self, request: wire.TicketRequest
     ) -> wire.Described | wire.HeldTicket | wire.Released:
-        """Answer a request about tickets; never waits.
-
-        Raises:
-            InvalidArgumentError: There are no tickets here, or a key appears twice.
-            ClosedError: The session has ended: nothing would end what is held now.
-        """
+        """Answer a request about tickets; never waits."""
         desk = self._desk
         if desk is None:
             raise InvalidArgumentError("request", type(request).__name__, "none about tickets")
@@ -424,10 +408,7 @@ class RefusalLog:
         self._num_left_out = 0
 
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
-        """Write a line, unless there was one of its text and address within the last second.
-
-        Text of strangers in the reason is made printable and short.
-        """
+        """Write a line, unless there was one of its text and address within the last second."""
         now = runtime.monotonic()
         at = text, peer.rpartition(":")[0]
         if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
@@ -450,10 +431,6 @@ class Server:
     Args:
         open_store: Gets the blocks of a peer's namespace, or refuses others; opens their backend
             and adds its memory to the node, if need be.
-
-    Attributes:
-        endpoint: Endpoint to listen at; port 0 becomes the real port once it listens.
-        data_port: Port for data connections; likewise.
     """
 
     def __init__(
@@ -488,13 +465,7 @@ class Server:
         return gauges_of(self.sessions)
 
     async def start(self) -> None:
-        """Begin to listen.
-
-        Raises:
-            BackendUnavailableError: The address, or the port for data, is in use, or the address is
-                not one of this machine.
-            ClosedError: It was closed.
-        """
+        """Begin to listen."""
         at = self.endpoint
         try:
             # A name may have several addresses; use the first one for control and data.

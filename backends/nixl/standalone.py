@@ -41,12 +41,6 @@ class StandalonePeer:
         config: Configuration, with the endpoint to listen at and the authentication of peers.
         open_backend, namespace, prepare: See `HeldTiers`. A `Lender` lends blocks in place; those
             of any other backend are lent by way of staging memory.
-
-    Attributes:
-        is_ready: Whether new peers are served.
-
-    Raises:
-        InvalidArgumentError: There is no endpoint to listen at, or a parameter is out of range.
     """
 
     def __init__(
@@ -84,14 +78,7 @@ class StandalonePeer:
             reports.watch(self._discovery.gauges)
 
     async def start(self) -> None:
-        """Reserve the memory of a namespace that is known, and begin to listen.
-
-        Raises:
-            CapacityError: The machine, or a control group of this process, does not have the
-                memory, now or when the first peer connects.
-            BackendUnavailableError: The address, or the port for data, is in use, or the address is
-                not one of this machine; or `transport=nixl`, and NIXL cannot be imported.
-        """
+        """Reserve the memory of a namespace that is known, and begin to listen."""
         if not self._tiers.is_open:
             # Without tiers below, what would be staging memory is left for everything else.
             require_memory(self._needed_bytes, "capacity and staging memory")

@@ -71,11 +71,6 @@ class Attachment:
         error: Why the attachment is of no use; empty while it is.
         timed_out: Whether that is because an answer took too long.
         lost_at: Time at which it became of no use.
-
-    Raises:
-        NamespaceMismatchError: The holder has blocks of another namespace, or speaks another
-            version.
-        BackendUnavailableError: There is no holder, it is another user's, or it is silent.
     """
 
     def __init__(self, config: "PoolConfig", namespace: Namespace) -> None:
@@ -102,11 +97,7 @@ class Attachment:
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
 
     def ask(self, request: wire.Message, kind: type[AnswerT]) -> AnswerT:
-        """Send a request and wait for its answer.
-
-        Raises:
-            BackendUnavailableError: The holder is gone or silent, or it says that it failed.
-        """
+        """Send a request and wait for its answer."""
         with self._lock:
             try:
                 self._send(request)
@@ -437,11 +428,7 @@ class PoolBackend(TellsKept):
 
     @contextmanager
     def _attached(self) -> Iterator[Attachment]:
-        """Use the attachment, or a new one if it was lost; its memory stays mapped meanwhile.
-
-        Raises:
-            BackendUnavailableError: There is none, or it is not yet time for another attempt.
-        """
+        """Use the attachment, or a new one if it was lost; its memory stays mapped meanwhile."""
         with self._lock:
             attachment = self._attachment
             if attachment is None or attachment.error:

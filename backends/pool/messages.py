@@ -191,11 +191,7 @@ def encode(message: Message) -> bytearray:
 
 
 def body_bytes(header: bytes | bytearray) -> int:
-    """Read the size of the payload after a header.
-
-    Raises:
-        ValueError: It is larger than a frame may be.
-    """
+    """Read the size of the payload after a header."""
     (size,) = HEADER.unpack(header)
     if size > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes; {MAX_FRAME_BYTES} are permitted")
@@ -203,12 +199,7 @@ def body_bytes(header: bytes | bytearray) -> int:
 
 
 async def receive(connection: socket.socket) -> bytearray:
-    """Receive the payload of the next frame from a non-blocking socket.
-
-    Raises:
-        EOFError: The connection has ended.
-        ValueError: The frame is too large.
-    """
+    """Receive the payload of the next frame; an `EOFError` at the end of the connection."""
     return await _receive_exactly(
         connection, body_bytes(await _receive_exactly(connection, HEADER.size))
     )

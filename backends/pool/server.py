@@ -309,9 +309,6 @@ class PoolServer:
         path: Socket that engines attach to; made with a mode that admits this user alone.
         capacity_bytes: Memory that the pool will have, checked when the server starts.
         open_backend, namespace, prepare: See `HeldTiers`; the first tier is a shared `HostBackend`.
-
-    Attributes:
-        is_ready: Whether new engines are served.
     """
 
     def __init__(
@@ -336,12 +333,7 @@ class PoolServer:
         reports.watch(self._gauges)
 
     async def start(self) -> None:
-        """Reserve the memory of a namespace that is known, and begin to listen.
-
-        Raises:
-            CapacityError: The machine, or a control group of this process, lacks the memory.
-            BackendUnavailableError: The socket cannot be made, or another process has it.
-        """
+        """Reserve the memory of a namespace that is known, and begin to listen."""
         listening = _make_socket(self._path)
         self._socket = listening, self._path.stat()
         if not self._tiers.is_open:

@@ -25,13 +25,7 @@ _NONE = (np.empty(0, np.uint64),) * 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Fragments: stretches of bytes, with their addresses on either side.
-
-    Attributes:
-        local: Addresses, uint64, `(num_fragments,)`.
-        remote: Addresses at the peer, likewise.
-        lengths: Bytes, uint64, none of them zero.
-    """
+    """Fragments: stretches of bytes, with their addresses on either side."""
 
     local: Words
     remote: Words
@@ -39,11 +33,7 @@ class Fragments:
 
     @classmethod
     def of(cls, local: Words, remote: Words, lengths: Words) -> "Fragments":
-        """Make fragments, without those of no bytes.
-
-        Raises:
-            InvalidArgumentError: The arrays are not of one length.
-        """
+        """Make fragments of arrays of one length, without those of no bytes."""
         if not local.shape == remote.shape == lengths.shape == (len(lengths),):
             raise InvalidArgumentError(
                 "lengths",
@@ -78,10 +68,7 @@ class Fragments:
     def join(cls, runs: "Sequence[Fragments]", ours: Regions, theirs: Regions) -> "list[Fragments]":
         """Join fragments of each run that touch on both sides, in the order of remote addresses.
 
-        Those of different regions are not joined.
-
-        Raises:
-            InvalidArgumentError: One of them is not inside a region of its side.
+        Those of different regions are not joined; one that is in none is an `InvalidArgumentError`.
         """
         whole = cls.concatenate(runs)
         ours.require("local", whole.local, whole.lengths)

@@ -92,12 +92,7 @@ class ReadPiece:
 
 @dataclass(slots=True, eq=False)
 class PiecewiseRead:
-    """Read with the pieces that are left of it; for the thread only, except `done`.
-
-    Attributes:
-        landed: Called when all pieces have arrived, before `done` ends.
-        in_flight: Pieces that were taken out of `pieces` and have not ended.
-    """
+    """Read with the pieces that are left of it; for the thread only, except `done`."""
 
     peer: str
     pieces: deque[ReadPiece]
@@ -422,12 +417,7 @@ class NixlPeers:
                 remote.removed.set_result(None)
 
     def _connect(self, peer: AgentMetadata) -> bool:
-        """Connect to a peer that is not connected; return whether the connection was kept.
-
-        Raises:
-            InvalidArgumentError: NIXL cannot read the metadata, or it is that of another agent.
-            PeerLostError: The peer cannot be reached.
-        """
+        """Connect to a peer that is not connected; return whether the connection was kept."""
         kept = self._kept.pop(peer.name, None)
         if kept == _digest(peer):
             return True
@@ -468,11 +458,7 @@ def attempt(done: "Future[T]", command: Callable[[], object]) -> None:
 
 
 class NixlThread:
-    """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
-
-    Attributes:
-        regions: Our registered memory; any thread may read it.
-    """
+    """Thread that makes all calls of NIXL; methods run on it unless they say otherwise."""
 
     peers: NixlPeers
 
@@ -492,22 +478,14 @@ class NixlThread:
         runtime.result(opened)
 
     def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
-        """Put a command, which ends `done` now or later, into the queue; from any thread.
-
-        Raises:
-            ClosedError: The agent is closed.
-        """
+        """Put a command, which ends `done` now or later, into the queue; from any thread."""
         with self._lock:
             if self._stopping:
                 raise ClosedError(f"agent {self._name}")
             self._commands.put(partial(attempt, done, command))
 
     def call(self, func: Callable[[], T]) -> T:
-        """Run a function on the thread and return its result; from any other thread.
-
-        Raises:
-            ClosedError: The agent is closed.
-        """
+        """Run a function on the thread and return its result; from any other thread."""
         done: Future[T] = Future()
         self.order(done, lambda: done.set_result(func()))
         return runtime.result(done)
@@ -590,12 +568,7 @@ class NixlThread:
         ).encode()
 
     def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[PiecewiseRead]:
-        """Cut a read of each run into pieces; on any thread.
-
-        Raises:
-            InvalidArgumentError: An address is outside of registered memory.
-            PeerLostError: There is no such peer.
-        """
+        """Cut a read of each run into pieces; on any thread."""
         theirs, ours = self.peers.regions.get(peer), self.regions
         if theirs is None:
             raise PeerLostError(peer, "it was not added, or is removed")
@@ -612,11 +585,7 @@ class NixlThread:
         ]
 
     def begin(self, readings: Sequence[PiecewiseRead], *, is_next: bool = False) -> None:
-        """Begin reads, which take turns with others, or whose turn is next; from any thread.
-
-        Raises:
-            ClosedError: The agent is closed.
-        """
+        """Begin reads, which take turns with others, or whose turn is next; from any thread."""
 
         def begin() -> None:
             for reading in readings:
@@ -714,9 +683,6 @@ class NixlAgent(TransferAgent):
         piece_bytes: Most bytes of a piece of a read: pieces of several reads take turns, and a read
             that is given up ends with those in flight.
         piece_fragments: Most fragments of a piece, for which NIXL makes descriptors at once.
-
-    Raises:
-        BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
     """
 
     def __init__(self, *, piece_bytes: int = 64 << 20, piece_fragments: int = 4096) -> None:

@@ -42,14 +42,11 @@ _importing = threading.Lock()
 
 
 def import_nixl(*, otherwise: str) -> Any:
-    """Import NIXL; blocks for up to a second the first time.
+    """Import NIXL; blocks for up to a second the first time. `otherwise` is advice for the user.
 
     NIXL configures logging anew when it is imported: that would close the application's handlers,
     silence errors of its logging, and write messages to standard output. None of it happens; what
     NIXL logs in Python goes where the application's messages go.
-
-    Raises:
-        BackendUnavailableError: It cannot be imported; `otherwise` is advice for the user.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -60,12 +60,7 @@ class Line:
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """Peer whose memory is read, with the connections to it.
-
-    Attributes:
-        connect: Opens another connection; None where the peer opens them.
-        num_users: Calls of `add_peer` that were not undone.
-    """
+    """Peer whose memory is read, with the connections to it, opened by `connect` or by the peer."""
 
     regions: Regions
     connect: Connect | None = None
@@ -78,11 +73,7 @@ class Remote:
     _closed: bool = False
 
     async def take(self, timeout_s: float) -> Line:
-        """Take an idle connection, or open another one; wait until there is one.
-
-        Raises:
-            PeerError: The peer cannot be reached.
-        """
+        """Take an idle connection, or open another one; wait until there is one."""
         while not self._idle:
             if self._closed:
                 raise PeerError("", "it was removed")
@@ -230,11 +221,7 @@ class SocketAgent(TransferAgent):
         self._remotes[peer].connect = connect
 
     async def attach(self, peer: str, connection: DataConnection) -> None:
-        """Read from a peer through a connection that the peer opened, until it is lost.
-
-        Raises:
-            PeerLostError: There is no such peer.
-        """
+        """Read from a peer through a connection that the peer opened, until it is lost."""
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerLostError(peer, "it was not added, or is removed")
@@ -247,11 +234,7 @@ class SocketAgent(TransferAgent):
             await remote.drop(line)
 
     async def serve(self, connection: DataConnection) -> None:
-        """Let a peer read our registered memory through a connection, until it ends.
-
-        Raises:
-            PeerError: The connection ended.
-        """
+        """Let a peer read our registered memory through a connection, until it ends."""
         self._require_open()
         connection.begin(self._timeout_s)
         line = Line(connection)

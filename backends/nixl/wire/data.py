@@ -66,11 +66,7 @@ class DataConnection:
     async def connect(
         cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
     ) -> "DataConnection":
-        """Connect to a holder's port for data; with TLS, its certificate must name `host`.
-
-        Raises:
-            PeerClosedError: It cannot be reached, or the TLS handshake fails.
-        """
+        """Connect to a holder's port for data; with TLS, its certificate must name `host`."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
@@ -90,8 +86,7 @@ class DataConnection:
     ) -> "DataConnection":
         """Shake hands by TLS, if there is a context, as client of `host`, or else as server.
 
-        Raises:
-            PeerClosedError: The handshake fails; the socket is closed.
+        After an error the socket is closed.
         """
         if tls is None:
             return cls(plain, peer)
@@ -111,19 +106,14 @@ class DataConnection:
         return cls(opened, peer)
 
     async def say(self, message: Message) -> None:
-        """Send a short message on the event loop; errors as `hear`."""
+        """Send a short message on the event loop."""
         frame = memoryview(self._codec.encode(message))
         with self._call():
             while frame:
                 frame = frame[await _when_ready(self._socket, partial(self._socket.send, frame)) :]
 
     async def hear(self, legal: "msgspec.msgpack.Decoder[MessageT]") -> MessageT:
-        """Wait for a message on the event loop.
-
-        Raises:
-            ProtocolError: The frame is changed, or the message is not legal.
-            PeerClosedError: The connection is gone.
-        """
+        """Wait for a message on the event loop."""
         header = await self._hear_bytes(HEADER_BYTES, is_header=True)
         body = await self._hear_bytes(self._codec.body_size(header), is_header=False)
         return self._codec.decode(self._codec.open(body), legal)
@@ -157,11 +147,7 @@ class DataConnection:
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:
-        """Send what the other side reads of the present regions, until the connection ends; blocks.
-
-        Raises:
-            PeerError: The connection ended.
-        """
+        """Send what the other side reads of the regions, until the connection ends; blocks."""
         with self._call():
             while True:
                 self._socket.settimeout(None)  # the session ends a peer that is silent

@@ -66,12 +66,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FrameKeys:
-    """Keys that seal the frames of one connection; hidden in `repr`, and so in logs.
-
-    Attributes:
-        sending: 32 bytes, for the frames that this side sends.
-        receiving: 32 bytes, for the frames that it receives.
-    """
+    """Keys that seal the frames of either direction; hidden in `repr`, and so in logs."""
 
     sending: bytes
     receiving: bytes
@@ -100,11 +95,7 @@ class FrameCodec:
         self._num_sent = self._num_received = 0
 
     def encode(self, message: Message) -> bytearray:
-        """Make the next frame to send.
-
-        Raises:
-            InvalidArgumentError: The message is larger than a frame may be; nothing was counted.
-        """
+        """Make the next frame to send; an `InvalidArgumentError` of a large one counts nothing."""
         frame = bytearray(HEADER_BYTES)
         self._encoder.encode_into(message, frame, HEADER_BYTES)
         payload_bytes = len(frame) - HEADER_BYTES
@@ -119,11 +110,7 @@ class FrameCodec:
         return frame
 
     def body_size(self, header: bytes | bytearray) -> int:
-        """Read how many bytes follow a header: payload, and seal if there is one.
-
-        Raises:
-            ProtocolError: They are more than a frame may have, or none.
-        """
+        """Read how many bytes follow a header: payload, and seal if there is one."""
         (payload_bytes,) = _HEADER.unpack(header)
         if not 0 < payload_bytes <= self._max_frame_bytes:
             limit = f"1 to {self._max_frame_bytes} are permitted"
@@ -131,11 +118,7 @@ class FrameCodec:
         return int(payload_bytes) + (SEAL_BYTES if self._seals is not None else 0)
 
     def open(self, body: bytes | bytearray) -> memoryview:
-        """Verify the seal of the bytes after a header, and return the payload.
-
-        Raises:
-            ProtocolError: The seal is not that of the next frame.
-        """
+        """Verify the seal of the bytes after a header, and return the payload."""
         payload = memoryview(body)
         if self._seals is not None:
             payload, seal = payload[:-SEAL_BYTES], payload[-SEAL_BYTES:]
@@ -149,11 +132,7 @@ class FrameCodec:
     def decode(
         self, payload: memoryview | msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]
     ) -> MessageT:
-        """Decode the message of a payload by the decoder of those that are legal now.
-
-        Raises:
-            ProtocolError: The message is not legal.
-        """
+        """Decode the message of a payload by the decoder of those that are legal now."""
         try:
             return legal.decode(payload)
         except (ValueError, RecursionError) as exc:  # msgspec's errors are ValueErrors
@@ -198,9 +177,7 @@ class FrameChannel:
     ) -> Self:
         """Open a channel on an accepted socket, which it owns, as server.
 
-        Raises:
-            PeerClosedError: The connection is gone; the socket is closed.
-            ProtocolError: The TLS handshake fails; the same.
+        After an error the socket is closed.
         """
         reader = asyncio.StreamReader(limit=STREAM_BUFFER_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -233,21 +210,15 @@ class FrameChannel:
         self._codec.secure(keys)
 
     async def send(self, message: Message) -> None:
-        """Send a message; wait while the other side does not read.
+        """Send a message, also when cancelled; wait while the other side does not read.
 
-        When cancelled, the message is sent all the same.
-
-        Raises:
-            InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
-            PeerTimeoutError: The other side reads nothing.
-            PeerClosedError: The connection is gone.
-            ClosedError: The channel was closed.
+        Nothing is sent of a message that is larger than a frame may be: an `InvalidArgumentError`.
         """
         self.send_soon(message)
         await self.drain()
 
     async def drain(self) -> None:
-        """Wait until the buffer of sent messages has room again; errors as `send`."""
+        """Wait until the buffer of sent messages has room again."""
         transport = self._writer.transport
         if transport.get_write_buffer_size() or transport.is_closing():
             with self._taking_a_frame:
@@ -255,7 +226,7 @@ class FrameChannel:
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message without waiting, even when the other side does not read; errors as `send`.
+        """Send a message without waiting, even when the other side does not read.
 
         Only for messages whose number is bounded: because `drain` follows, or because each follows
         an answer of the other side.
@@ -266,34 +237,18 @@ class FrameChannel:
             self._writer.write(frame)
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Wait for the next message, one of those that are legal now.
-
-        Raises:
-            ProtocolError: The frame is cut short or changed, or the message is not legal.
-            PeerTimeoutError: A frame began and did not end in time.
-            PeerClosedError: The connection is gone.
-            ClosedError: The channel was closed.
-        """
+        """Wait for the next message, one of those that are legal now."""
         self.require_open()
         with self._reading_a_frame:
             return self._codec.decode(await self._next_payload(), legal)
 
     def decode(self, payload: msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Decode a message that `receive` has left encoded, as a `msgspec.Raw`.
-
-        Raises:
-            ProtocolError: The message is not legal.
-        """
+        """Decode a message that `receive` has left encoded, as a `msgspec.Raw`."""
         with self._reading_a_frame:
             return self._codec.decode(payload, legal)
 
     def require_open(self) -> None:
-        """Raise the error that ended the connection, if there is one.
-
-        Raises:
-            PeerError: The other side, or a message of it, ended the connection.
-            ClosedError: The channel was closed.
-        """
+        """Raise the error that ended the connection, if there is one."""
         if self._error is not None:
             raise self._error
         if self._closed:

@@ -73,17 +73,10 @@ def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
 
 @dataclass(slots=True, repr=False)
 class Session:
-    """Session: one control connection and its data connections.
-
-    Attributes:
-        role: Role of this process.
-        session_id: The holder's nonce.
-        key: 32 bytes that only the two sides know; hidden in `repr`, and so in logs.
-        last_serial: Serial of the latest data connection; 0 before the first.
-    """
+    """Control connection and its data connections; its key is hidden in `repr`, and so in logs."""
 
     role: Role
-    session_id: bytes
+    session_id: bytes  # the nonce of the holder
     key: bytes
     last_serial: int = field(default=0, init=False)
 
@@ -97,10 +90,7 @@ class Session:
         )
 
     def attach(self, *, reads: bool) -> Attach:
-        """Make the first message of the next data connection; see `Attach.reads`.
-
-        These messages must arrive in the order in which they were made.
-        """
+        """Make the first message of the next data connection; they must arrive in this order."""
         self.last_serial += 1
         return Attach(
             session=self.session_id,
@@ -110,12 +100,7 @@ class Session:
         )
 
     def admit(self, attach: Attach, peer: str) -> None:
-        """Check the first message of a data connection to the holder.
-
-        Raises:
-            HandshakeError: The message was made without the key of this session, or was used
-                before.
-        """
+        """Check the first message of a data connection to the holder."""
         serial = attach.serial
         known = 0 < serial < 1 << 63 and hmac.compare_digest(
             attach.mac, self._attach_mac(serial, reads=attach.reads)
@@ -149,13 +134,7 @@ _REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Result of a handshake.
-
-    Attributes:
-        hello: Greeting of the other side.
-        reach: Access to its memory.
-        session: Keys of this connection and of its data connections.
-    """
+    """Result of a handshake: what the other side said, and the keys of the connection."""
 
     hello: Hello
     reach: Reach
@@ -177,14 +156,6 @@ async def greet_as_client(
 
     The greeting gets its nonce here. `reach` makes the access to our memory, once the other side
     has authenticated. The time is for the whole handshake.
-
-    Raises:
-        NamespaceMismatchError: The other side has another namespace; names the field.
-        HandshakeError: It speaks another version or has another secret, or there is neither a
-            secret nor TLS and it is not on this machine.
-        ProtocolError: It sent something that is not part of a handshake.
-        PeerTimeoutError: It did not answer in time.
-        PeerClosedError: The connection is gone.
     """
     handshake = _Greeting(channel, ours, Role.ASKING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
@@ -205,8 +176,6 @@ async def ask_hello(
     """Ask a holder for its greeting, which it gives before any proof; then end the connection.
 
     Where ours has a namespace, one that differs is refused.
-
-    Raises: as `greet_as_client`.
     """
     handshake = _Greeting(channel, ours, Role.ASKING, b"")
     async with _closed_on_error(channel, timeout_s):

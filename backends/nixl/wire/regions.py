@@ -83,7 +83,7 @@ class Regions:
         return iter(self._regions)
 
     def extend(self, memory: Iterable[MemoryRegion]) -> "Regions":
-        """Make the regions with some more after them; errors as for the constructor."""
+        """Make the regions with some more after them."""
         return Regions([*self._regions, *map(_region, memory)])
 
     def contains(self, blocks: Descriptors) -> bool:
@@ -104,11 +104,7 @@ class Regions:
         return devices
 
     def require(self, argument: str, addresses: Words, lengths: Words) -> None:
-        """Raise unless each stretch lies inside one region.
-
-        Raises:
-            InvalidArgumentError: A stretch does not.
-        """
+        """Raise an `InvalidArgumentError` unless each stretch lies inside one region."""
         if not len(addresses) or self._has_one_of_all(addresses, lengths):
             return
         inside = self._inside(addresses, lengths)
@@ -121,11 +117,7 @@ class Regions:
             )
 
     def locate(self, blocks: Descriptors) -> Extents:
-        """Turn descriptors of registered memory into extents.
-
-        Raises:
-            InvalidArgumentError: Some of it is not registered.
-        """
+        """Turn descriptors of registered memory into extents."""
         if not self.contains(blocks):
             raise InvalidArgumentError("blocks", blocks, "blocks in registered memory")
         found = self._order[self.starts.searchsorted(blocks.addresses, side="right")]
@@ -138,12 +130,7 @@ class Regions:
         )
 
     def resolve(self, extents: Extents) -> Descriptors:
-        """Turn extents of a peer into descriptors; every extent is checked.
-
-        Raises:
-            InvalidArgumentError: An extent is not inside of a region, the arrays are malformed, or
-                the extents are on several devices.
-        """
+        """Turn extents of a peer into descriptors on one device; every extent is checked."""
         regions = _read(extents.regions, "regions", _UINT32)
         offsets = _read(extents.offsets, "offsets", _UINT64)
         lengths = _read(extents.lengths, "lengths", _UINT64)
@@ -189,12 +176,7 @@ class Regions:
         return Fencing(extents=self.locate(words), generations=generations)
 
     def read_proofs(self, answer: Found | Pinned, num_blocks: int) -> Proofs:
-        """Read the proofs of a peer's answer about blocks.
-
-        Raises:
-            InvalidArgumentError: There is not one for each block, or a generation is not in the
-                peer's memory.
-        """
+        """Read the proofs of a peer's answer about blocks, one for each of them."""
         if answer.fences is None:
             if len(answer.checksums) != num_blocks:
                 wanted = f"one for each of {num_blocks} blocks"
@@ -253,11 +235,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     @classmethod
     def decode(cls, metadata: bytes) -> "AgentMetadata":
-        """Decode bytes of `encode`.
-
-        Raises:
-            InvalidArgumentError: The bytes are something else.
-        """
+        """Decode bytes of `encode`."""
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
         except msgspec.MsgspecError as exc:
