@@ -467,7 +467,6 @@ class NixlThread:
         self._name = name
         self._piece = piece
         self._memory: list[MemoryRegion] = []
-        self._gpu_was_refused = False
         self._beacon = np.frombuffer(runtime.token_bytes(BEACON_BYTES), np.uint8)
         self._commands: queue.SimpleQueue[Callable[[], None]] = runtime.queue()
         self._lock = runtime.lock()
@@ -536,7 +535,6 @@ class NixlThread:
     ) -> DeviceUnavailableError | TransferFailedError:
         if device.type == HOST.type:
             return TransferFailedError(self._name, f"cannot register host memory: {exc}")
-        self._gpu_was_refused = True
         return DeviceUnavailableError(
             device.index,
             f"NIXL cannot register its memory ({exc}); install the GPU's driver, and NIXL with a "
@@ -547,22 +545,9 @@ class NixlThread:
         with contextlib.suppress(*self._errors):  # the error that led here says more
             self._agent.deregister_memory(registered)
 
-    def list_plugins(self) -> list[str]:
-        """See `NixlAgent.plugins`."""
-        return sorted(self._agent.get_plugin_list())
-
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
-        if self._gpu_was_refused and self.regions.devices == (HOST,):
-            # The whole metadata lists no memory under the GPU's kind then, and NIXL 1.5.1 refuses
-            # that where a peer adds it.
-            opaque = self._agent.get_partial_agent_metadata(
-                self._agent.get_reg_descs(_rows(self._memory), "DRAM"),
-                inc_conn_info=True,
-                backends=[BACKEND],
-            )
-        else:
-            opaque = self._agent.get_agent_metadata()
+        opaque = self._agent.get_agent_metadata()
         return AgentMetadata(
             self._name, list(self.regions), opaque, self._beacon.ctypes.data, self._beacon.tobytes()
         ).encode()
@@ -694,11 +679,6 @@ class NixlAgent(TransferAgent):
     def __repr__(self) -> str:
         peers = sorted(self._thread.peers.regions)
         return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
-
-    @property
-    def plugins(self) -> list[str]:
-        """Names of the plug-ins that NIXL finds."""
-        return self._thread.call(self._thread.list_plugins)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
