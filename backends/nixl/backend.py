@@ -155,7 +155,7 @@ class NixlBackend(TellsKept):
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
-            lambda home, at: self._store_at(home, _chosen(keys, at), blocks.take(at)),
+            lambda home, at: _store_at(home, _chosen(keys, at), blocks.take(at)),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -173,7 +173,7 @@ class NixlBackend(TellsKept):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: self._load_at(home, _chosen(keys, at), blocks.take(at)),
+                lambda home, at: call_backend(home.load, _chosen(keys, at), blocks.take(at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
@@ -190,7 +190,7 @@ class NixlBackend(TellsKept):
         # Anybody may have them, also where discovery does not even list this process itself.
         finds_nobody = not self._exchange.clients and (self._discovery is not None or not homes)
         answers = await _ask_each(
-            _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
+            _by_home(homes, ranked), lambda home, at: _delete_at(home, _chosen(keys, at))
         )
         removed = {key for _, (gone, _) in answers for key in gone}
         kept = {*keys} if finds_nobody else {key for _, (_, left) in answers for key in left}
@@ -260,31 +260,6 @@ class NixlBackend(TellsKept):
             return set()
         return {key for key, found in zip(keys, there, strict=True) if found}
 
-    async def _store_at(
-        self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        if _is_suspended(home):
-            return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
-        if home is self._own:  # whose device may fail
-            return await call_backend(home.store, keys, blocks)
-        return await home.store(keys, blocks)
-
-    async def _load_at(
-        self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        if home is self._own:
-            return await call_backend(home.load, keys, blocks)
-        return await home.load(keys, blocks)
-
-    async def _delete_at(
-        self, home: Home, keys: Sequence[BlockKey]
-    ) -> tuple[set[BlockKey], set[BlockKey]]:
-        try:
-            return await delete_from(home, keys)
-        except (KVXferError, TimeoutError) as exc:
-            logger.debug("deletion of %d keys failed: %s", len(keys), exc)
-            return set(), {*keys}
-
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)
         for each in blocks:
@@ -294,6 +269,20 @@ class NixlBackend(TellsKept):
 
 def _is_suspended(home: Home) -> bool:
     return isinstance(home, Client) and home.suspension.is_on(runtime.monotonic())
+
+
+async def _store_at(home: Home, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    if _is_suspended(home):
+        return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
+    return await call_backend(home.store, keys, blocks)
+
+
+async def _delete_at(home: Home, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+    try:
+        return await delete_from(home, keys)
+    except (KVXferError, TimeoutError) as exc:
+        logger.debug("deletion of %d keys failed: %s", len(keys), exc)
+        return set(), {*keys}
 
 
 async def _ask_each(

@@ -15,7 +15,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
 
 # Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
@@ -26,7 +25,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 def rank(
     keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
 ) -> NDArray[np.intp]:
-    """Find the peers that hold each key, the first choice first.
+    """Find the peers that hold each key, the first choice first; there is one, and each once.
 
     The answer for a key depends on the key and on the set of endpoints alone; it is part of the
     protocol, because processes that store and processes that load must agree.
@@ -34,10 +33,6 @@ def rank(
     Returns:
         Indices into `endpoints`, `(min(replicas, num_endpoints), num_keys)`.
     """
-    if not endpoints or len(set(endpoints)) < len(endpoints):
-        raise InvalidArgumentError("endpoints", endpoints, "at least one, each once")
-    if replicas < 1:
-        raise InvalidArgumentError("replicas", replicas, "at least 1")
     if len(endpoints) == 1:
         return np.zeros((1, len(keys)), np.intp)
     weights = _mix(
