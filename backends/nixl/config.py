@@ -169,13 +169,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     def open_discovery(self, namespace: str = "") -> EtcdDiscovery | None:
         """Open what finds the peers, and announces this process; None where they are listed.
 
-        Args:
-            namespace: Fingerprint of the namespace of the blocks; empty for a holder, which looks
-                for nobody.
-
-        Raises:
-            InvalidArgumentError: Its credentials cannot be read.
-            MissingExtraError: A package is missing.
+        A holder, which looks for nobody, gives no namespace.
         """
         etcd = self.etcd
         if etcd is None:
@@ -226,15 +220,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         return self.uses_tls or bool(self.secret_file) or SECRET_VARIABLE in os.environ
 
     def read_secret(self) -> bytes | None:
-        """Read the secret of all peers from the file or the environment.
-
-        Returns:
-            The secret, without the line end at its end; None without one.
-
-        Raises:
-            InvalidArgumentError: The file cannot be read, the secret is too short, or there is
-                neither a secret nor TLS and an address is not a loopback one.
-        """
+        """Read the secret of all peers from the file or the environment; None without one."""
         secret = read_secret(self.secret_file)
         argument, source = "secret_file", self.secret_file
         if secret is None and SECRET_VARIABLE in os.environ:
@@ -262,11 +248,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
-        """Check that an address may be used: not beyond this machine where nobody proves anything.
-
-        Raises:
-            InvalidArgumentError: It is not a loopback one, and there is neither a secret nor TLS.
-        """
+        """Refuse an address beyond this machine where nobody proves anything."""
         if not self.proves_peers and not endpoint.is_loopback:
             wanted = "a loopback address; any other needs secret_file or TLS"
             raise InvalidArgumentError(argument, str(endpoint), wanted)
@@ -295,9 +277,6 @@ class TLSContexts:
 
     Where the new files cannot be read, or are not of a kind, as between the renewal of a key and
     that of its certificate, the contexts of before are used, with a warning.
-
-    Raises:
-        InvalidArgumentError: As `tls_contexts`.
     """
 
     def __init__(self, config: NixlConfig) -> None:

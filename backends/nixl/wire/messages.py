@@ -73,23 +73,13 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Proof(Message, frozen=True):
-    """Second message of either side: proof that it knows the secret.
-
-    Attributes:
-        mac: HMAC-SHA256 over both greetings; see `handshake`.
-    """
+    """Second message of either side: HMAC-SHA256 over both greetings, see `handshake`."""
 
     mac: bytes
 
 
 class Region(NamedTuple):
-    """Region of registered memory.
-
-    Attributes:
-        address: Address of its first byte.
-        num_bytes: Its length.
-        device: Device of the memory: `cpu`, or `cuda:N`.
-    """
+    """Region of registered memory; its device is `cpu`, or `cuda:N`."""
 
     address: int
     num_bytes: int
@@ -123,13 +113,7 @@ class Ready(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """Reason why the sender closes the connection.
-
-    Attributes:
-        field: Field in which the two sides differ.
-        ours: Value at the sender.
-        theirs: Value at the receiver.
-    """
+    """Reason why the sender closes the connection: a field in which the two sides differ."""
 
     field: str
     ours: str
@@ -176,9 +160,7 @@ class Attach(Message, frozen=True):
 class Read(Message, frozen=True):
     """Ask for bytes of registered memory on a data connection; answered by `Reading`.
 
-    Attributes:
-        addresses: uint64, one per fragment.
-        lengths: uint64, bytes of each fragment.
+    `addresses` and `lengths` are uint64, one per fragment.
     """
 
     addresses: bytes
@@ -186,11 +168,7 @@ class Read(Message, frozen=True):
 
 
 class Reading(Message, frozen=True):
-    """Answer `Read`; without a refusal, the bytes of the fragments follow, one after the other.
-
-    Attributes:
-        refusal: Reason why no bytes follow; empty when they do.
-    """
+    """Answer `Read`; unless there is a refusal, the bytes of all fragments follow."""
 
     refusal: str = ""
 
@@ -254,12 +232,7 @@ class Lookup(NumberedRequest, frozen=True):
 
 
 class Fencing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Generations of blocks, and where they are kept; see `lending.Fences`.
-
-    Attributes:
-        extents: Place of the generation of each block, 8 bytes.
-        generations: uint64, one per block, as they are now.
-    """
+    """Generations of blocks, uint64, and the places of these; see `lending.Fences`."""
 
     extents: Extents
     generations: bytes
@@ -349,9 +322,7 @@ class Pulled(NumberedAnswer, frozen=True):
 class Publish(NumberedRequest, frozen=True):
     """Confirm that blocks did not change until they had been read; answered by `Pulled`.
 
-    Attributes:
-        pull: Number of the `Pull` of these blocks.
-        checksums: XXH3-64 of each of its keys; empty if the holder has not hashed them.
+    `checksums` are XXH3-64 of each key of the `Pull`; empty if the holder has not hashed them.
     """
 
     pull: int
@@ -379,11 +350,7 @@ class Describe(NumberedRequest, frozen=True):
 
 
 class Described(NumberedAnswer, frozen=True):
-    """Answer `Describe`.
-
-    Attributes:
-        description: The description, which only the two ends of the exchange read.
-    """
+    """Answer `Describe`; only the two ends of the exchange read the description."""
 
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
 
