@@ -44,14 +44,11 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             commas between.
         advertise: `host:port` by which others reach `listen`, which is announced; by default
             `listen`. Port 0 means that of `listen`.
-        etcd_user_file: File with the name and the password for etcd, `name:password`. Without, the
-            environment is asked, `ETCDCTL_USER` and `ETCDCTL_PASSWORD`.
-        etcd_ca: File with the certificate of the authority that signs those of etcd, PEM; without,
-            that in `ETCDCTL_CACERT`. Without both, etcd is asked without TLS.
-        etcd_cert: File with a certificate that etcd knows this process by, PEM; without, that in
-            `ETCDCTL_CERT`.
-        etcd_key: File with the private key of that certificate, PEM; without, that in
-            `ETCDCTL_KEY`.
+        etcd_user_file: File with the name and the password for etcd, `name:password`.
+        etcd_ca: File with the certificate of the authority that signs those of etcd, PEM. Without,
+            etcd is asked without TLS.
+        etcd_cert: File with a certificate that etcd knows this process by, PEM.
+        etcd_key: File with the private key of that certificate, PEM.
         listen: `host:port` at which blocks of this process are served to others.
         data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
             any free one.

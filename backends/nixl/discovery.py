@@ -60,11 +60,6 @@ MAX_WARNED = 64
 _MAX_CHARACTERS = 300
 _MAX_SHOWN = 8
 
-USER_VARIABLE = "ETCDCTL_USER"
-PASSWORD_VARIABLE = "ETCDCTL_PASSWORD"  # noqa: S105 - the name of it
-TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
-"""Variables of etcd's own command; what the configuration names counts instead of them."""
-
 _FORM = "a URL such as etcd://10.0.0.5:2379/kvxfer, without credentials"
 _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
@@ -277,8 +272,8 @@ class EtcdConfig:
     Attributes:
         endpoints: Members of the cluster that are asked, in turn when one fails.
         prefix: Beginning of the keys, with a slash at its end.
-        user_file: File with `name:password`; without, the environment may have them.
-        ca, cert, key: Files in PEM; without, the environment may name them.
+        user_file: File with `name:password`.
+        ca, cert, key: Files in PEM.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -290,10 +285,7 @@ class EtcdConfig:
 
     @classmethod
     def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
-        """Read `etcd://host:port,host:port/prefix`, and what the environment has of credentials.
-
-        A password in a URL that cannot be read is not told.
-        """
+        """Read `etcd://host:port,host:port/prefix`; a password in it is refused, and not told."""
         try:
             parts = split_url(url)
         except ValueError:
@@ -302,15 +294,10 @@ class EtcdConfig:
         if strange or not _PREFIX.fullmatch(parts.path.rstrip("/")):
             raise InvalidArgumentError("discover", _hidden(url), _FORM)
         endpoints = tuple(Endpoint.parse("discover", each) for each in parts.netloc.split(","))
-        files = {"ca": ca, "cert": cert, "key": key}
-        files = {
-            name: file or os.environ.get(TLS_VARIABLES[name], "") for name, file in files.items()
-        }
-        if bool(files["cert"]) != bool(files["key"]) or (files["cert"] and not files["ca"]):
-            given = tuple(files.values())
+        if bool(cert) != bool(key) or (cert and not ca):
             wanted = "a CA alone, all three, or none"
-            raise InvalidArgumentError("etcd_ca, etcd_cert, etcd_key", given, wanted)
-        return cls(endpoints, f"{parts.path.rstrip('/')}/", user_file, **files)
+            raise InvalidArgumentError("etcd_ca, etcd_cert, etcd_key", (ca, cert, key), wanted)
+        return cls(endpoints, f"{parts.path.rstrip('/')}/", user_file, ca, cert, key)
 
     def __str__(self) -> str:
         return f"etcd://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
@@ -333,16 +320,10 @@ class EtcdConfig:
         load_certificates(context, "etcd", self.ca, self.cert, self.key)
 
     def _read_user(self) -> tuple[str, str] | None:
-        if self.user_file:
-            source = ("etcd_user_file", self.user_file)
-            text = _read(*source).decode("utf-8", "replace").rstrip("\r\n")
-        else:
-            source = ("environment variable", USER_VARIABLE)
-            text = os.environ.get(USER_VARIABLE, "")
-            if not text:
-                return None
-            if ":" not in text and PASSWORD_VARIABLE in os.environ:
-                text = f"{text}:{os.environ[PASSWORD_VARIABLE]}"
+        if not self.user_file:
+            return None
+        source = ("etcd_user_file", self.user_file)
+        text = _read(*source).decode("utf-8", "replace").rstrip("\r\n")
         name, colon, password = text.partition(":")
         if not (name and colon and password) or "\n" in text:
             raise InvalidArgumentError(*source, "name:password in it, in one line")

@@ -59,11 +59,10 @@ _OPTIONS: Mapping[str, str] = {
     "that find their peers there; several members of a cluster with commas between",
     "--advertise HOST:PORT": "address by which engines reach this process; default: that of "
     "--listen, and its port in place of port 0",
-    "--etcd-user-file FILE": "file with NAME:PASSWORD for etcd; default: the variables "
-    "ETCDCTL_USER and _PASSWORD",
-    "--etcd-ca FILE": "certificate of the authority of etcd, PEM; default: ETCDCTL_CACERT",
-    "--etcd-cert FILE": "certificate by which etcd knows this process, PEM; default: ETCDCTL_CERT",
-    "--etcd-key FILE": "private key of that certificate, PEM; default: ETCDCTL_KEY",
+    "--etcd-user-file FILE": "file with NAME:PASSWORD for etcd",
+    "--etcd-ca FILE": "certificate of the authority of etcd, PEM",
+    "--etcd-cert FILE": "certificate by which etcd knows this process, PEM",
+    "--etcd-key FILE": "private key of that certificate, PEM",
     "--lease TIME 8s": "time for which blocks stay pinned for a peer that is silent; default 8s",
     "--timeout TIME 10s": "time that the bytes of blocks may take through sockets; default 10s",
     "--drain-timeout TIME 20s": "time to wait at the end for blocks that are being moved; default "

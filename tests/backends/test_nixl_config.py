@@ -199,11 +199,13 @@ def test_a_file_without_name_and_password_is_an_error_that_tells_neither(
 
 
 def test_a_password_is_not_shown_and_is_warned_about_where_it_goes_over_the_network_without_tls(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("ETCDCTL_USER", "root:hunter2")
+    path = tmp_path / "user"
+    path.write_text("root:hunter2")
+    path.chmod(0o600)
     for host, num_warnings in (("127.0.0.1", 0), ("10.0.0.5", 1)):
-        etcd = NixlConfig(discover=f"etcd://{host}:2379/kvxfer").etcd
+        etcd = NixlConfig(discover=f"etcd://{host}:2379/kvxfer", etcd_user_file=str(path)).etcd
         assert etcd is not None
         etcd.check()
         assert len(caplog.records) == num_warnings
