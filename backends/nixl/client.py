@@ -85,17 +85,7 @@ class Client:
 
     Its connection is opened on demand, by one task for all callers that wait for it. No caller
     holds anything that another one needs: a cancelled or late caller leaves, and the task goes on
-    within the deadlines of the handshake.
-
-    Args:
-        staging: Registered memory for blocks whose own memory is not registered.
-        quarantine: Quarantine of memory that a read may still change after its deadline.
-        generations: Registered memory for generations of blocks, with which blocks are fenced
-            where the holder keeps generations; None to verify every block by its checksum.
-
-    Attributes:
-        is_own: Whether this process itself listens at the endpoint.
-        suspension: Suspension of the peer, which callers begin and heed.
+    within the deadlines of the handshake. Blocks are fenced where there is memory for generations.
     """
 
     def __init__(

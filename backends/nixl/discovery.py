@@ -612,11 +612,8 @@ class EtcdDiscovery:
     While etcd cannot be asked, those known last are the peers, however long that takes; and so they
     are, for two leases, once it answers again and does not list them: see `Roster`.
 
-    Args:
-        config: Where etcd is.
-        namespace: Fingerprint of the blocks' namespace, empty for a holder that looks for nobody.
-        require: Checks that an address may be connected to; raises `InvalidArgumentError` if not.
-        lease_s: Lease of the announcement; renewed by a third of it, which every call may take.
+    A holder, which looks for nobody, gives no namespace. A third of the lease is the time between
+    two renewals, and that of every call.
     """
 
     def __init__(
@@ -742,16 +739,9 @@ class EtcdDiscovery:
 class _EtcdTask:
     """Task with a session of etcd, which is opened again, at the next member, when it fails.
 
-    Its coroutines run on the loop of discovery, see `own_loop`.
-
-    Args:
-        work: What the task is for; calls `succeed` whenever etcd has answered. It is done again in
-            a new session: at once after a `CompactedError`, after a pause after other errors.
-        meanwhile: Says what is done while etcd fails, for the log.
-
-    Attributes:
-        is_begun: Whether it was started.
-        tried: Set once etcd has answered, or failed to.
+    Its coroutines run on the loop of discovery, see `own_loop`. `work` calls `succeed` whenever
+    etcd has answered. It is done again in a new session: at once after a `CompactedError`, after a
+    pause after other errors. `meanwhile` says what is done while etcd fails, for the log.
     """
 
     def __init__(

@@ -70,13 +70,8 @@ async def why_not_straight(
 class LocalNode:
     """Local node: owner of the agents and of the list of memory that peers may read.
 
-    Attributes:
-        namespace: Namespace of the blocks; None as long as a holder accepts any, until the first
-            peer's.
-        sockets: Agent for peers that NIXL does not reach.
-        agent: Agent of NIXL; None until it was opened, and once its end has begun.
-        hasher: Hasher of blocks that are sent, and of those that have landed; closed by the owner
-            of the node, once nothing is moved any more.
+    Without a namespace a holder takes that of the first peer. The hasher is closed by the owner of
+    the node, once nothing is moved any more.
     """
 
     def __init__(

@@ -65,12 +65,6 @@ class Attachment:
 
     Every call has a deadline. After an error the attachment is of no use: its memory stays mapped
     until `close`, for those that read it, and nobody else writes what they have pinned.
-
-    Attributes:
-        pool: The pool, mapped by this process.
-        error: Why the attachment is of no use; empty while it is.
-        timed_out: Whether that is because an answer took too long.
-        lost_at: Time at which it became of no use.
     """
 
     def __init__(self, config: "PoolConfig", namespace: Namespace) -> None:

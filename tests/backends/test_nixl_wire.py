@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import Mock, patch
 
 import msgspec
@@ -40,7 +40,10 @@ from tests.backends.nixl_proven import ANSWER, asking, holding, require_served
 from tests.backends.nixl_wire import HOST, NAMESPACE, SECRET, Authority, hello
 
 REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
-HANDSHAKE: msgspec.msgpack.Decoder[wire.Handshake] = msgspec.msgpack.Decoder(wire.Handshake)
+Handshake: TypeAlias = (
+    wire.Hello | wire.Proof | wire.Reach | wire.Ready | wire.Refusal | wire.Attach
+)
+HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 READING = msgspec.msgpack.Decoder(wire.Reading)
 LARGE = wire.Proof(mac=bytes(frames.MAX_UNPROVEN_FRAME_BYTES - 100))
 NASTY = "\x1b[2J\r\nERROR a line of its own\u202e" * 1000

@@ -122,7 +122,10 @@ def _integrity_of(root: Path, integrity: Integrity) -> dict[str, Any]:
 
 
 CONVERSATIONS: dict[str, tuple[Any, int | None]] = {
-    "handshake": (wire.Handshake, None),
+    "handshake": (
+        wire.Hello | wire.Proof | wire.Reach | wire.Ready | wire.Refusal | wire.Attach,
+        None,
+    ),
     "requests": (wire.Request, 0),
     "answers": (wire.Answer, 0),
     "data": (wire.Read | wire.Reading, 1),

@@ -155,12 +155,7 @@ class SocketAgent(TransferAgent):
 
     The side that asks opens the connections, for either side's reads: those of this side are opened
     by the function given to `use`, or come from the peer to `attach`; a peer reads through those
-    given to `serve`.
-
-    Args:
-        timeout_s: Seconds that a peer may take for the bytes of a piece, or to open a connection.
-        piece_bytes: Most bytes of a piece of a read: each connection reads one after the other.
-        piece_fragments: Most fragments of a piece.
+    given to `serve`. A peer may take `timeout_s` for the bytes of a piece, or to open a connection.
     """
 
     def __init__(

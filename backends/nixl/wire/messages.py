@@ -177,9 +177,6 @@ class Reading(Message, frozen=True):
             clip(self, "refusal")
 
 
-Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
-
-
 def clip(message: msgspec.Struct, *names: str) -> None:
     """Make text of either side printable and short, when it is sent and when it arrives."""
     for name in names:

@@ -37,21 +37,10 @@ _INT64: np.dtype[np.int64] = np.dtype("<i8")
 class Regions:
     """Regions of one process's memory, which turn descriptors into extents and back.
 
-    An address says by itself in which region it lies: host memory and the memory of all GPUs share
-    one address space in a process, in which none overlaps another.
+    Extents count them in the given order; `starts` are their addresses, rising, uint64. An address
+    says by itself in which region it lies: host memory and the memory of all GPUs share one address
+    space in a process, in which none overlaps another.
     Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html
-
-    Args:
-        regions: The regions, in the order in which extents count them; without a device, host
-            memory.
-
-    Attributes:
-        starts: Addresses of the regions, rising, uint64.
-        devices: Devices of the regions, each once; the host where there is no region.
-
-    Raises:
-        InvalidArgumentError: A region is empty, overlaps another one, is no memory, or is on a
-            device that is neither the host nor a GPU with an index.
     """
 
     def __init__(self, regions: Iterable[Region | tuple[int, int]] = ()) -> None:
