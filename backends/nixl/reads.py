@@ -51,9 +51,9 @@ class BlockHasher:
     """
 
     def __init__(self) -> None:
-        self._copying = Threads("kvxfer-copy", NUM_THREADS)
+        self.copying = Threads("kvxfer-copy", NUM_THREADS)
+        self.copy_engine = CPUCopyEngine()
         self._hashing = Threads("kvxfer-hash", 1)
-        self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block, on a thread if that takes long."""
@@ -63,17 +63,17 @@ class BlockHasher:
 
     def checksums_here(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block, on the calling thread."""
-        return checksum_blocks(blocks, self._copy_engine)
+        return checksum_blocks(blocks, self.copy_engine)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
-        await self._copying.run(self._copy_engine.copy, source, destination)
+        await self.copying.run(self.copy_engine.copy, source, destination)
 
     async def aclose(self) -> None:
         """Wait for running calls and end the threads; may be called again."""
-        await self._copying.aclose()
+        await self.copying.aclose()
         await self._hashing.aclose()
-        self._copy_engine.close()
+        self.copy_engine.close()
 
 
 class Quarantine:

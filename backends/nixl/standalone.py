@@ -14,10 +14,9 @@ from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.server import HeldBlocks, Server
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.runtime import Threads, begin_aside, outlive_caller
+from kvxfer.runtime import begin_aside, outlive_caller
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
@@ -27,9 +26,6 @@ from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 LENDING_BYTES = 512 << 20
 """Bytes of staging memory by way of which blocks of tiers are lent: room for the pieces that
 peers have in flight, see `client.PIECE_BYTES`."""
-
-NUM_HASHING_THREADS = 2
-"""Threads of the staging memory that blocks are lent by way of."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +58,6 @@ class StandalonePeer:
         self._discovery = config.open_discovery()
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
-        self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
-        self._copy_engine = CPUCopyEngine()
         self._lender: Lender | None = None
 
     @property
@@ -126,9 +120,7 @@ class StandalonePeer:
         await self._node.aclose()  # ends reads, also those that stall
         await self._server.wait_closed()
         await self._tiers.aclose(self._close_lender)
-        await self._hashing.aclose()
         await self._node.hasher.aclose()
-        self._copy_engine.close()
 
     async def _close_lender(self) -> None:
         if isinstance(self._lender, StagedLender):
@@ -150,8 +142,8 @@ class StandalonePeer:
         lender = backend.provide(Lender) or StagedLender(
             backend,
             namespace,
-            copy_engine=self._copy_engine,
-            threads=self._hashing,
+            copy_engine=self._node.hasher.copy_engine,
+            threads=self._node.hasher.copying,
             max_bytes=LENDING_BYTES,
         )
         backend.attach(lender.regions)
