@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents.nixl_module import Carrier, choose_carrier
 from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl.wire.regions import Regions, Words
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -33,6 +34,12 @@ class Fragments:
     @classmethod
     def of(cls, local: Words, remote: Words, lengths: Words) -> "Fragments":
         """Make fragments of arrays of one length, without those of no bytes."""
+        if not local.shape == remote.shape == lengths.shape == (len(lengths),):
+            raise InvalidArgumentError(
+                "lengths",
+                lengths.shape,
+                f"one for each of {local.shape} local and {remote.shape} remote addresses",
+            )
         if lengths.all():
             return cls(local, remote, lengths)
         there = lengths > 0
