@@ -96,9 +96,8 @@ class StandalonePeer:
         )
         if self._discovery is not None:
             started = runtime.wall_time()
-            await self._discovery.announce(
-                self._node.config.advertised(self.endpoint), lambda: self._announcement(started)
-            )
+            at = self._node.config.advertised(self.endpoint)
+            await self._discovery.announce(at, lambda: self._announcement(started))
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, and wait until the connected ones pin and move no block."""
