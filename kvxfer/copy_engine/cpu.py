@@ -1,30 +1,20 @@
 """CPU copy engine: copies within host memory, on every core, without compiled code of our own."""
 
 import ctypes
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from mmap import PAGESIZE
-from resource import RUSAGE_THREAD, getrusage
 
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.copy_engine.cpu_methods import (
-    LARGEST_BYTES,
-    TRIAL_BYTES,
-    Clocks,
-    CPUMethod,
-    CPUMethods,
-)
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.row_copies import (
+    MEMCPY_FROM_BYTES,
     SMALLEST_SHARE_BYTES,
-    Bounce,
     Pieces,
     RowCopy,
     parts_by_length,
@@ -44,8 +34,6 @@ FEW_PAIRS = 64
 """Pairs up to which one `memcpy` each takes less time than planning rows or shares."""
 ALONE_BYTES = 4 << 20
 """Bytes up to which the calling thread copies few pairs alone: to wake another takes 0.1 ms."""
-MOST_FAULTS = 8
-"""Page faults above which the time of a copy says nothing of the next copy."""
 
 Task = Callable[[], None]
 
@@ -59,9 +47,6 @@ MAX_THREADS = 8
 SHARES_PER_THREAD = 4
 """Shares of a copy for each thread: the one that comes late takes fewer."""
 
-MEASURED = CPUMethods()
-"""Measurements of this process."""
-
 
 class CPUCopyEngine(CopyEngine):
     """Copy engine for host memory, on all cores; the interpreter lock is free while bytes move.
@@ -74,21 +59,16 @@ class CPUCopyEngine(CopyEngine):
     - other small ones: gathered into an array that fits the cache, scattered from there.
 
     The rows are planned once, and shared between the threads, one of which is the caller's.
-    Which fragments are small depends on the processor, and is measured in the first copies.
     Fragments that are neighbours in another order are sorted into that order.
 
     Args:
         num_threads: Cores to use; by default those this process may run on, at most
             `MAX_THREADS`.
-        methods: Calibration of the methods; by default the one of this process.
     """
 
-    def __init__(
-        self, *, num_threads: int | None = None, methods: CPUMethods | None = None
-    ) -> None:
+    def __init__(self, *, num_threads: int | None = None) -> None:
         self.num_threads = num_threads or min(MAX_THREADS, runtime.num_cores())
         self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
-        self._methods = methods or MEASURED
         self._pool = DaemonThreads("kvxfer-copy", self.num_threads)
 
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
@@ -134,91 +114,44 @@ class CPUCopyEngine(CopyEngine):
         self._pool.join()
 
     def _copy_pairs(self, pairs: FragmentPairs) -> None:
-        typical, done = pairs.mean_bytes, 0
-        are_many = pairs.num_pairs > FEW_PAIRS and typical < LARGEST_BYTES
+        are_many = pairs.num_pairs > FEW_PAIRS and pairs.mean_bytes < MEMCPY_FROM_BYTES
         rows = plan_rows(*sides_of(pairs)) if are_many else None
-        if rows:
-            done = self._try_methods(rows, pairs, typical)
-            if self._methods.choose(rows.pattern, typical) is CPUMethod.MEMCPY:
-                rows = None
-        self._run(self._share(rows, pairs, done, pairs.num_pairs))
+        if rows and pairs.mean_bytes < rows.memcpy_from_bytes:
+            self._run(self._share_rows(rows))
+        else:
+            self._run(self._share_pairs(pairs))
 
-    def _try_methods(self, rows: RowCopy, pairs: FragmentPairs, typical: int) -> int:
-        """Copy the first pairs by each method as long as it is not known which is faster.
-
-        Returns:
-            Number of pairs that were copied, which is not all of them.
-        """
-        done, num_bytes = 0, TRIAL_BYTES * self.num_threads
-        while method := self._methods.next_trial(rows.pattern, typical):
-            ends = np.cumsum(pairs.lengths[done:])
-            stop = int(ends.searchsorted(num_bytes)) + 1
-            if int(ends[-1]) <= 2 * num_bytes or stop == len(ends):
-                break
-            by = rows if method is CPUMethod.ROWS else None
-            times = self._time(self._share(by, pairs, done, done + stop), int(ends[stop - 1]), by)
-            done += stop
-            if times is None:
-                break
-            self._methods.record(rows.pattern, typical, method, times)
-        return done
-
-    def _share(
-        self, rows: RowCopy | None, pairs: FragmentPairs, start: int, stop: int
-    ) -> list[Task]:
-        """Share pairs from `start` to `stop` between threads: as rows, or one call for each."""
-        part = pairs.take(slice(start, stop))
-        if not rows:
-            shares = _share_pairs(part, self._num_shares)
-            return [partial(_copy_each, share) for share in shares]
-        first = int(pairs.lengths[:start].sum()) // rows.row_bytes
-        return self._share_rows(rows, first, part.num_bytes // rows.row_bytes)
-
-    def _share_rows(self, rows: RowCopy, first: int, count: int) -> list[Task]:
-        num_shares = _num_shares(count * rows.row_bytes, self._num_shares)
-        num_shares = max(1, min(num_shares, count // rows.share_rows))
-        bounds = [first + count * nth // num_shares for nth in range(num_shares + 1)]
+    def _share_rows(self, rows: RowCopy) -> list[Task]:
+        num_shares = _num_shares(rows.num_rows * rows.row_bytes, self._num_shares)
+        num_shares = max(1, min(num_shares, rows.num_rows // rows.share_rows))
+        bounds = [rows.num_rows * nth // num_shares for nth in range(num_shares + 1)]
         return [partial(rows.run, *each) for each in pairwise(bounds)]
+
+    def _share_pairs(self, pairs: FragmentPairs) -> list[Task]:
+        """Share pairs, one call for each, cut anywhere into parts of about equal bytes."""
+        num_bytes = pairs.num_bytes
+        num_shares = _num_shares(num_bytes, self._num_shares)
+        pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
+        parts = cut_evenly(pairs.lengths, num_shares)
+        return [partial(_copy_each, pairs.take(slice(*bounds))) for bounds in parts]
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
         """Share small pieces: as boxes, as rows, or one call for each pair of them."""
         if boxes := plan_boxes(source, destination):
-            return [task for each in boxes for task in self._share_rows(each, 0, each.num_rows)]
+            return [task for each in boxes for task in self._share_rows(each)]
         sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
         are_paired = np.array_equal(source.lengths, destination.lengths)
         tasks: list[Task] = []
         for part in parts_by_length(*sides) if are_paired else [sides]:
             if rows := plan_rows(*part):
-                tasks += self._share_rows(rows, 0, rows.num_rows)
-                continue
-            if are_paired:
+                tasks += self._share_rows(rows)
+            elif are_paired:
                 from_, to = part
                 pairs = FragmentPairs(from_.addresses, to.addresses, from_.lengths)
+                tasks += self._share_pairs(pairs)
             else:
-                pairs = pair_fragments(source, destination)
-            shares = _share_pairs(pairs, self._num_shares)
-            tasks += [partial(_copy_each, share) for share in shares]
+                tasks += self._share_pairs(pair_fragments(source, destination))
         return tasks
-
-    def _time(self, tasks: Sequence[Task], num_bytes: int, rows: RowCopy | None) -> Clocks | None:
-        """Copy, and return the time; None if the system had to provide the memory first."""
-        times: list[float] = []
-        faults: list[int] = []
-
-        def timed(task: Task) -> None:
-            before, began = getrusage(RUSAGE_THREAD).ru_minflt, time.thread_time()
-            task()
-            times.append(time.thread_time() - began)
-            faults.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
-
-        began = runtime.monotonic()
-        self._run([partial(timed, task) for task in tasks])
-        seconds = runtime.monotonic() - began
-        # Numpy may be given the memory of its arrays anew each time.
-        expected = num_bytes // PAGESIZE if isinstance(rows, Bounce) else 0
-        if sum(faults) > expected + MOST_FAULTS:
-            return None
-        return Clocks(seconds / num_bytes, sum(times) / num_bytes)
 
     def _run(self, tasks: Sequence[Task]) -> None:
         SharedTasks(tasks).run(self._pool, self.num_threads - 1)
@@ -230,7 +163,7 @@ def _in_order(pairs: FragmentPairs) -> FragmentPairs:
     The free blocks of a pool are its blocks in the order of their last use: often neighbours, but
     not one after the other.
     """
-    if not pairs.num_pairs or not SMALL_PIECE_BYTES <= pairs.mean_bytes < LARGEST_BYTES:
+    if not pairs.num_pairs or not SMALL_PIECE_BYTES <= pairs.mean_bytes < MEMCPY_FROM_BYTES:
         return pairs
     sides = pairs.destinations, pairs.sources
     if any(_is_long(side, pairs.lengths) for side in sides):
@@ -271,14 +204,6 @@ def _describe_whole(block: Descriptors, address: int) -> Descriptors:
 
 def _num_shares(num_bytes: int, most: int) -> int:
     return max(1, min(most, num_bytes // SMALLEST_SHARE_BYTES))
-
-
-def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
-    """Cut anywhere into at most `num_shares` parts of about equal bytes."""
-    num_bytes = pairs.num_bytes
-    num_shares = _num_shares(num_bytes, num_shares)
-    pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
-    return [pairs.take(slice(*bounds)) for bounds in cut_evenly(pairs.lengths, num_shares)]
 
 
 def _copy_each(pairs: FragmentPairs) -> None:

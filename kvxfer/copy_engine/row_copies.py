@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.cpu_methods import Pattern
 from kvxfer.kvcache.descriptors import ADDRESS_SPACE, Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.kvcache.fragments import Addresses, join, touch
@@ -35,6 +34,9 @@ MOST_LOCKED_ROWS = 500
 SHORTEST_CUT_BYTES, LONGEST_CUT_BYTES = 2112, 4 << 10
 # Measured by `make bench NAME=mapping`: fewer bytes than this are not worth a thread, or a view.
 SMALLEST_SHARE_BYTES = 256 << 10
+# Measured by `make bench NAME=copy` on an AMD EPYC: a call of memcpy costs about as much as moving
+# 16 KiB (the interpreter lock changes hands), so from this length of pieces on it is faster.
+MEMCPY_FROM_BYTES = 256 << 10
 # Most lengths of small pieces that are copied apart: those of keys and those of values, say.
 MOST_LENGTHS = 3
 # Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
@@ -209,7 +211,7 @@ class Span:
 class RowCopy(ABC):
     """Copy of rows, any range of which a thread may copy."""
 
-    pattern: ClassVar[Pattern]
+    memcpy_from_bytes: ClassVar[int] = MEMCPY_FROM_BYTES
     row_bytes: int
     num_rows: int
     share_rows = MOST_LOCKED_ROWS + 1
@@ -234,8 +236,6 @@ class RowCopy(ABC):
 class Gather(RowCopy):
     """Copy of rows to pieces that are long."""
 
-    pattern = Pattern.GATHER
-
     def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
         span = Span(source)
         unit = span.unit(row_bytes)
@@ -259,8 +259,6 @@ class Gather(RowCopy):
 class Scatter(RowCopy):
     """Copy of rows from pieces that are long."""
 
-    pattern = Pattern.SCATTER
-
     def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
         self.row_bytes = _cut(row_bytes)
         self._sources = source.view_as_rows(self.row_bytes)
@@ -276,7 +274,7 @@ class Scatter(RowCopy):
 class Bounce(RowCopy):
     """Copy of rows between scattered pieces, by way of a small array."""
 
-    pattern = Pattern.SCATTERED
+    memcpy_from_bytes = 64 << 10  # rows are moved twice
 
     def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
         self.row_bytes = _cut(row_bytes)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine, SharedTasks
-from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Pattern
 from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     LONGEST_CUT_BYTES,
@@ -197,7 +196,7 @@ def series(draw: st.DrawFn) -> Copy:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[CPUCopyEngine]:
-    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=CPUMethods())
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
     yield engine
     engine.close()
 
@@ -239,17 +238,13 @@ def test_one_piece_may_be_copied_to_many_places(engine: CPUCopyEngine) -> None:
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
 @pytest.mark.parametrize("apart", [0, 64])
-def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart: int) -> None:
-    methods = CPUMethods()
-    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=methods)
-    lengths = [num_bytes] * (2 * NUM_THREADS * TRIAL_BYTES // num_bytes + 1)
-    for seed in range(2 * ROUNDS + 2):
-        source = lay_out(lengths, seed=seed, shuffled=True, gap=apart)
-        copy = Copy(source, lay_out(lengths, seed=seed + 100, shuffled=True, gap=apart), lengths)
-        copy.check(lambda copy=copy: engine.copy(*copy.describe()))  # type: ignore[misc]
-    engine.close()
-    pattern = Pattern.SCATTERED if apart else Pattern.GATHER
-    assert methods.next_trial(pattern, num_bytes) is None
+def test_batches_of_many_fragments_are_right_as_rows_and_one_by_one(
+    engine: CPUCopyEngine, num_bytes: int, apart: int
+) -> None:
+    lengths = [num_bytes] * (4 * MIB // num_bytes + 1)
+    source = lay_out(lengths, seed=1, shuffled=True, gap=apart)
+    copy = Copy(source, lay_out(lengths, seed=2, shuffled=True, gap=apart), lengths)
+    copy.check(lambda: engine.copy(*copy.describe()))
 
 
 @pytest.mark.parametrize("row_bytes", [256, 32 * KIB])
@@ -430,20 +425,6 @@ def test_an_engine_uses_the_cores_of_its_process_and_leaves_no_thread() -> None:
     for engine in (default, told, told):
         engine.close()
     assert set(threading.enumerate()) == before
-
-
-def test_a_batch_that_ends_in_one_long_piece_is_copied_also_while_methods_are_tried() -> None:
-    # The first ones are apart from each other, the others are one piece.
-    places = [*range(0, 2 * 112, 2), *range(2 * 112, 2 * 112 + 163)]
-    lengths = [64 * KIB] * len(places)
-    destination = np.zeros((places[-1] + 1) * 64 * KIB, np.uint8)
-    starts = [place * 64 * KIB for place in places]
-    copy = Copy(lay_out(lengths, seed=1), Side(destination, starts), lengths)
-    engine = CPUCopyEngine(num_threads=2)
-    for _ in range(6):
-        destination[:] = 0
-        copy.check(lambda: engine.copy(*copy.describe()))
-    engine.close()
 
 
 TIMEOUT_S = 10
