@@ -523,14 +523,11 @@ class Reader:
         ours, engine = self._description, PeerEngine(description)
         theirs = engine.description
         if self._our_blocks is not None:
-            engine.groups = match_caches(self._our_blocks.caches, ours, [theirs])
+            engine.groups = match_caches(self._our_blocks.caches, ours, theirs)
             self._require_room(engine)
             self._require_reach(engine)
             return engine
-        if len(theirs.groups) != len(ours.groups):
-            raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
-        for group, each in enumerate(ours.groups):
-            map_peers([each.payload_size_bytes], group, ours, [theirs])
+        map_peers(ours, theirs)
         return engine
 
     def _require_room(self, engine: PeerEngine) -> None:

@@ -107,7 +107,7 @@ def test_a_model_moves_to_an_engine_of_any_shape(entry: EngineLayout, data: st.D
         worker.fill()
     for worker in ours.workers:
         worker.clear()
-        told = [described(each) for each in theirs.workers[: data.draw(st.sampled_from([1, None]))]]
+        told = described(theirs.workers[0])
         for blocks in match_caches(worker.caches, described(worker), told):
             load(blocks, theirs, ours.block_ids[blocks.group])
         worker.check()
@@ -155,7 +155,7 @@ def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
     ours, _ = numbered(**mine)
     others, _ = numbered(**theirs)
     (blocks,) = match_caches(
-        ours, describe_caches(ours, whole(**mine)), [describe_caches(others, whole(**theirs))]
+        ours, describe_caches(ours, whole(**mine)), describe_caches(others, whole(**theirs))
     )
     assert blocks.mapping.sources == sources
     same_heads = min(4, mine.get("tp_size", 1)) == min(4, theirs["tp_size"])
@@ -163,7 +163,7 @@ def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
 
 
 def matched(ours: CanonicalKVCaches, theirs: CanonicalKVCaches) -> PeerBlocks:
-    described = [describe_caches(theirs, whole())]
+    described = describe_caches(theirs, whole())
     (blocks,) = match_caches(ours, describe_caches(ours, whole()), described)
     return blocks
 
@@ -179,7 +179,6 @@ def test_only_pages_that_are_wanted_and_there_are_written(data: st.DataObject) -
     page = blocks.mapping.tokens_per_page
     their_ids = data.draw(st.permutations(range(9)))
     there = data.draw(st.lists(st.integers(0, 8), unique=True))
-    first_block = data.draw(st.integers(0, 5))
     block_ids = data.draw(st.permutations(range(1, 9)))[: data.draw(st.integers(0, 8))]
     nulls = data.draw(st.sets(st.integers(0, 8)))
     block_ids = [0 if index in nulls else each for index, each in enumerate(block_ids)]
@@ -188,17 +187,13 @@ def test_only_pages_that_are_wanted_and_there_are_written(data: st.DataObject) -
     expected, reference = by_token(memory, layout), by_token(their_memory, NHD)
     for index, block_id in enumerate(block_ids):
         for token in range(mine):
-            place = (first_block + index) * mine + token
+            place = index * mine + token
             is_there = place // their_tokens in there and block_id
             last = 10**9 if stop_page is None else stop_page
             if is_there and first_page <= place // page < last:
                 source = their_ids[place // their_tokens]
                 expected[block_id, token] = reference[source, place % their_tokens]
-    wanted: dict[str, Any] = {
-        "first_block_index": first_block,
-        "first_page": first_page,
-        "stop_page": stop_page,
-    }
+    wanted: dict[str, Any] = {"first_page": first_page, "stop_page": stop_page}
     rows, places = blocks.describe_in_place(0, there, block_ids, **wanted)
     whole_blocks = [there[row] for row in rows]
     if whole_blocks:
@@ -250,7 +245,7 @@ REFUSED = {
 def test_engines_that_differ_are_refused_by_field_and_both_values(field: str) -> None:
     theirs, (ours, other) = REFUSED[field]
     with pytest.raises(CacheMismatchError) as caught:
-        match_caches(numbered()[0], DESCRIBED, [theirs])
+        match_caches(numbered()[0], DESCRIBED, theirs)
     assert caught.value.field == {"dcp_size": "tp_size"}.get(field, field)
     assert caught.value.group == (None if field == "groups" else 0)
     assert (caught.value.ours, caught.value.theirs) == (ours, other)
@@ -269,13 +264,13 @@ def test_blocks_that_lack_elements_are_refused() -> None:
     for axis, fields in changes:
         digits = (replace(d, **fields) if d.axis == axis else d for d in first.digits)
         with pytest.raises(CacheMismatchError):
-            match_caches(numbered()[0], DESCRIBED, [boxes_with(digits=tuple(digits))])
+            match_caches(numbered()[0], DESCRIBED, boxes_with(digits=tuple(digits)))
 
 
 def test_blocks_that_would_take_long_to_map_are_refused() -> None:
     ours, _ = numbered()
     with pytest.raises(CacheMismatchError) as caught:
-        match_caches(ours, DESCRIBED, [altered(tokens_per_block=2**40 - 1)])
+        match_caches(ours, DESCRIBED, altered(tokens_per_block=2**40 - 1))
     assert (caught.value.field, caught.value.theirs) == ("tokens_per_block", 2**40 - 1)
     spec = FullAttentionSpec(
         tokens_per_block=1 << 12, num_kv_heads=1, head_dim=1 << 11, dtype=torch.int8
@@ -292,7 +287,7 @@ def test_blocks_that_would_take_long_to_map_are_refused() -> None:
         boxes.append(replace(box, digits=tuple(digits)))
     scattered = msgspec.structs.replace(group, boxes=tuple(boxes), payload_size_bytes=1 << 26)
     with pytest.raises(CacheMismatchError, match="fragments"):
-        match_caches(large, mine, [msgspec.structs.replace(mine, groups=(scattered,))])
+        match_caches(large, mine, msgspec.structs.replace(mine, groups=(scattered,)))
 
 
 def opaque_caches() -> CanonicalKVCaches:
@@ -317,13 +312,13 @@ def test_opaque_blocks_are_read_only_from_equal_workers(
     caches = opaque_caches()
     mine = describe_caches(caches, whole(), opaque="vLLM 0.32")
     assert mine.groups == (STATES,)
-    (blocks,) = match_caches(caches, mine, [mine])
+    (blocks,) = match_caches(caches, mine, mine)
     assert (blocks.mapping.is_direct, blocks.mapping.sources) == (True, (0,))
     other = CacheDescription(
         shard=whole(**shard), groups=(msgspec.structs.replace(STATES, **theirs),)
     )
     with pytest.raises(CacheMismatchError) as caught:
-        match_caches(caches, mine, [other])
+        match_caches(caches, mine, other)
     assert caught.value.field == field
     with pytest.raises(PageMappingError):
         describe_caches(caches, whole())
@@ -337,12 +332,12 @@ def test_states_are_read_from_the_same_rank_whatever_their_tokens_are() -> None:
     (group,) = mine.groups
     longer = msgspec.structs.replace(group, tokens_per_block=4096)
     theirs = msgspec.structs.replace(mine.at_rank(0), groups=(longer,))
-    (blocks,) = match_caches(caches, mine, [theirs])
+    (blocks,) = match_caches(caches, mine, theirs)
     assert (blocks.mapping.is_direct, blocks.mapping.sources) == (True, (1,))
     apart = replace(group.boxes[0], offset_bytes=8)
     moved = msgspec.structs.replace(group, boxes=(apart,), payload_size_bytes=32)
     theirs = msgspec.structs.replace(mine.at_rank(0), groups=(moved,))
-    (blocks,) = match_caches(caches, mine, [theirs])
+    (blocks,) = match_caches(caches, mine, theirs)
     source, destination = blocks.describe(1, [0], [4096], [2])
     assert (blocks.mapping.is_direct, source.addresses.tolist()) == (False, [4104])
     assert destination.addresses.tolist() == [caches.tensors[0].tensor.data_ptr() + 48]
@@ -418,7 +413,7 @@ def read_or_refuse(encoded: bytes) -> None:
     """Decode and match; where that succeeds, all bytes that would be read are staged ones."""
     try:
         theirs = CacheDescription.decode(encoded)
-        matched = match_caches(CACHES, DESCRIBED, [theirs])
+        matched = match_caches(CACHES, DESCRIBED, theirs)
     except KVXferError:
         return
     for blocks, group in zip(matched, theirs.groups, strict=True):

@@ -1,30 +1,18 @@
 """Peer blocks: raw blocks of another engine's workers, as sources of our own blocks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.checks import (
-    find_repeated,
-    require_instance,
-    require_instances,
-    require_integer,
-    require_integers,
-)
-from kvxfer.errors import BlockIdError, CacheMismatchError, DuplicateError, InvalidArgumentError
+from kvxfer.checks import find_repeated, require_integers
+from kvxfer.errors import BlockIdError, DuplicateError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses, run_starts, touch
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces
-from kvxfer.kvcache.portable.cache_description import (
-    MAX_INDEX,
-    CacheDescription,
-    GroupDescription,
-)
+from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.kvcache.portable.peer_mapping import PeerMapping, map_peers
 
 Indices = NDArray[np.int64]
@@ -40,21 +28,14 @@ class PeerBlocks:
         caches: Our caches; kept alive.
         group: The group.
         mapping: Mapping of their blocks to ours.
-        theirs: Description of the group at their first worker.
 
     Attributes:
-        caches, group, mapping: As given.
+        group, mapping: As given.
     """
 
-    def __init__(
-        self,
-        caches: CanonicalKVCaches,
-        group: int,
-        mapping: PeerMapping,
-        theirs: GroupDescription,
-    ) -> None:
-        self.caches, self.group, self.mapping = caches, group, mapping
-        self._their_block_bytes = theirs.payload_size_bytes
+    def __init__(self, caches: CanonicalKVCaches, group: int, mapping: PeerMapping) -> None:
+        self.group, self.mapping = group, mapping
+        self._caches = caches
         self._memory = PayloadMemory(caches, group)
         self._templates: dict[tuple[int, ...], tuple[Pieces, Addresses]] = {}
 
@@ -65,10 +46,8 @@ class PeerBlocks:
         addresses: ArrayLike,
         block_ids: ArrayLike,
         *,
-        first_block_index: int = 0,
         first_page: int = 0,
         stop_page: int | None = None,
-        device: torch.device = HOST,
     ) -> tuple[Descriptors, Descriptors]:
         """Describe the copy of staged blocks of one of their workers into our blocks.
 
@@ -77,47 +56,31 @@ class PeerBlocks:
 
         Args:
             rank: Rank of their worker, one of `mapping.sources`.
-            their_indices: Index in the prompt of each staged block of theirs, `(n,)`.
-            addresses: Address of each of their payloads, each in one piece, `(n,)`.
-            block_ids: Our blocks, consecutive in the prompt, `(m,)`; the caches' null block any
-                number of times.
-            first_block_index: Index in the prompt of the first of them.
+            their_indices: Index in the prompt of each staged block of theirs, `(n,)`, each once.
+            addresses: Address in host memory of each of their payloads, in one piece, `(n,)`.
+            block_ids: Our blocks of the prompt, `(m,)`; the null block any number of times.
             first_page: First page in the prompt that is wanted.
             stop_page: Page after the last one; all by default.
-            device: Device of the staged blocks.
 
         Returns:
             Source and destination: one batch entry for each run of pages within a block on both
             sides. The caller keeps the staged memory alive.
 
         Raises:
-            InvalidArgumentError: `rank` is not a source, or numbers are negative or not one
-                address for each index.
             BlockIdError: A block id is negative or past the end of the cache.
-            DuplicateError: An index or a block id appears twice.
+            DuplicateError: A block id appears twice.
         """
-        rank = self._require_source(rank)
         theirs = require_integers("their_indices", their_indices)
         staged = require_integers("addresses", addresses, dtype=np.uint64)
-        if len(staged) != len(theirs):
-            raise InvalidArgumentError("addresses", len(staged), f"one for each of {len(theirs)}")
-        if len(theirs) and not 0 <= theirs.min() <= theirs.max() <= MAX_INDEX:
-            raise InvalidArgumentError("their_indices", theirs, f"from 0 to {MAX_INDEX}")
-        if (twice := find_repeated(theirs.tolist())) is not None:
-            raise DuplicateError("their_indices", twice)
-        first = require_integer("first_block_index", first_block_index, maximum=MAX_INDEX)
-        wanted = self._choose_pages(theirs, self.check_ids(block_ids), first, first_page, stop_page)
-        return self._expand(rank, staged, require_integers("block_ids", block_ids), *wanted, device)
+        ids = require_integers("block_ids", block_ids)
+        wanted = self._choose_pages(theirs, self.check_ids(ids), first_page, stop_page)
+        return self._expand(rank, staged, ids, *wanted)
 
     def fragment_bytes(self, rank: int) -> float:
-        """Mean size of the pieces that lie together in a block of one of their workers and of ours.
-
-        Raises:
-            InvalidArgumentError: `rank` is not a source.
-        """
+        """Mean size of the pieces that lie together in a block of theirs and of ours."""
         mapping = self.mapping
-        num_pages = min(mapping.our_pages_per_block, mapping.their_pages_per_block)
-        pieces, _ = self._template(self._require_source(rank), 0, 0, num_pages)
+        num_pages = min(mapping.ours.pages_per_block, mapping.theirs[rank].pages_per_block)
+        pieces, _ = self._template(rank, 0, 0, num_pages)
         return float(pieces.lengths.mean())
 
     def describe_in_place(
@@ -126,7 +89,6 @@ class PeerBlocks:
         their_indices: ArrayLike,
         block_ids: ArrayLike,
         *,
-        first_block_index: int = 0,
         first_page: int = 0,
         stop_page: int | None = None,
     ) -> tuple[Indices, Descriptors]:
@@ -139,13 +101,13 @@ class PeerBlocks:
             `(k,)`, and for each of them the places of its bytes, in the order of its payload.
         """
         theirs = require_integers("their_indices", their_indices)
-        size = np.uint64(self._their_block_bytes)
+        block_bytes = self.mapping.theirs[rank].block_size_bytes
+        size = np.uint64(block_bytes)
         source, ours = self.describe(
             rank,
             theirs,
             np.arange(len(theirs), dtype=np.uint64) * size,
             block_ids,
-            first_block_index=first_block_index,
             first_page=first_page,
             stop_page=stop_page,
         )
@@ -159,7 +121,7 @@ class PeerBlocks:
         follows[1:], touches[1:] = block[1:] == block[:-1], touch(offsets, lengths)
         fits = np.where(follows, touches, offsets % size == 0)  # nothing is left out before it
         covered = np.bincount(block, lengths * fits, minlength=len(theirs))
-        is_whole = covered == self._their_block_bytes
+        is_whole = covered == block_bytes
         kept = is_whole[block]
         counts = np.bincount(block[kept], minlength=len(theirs))[is_whole]
         rows = np.flatnonzero(is_whole)
@@ -169,7 +131,7 @@ class PeerBlocks:
             block_offsets=np.concatenate(([0], np.cumsum(counts))),
             payload_starts=np.zeros(len(rows), np.int64),
             device=self._memory.device,
-            owners=(self.caches,),
+            owners=(self._caches,),
         )
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
@@ -185,35 +147,27 @@ class PeerBlocks:
         outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
         if outside.any():
             raise BlockIdError(self.group, int(ids[outside.argmax()]), num_blocks)
-        null = self.caches.null_block_id
+        null = self._caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
         if len(np.unique(ids[used])) < np.count_nonzero(used):
             raise DuplicateError(name, find_repeated(ids[used].tolist()))
         return used
 
-    def _require_source(self, rank: int) -> int:
-        rank = require_integer("rank", rank)
-        if rank not in self.mapping.sources:
-            raise InvalidArgumentError("rank", rank, f"one of {self.mapping.sources}")
-        return rank
-
     def _choose_pages(
         self,
         theirs: Indices,
         used: NDArray[np.bool_],
-        first_block: int,
         first_page: int,
         stop_page: int | None,
     ) -> tuple[Indices, Indices, Indices]:
         """Choose wanted pages; return them in order, with the positions of both sides' blocks."""
-        first_page = require_integer("first_page", first_page)
-        per_block = self.mapping.their_pages_per_block
+        per_block = self._their_pages_per_block
         pages = (theirs[:, None] * per_block + np.arange(per_block)).reshape(-1)
         rows = np.arange(len(theirs)).repeat(per_block)
-        ours = pages // self.mapping.our_pages_per_block - first_block
-        chosen = (ours >= 0) & (ours < len(used)) & (pages >= first_page)
+        ours = pages // self.mapping.ours.pages_per_block
+        chosen = (ours < len(used)) & (pages >= first_page)
         if stop_page is not None:
-            chosen &= pages < require_integer("stop_page", stop_page)
+            chosen &= pages < stop_page
         chosen[chosen] = used[ours[chosen]]
         pages, rows, ours = pages[chosen], rows[chosen], ours[chosen]
         order = np.argsort(pages)
@@ -227,13 +181,12 @@ class PeerBlocks:
         pages: Indices,
         rows: Indices,
         ours: Indices,
-        device: torch.device,
     ) -> tuple[Descriptors, Descriptors]:
         goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
         firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
         counts = np.diff(firsts, append=len(pages))
-        our_first = pages[firsts] % self.mapping.our_pages_per_block
-        their_first = pages[firsts] % self.mapping.their_pages_per_block
+        our_first = pages[firsts] % self.mapping.ours.pages_per_block
+        their_first = pages[firsts] % self._their_pages_per_block
         kinds = np.stack((our_first, their_first, counts), axis=1)
         kinds, kind_of_run = np.unique(kinds, axis=0, return_inverse=True)
         kind_of_run = kind_of_run.reshape(-1)
@@ -254,10 +207,14 @@ class PeerBlocks:
             lengths=lengths,
             block_offsets=np.concatenate(sizes).cumsum(),
             payload_starts=np.zeros(len(firsts), np.int64),
-            device=device,
+            device=HOST,
         )
-        memory, owners = self._memory.device, (self.caches,)
+        memory, owners = self._memory.device, (self._caches,)
         return source, replace(source, addresses=destinations, device=memory, owners=owners)
+
+    @property
+    def _their_pages_per_block(self) -> int:
+        return next(iter(self.mapping.theirs.values())).pages_per_block
 
     def _template(
         self, rank: int, first: int, their_first: int, num_pages: int
@@ -274,54 +231,18 @@ class PeerBlocks:
 
 
 def match_caches(
-    caches: CanonicalKVCaches, ours: CacheDescription, theirs: Sequence[CacheDescription]
+    caches: CanonicalKVCaches, ours: CacheDescription, theirs: CacheDescription
 ) -> tuple[PeerBlocks, ...]:
     """Find out how another engine's blocks become ours, once for each pair of engines.
 
     Args:
         caches: Our caches.
         ours: Their description.
-        theirs: Descriptions of the other engine's caches: that of rank 0, if all its workers are
-            alike, or one for each rank.
+        theirs: Description of the other engine's caches: that of rank 0.
 
     Returns:
-        One for each group.
-
-    Raises:
-        CacheMismatchError: Blocks of a group cannot be rearranged into ours; the error names the
-            group, the field, and both values.
-        InvalidArgumentError: `ours` does not describe `caches`, or `theirs` is not one or one for
-            each rank.
+        One for each group; errors as `map_peers`.
     """
-    require_instance("caches", caches, CanonicalKVCaches)
-    require_instance("ours", ours, CacheDescription)
-    require_instances("theirs", theirs, CacheDescription, at_least_one=True)
     sizes = [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs]
-    described = [group.payload_size_bytes for group in ours.groups]
-    if [sum(each) for each in sizes] != described:
-        raise InvalidArgumentError("ours", described, f"blocks of {[*map(sum, sizes)]} bytes")
-    _require_one_engine(theirs)
-    if len(theirs[0].groups) != len(ours.groups):
-        raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs[0].groups))
-    return tuple(
-        PeerBlocks(caches, group, map_peers(pieces, group, ours, theirs), theirs[0].groups[group])
-        for group, pieces in enumerate(sizes)
-    )
-
-
-def _require_one_engine(theirs: Sequence[CacheDescription]) -> None:
-    """Check that descriptions are those of one engine's workers, by rank."""
-    first = theirs[0]
-    if len(theirs) not in {1, first.shard.num_workers}:
-        expected = f"one, or one for each of {first.shard.num_workers} workers"
-        raise InvalidArgumentError("theirs", len(theirs), expected)
-    for rank, each in enumerate(theirs):
-        if each.shard != first.at_rank(rank).shard or len(each.groups) != len(first.groups):
-            expected = f"rank {rank} of the same engine"
-            raise InvalidArgumentError(f"theirs[{rank}]", each.shard, expected)
-        for group, (mine, other) in enumerate(zip(first.groups, each.groups, strict=True)):
-            for field in ("tokens_per_block", "opaque", "has_states"):
-                if getattr(mine, field) != getattr(other, field):
-                    value = getattr(other, field)
-                    expected = f"{getattr(mine, field)!r} as rank 0"
-                    raise InvalidArgumentError(f"theirs[{rank}].{field}[{group}]", value, expected)
+    mappings = map_peers(ours, theirs, sizes)
+    return tuple(PeerBlocks(caches, group, each) for group, each in enumerate(mappings))

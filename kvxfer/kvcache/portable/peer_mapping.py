@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
 
 import numpy as np
+import torch
 
 from kvxfer.errors import CacheMismatchError, PageMappingError
 from kvxfer.kvcache.layout import same_bytes
-from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
 from kvxfer.kvcache.portable.page import PortablePage, portable_page, tensor_names
 from kvxfer.kvcache.portable.page_mapping import (
@@ -18,7 +20,7 @@ from kvxfer.kvcache.portable.page_mapping import (
     compile_mapping,
     merge_bytes,
 )
-from kvxfer.kvcache.portable.worker_shard import WorkerShard
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
 
 MAX_FRAGMENTS = 1 << 22
 """Fragments of a block; a block of 80 layers that is transposed element by element has more."""
@@ -29,9 +31,6 @@ MAX_PLACEMENTS = 1 << 16
 MOST_SHOWN_NAMES = 4
 """Names of tensors in an error."""
 
-UNIT = WorkerShard(num_kv_heads=1)
-
-
 BytePairs = tuple[Offsets, Offsets, Offsets]
 """Bytes of a block of ours and of theirs that are equal: offset in the payload of our block and of
 theirs, and bytes; int64 `(n,)` each."""
@@ -41,37 +40,31 @@ theirs, and bytes; int64 `(n,)` each."""
 class PeerMapping:
     """Mapping of one group's blocks of another engine's workers to ours, by common pages.
 
-    Not a second arithmetic of pages: it has the fragments of two `PageMapping`s of one portable
-    page, ours and theirs, and finds the bytes that both have.
-
     Attributes:
         tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
-        our_pages_per_block: Consecutive pages that one of our blocks holds.
-        their_pages_per_block: Consecutive pages that one of their blocks holds.
         is_direct: Whether a block of the only source is our block, byte by byte: read it in place.
-        sources: Ranks of their workers that hold parts of our blocks; all of them are needed.
+        ours: Mapping of our blocks to the common pages.
+        theirs: That of each of their workers that hold parts of our blocks, by rank.
     """
 
     tokens_per_page: int
-    our_pages_per_block: int
-    their_pages_per_block: int
     is_direct: bool
-    sources: tuple[int, ...]
-    _ours: tuple[PageFragments, ...]
-    _theirs: Mapping[int, tuple[PageFragments, ...]]
+    ours: PageMapping
+    theirs: Mapping[int, PageMapping]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of their workers that hold parts of our blocks; all of them are needed."""
+        return tuple(self.theirs)
 
     def pairs(self, rank: int, first: int, their_first: int, num_pages: int) -> BytePairs:
         """Find the equal bytes of `num_pages` pages, by our offsets; neighbours are not joined.
 
-        Args:
-            rank: One of `sources`.
-            first: Index of the first page in our block.
-            their_first: Index of the first page in their block.
-            num_pages: Number of pages, all in one block on both sides.
+        The pages are in one block on both sides, from `first` on in ours.
         """
-        theirs = self._theirs[rank]
+        theirs = self.theirs[rank]
         found = [
-            _intersect(self._ours[first + page], theirs[their_first + page])
+            _intersect(self.ours.pages[first + page], theirs.pages[their_first + page])
             for page in range(num_pages)
         ]
         ours, others, lengths = (np.concatenate(each) for each in zip(*found, strict=True))
@@ -80,24 +73,32 @@ class PeerMapping:
 
 
 def map_peers(
-    ours: Sequence[int], group: int, mine: CacheDescription, theirs: Sequence[CacheDescription]
-) -> PeerMapping:
-    """Map one group of their blocks to ours.
+    mine: CacheDescription,
+    theirs: CacheDescription,
+    payload_sizes: Sequence[Sequence[int]] = (),
+) -> tuple[PeerMapping, ...]:
+    """Map the blocks of another engine's workers to ours, group by group.
 
     Args:
-        ours: Bytes of the pieces of our block's payload; neighbouring bytes are contiguous in
-            memory only within one piece.
-        group: The group.
         mine: Our caches.
-        theirs: Their caches: of the worker of rank 0, if all are alike, or of each by rank.
+        theirs: Caches of its worker of rank 0; its workers are alike.
+        payload_sizes: For each group the bytes of the pieces of our block's payload; neighbouring
+            bytes are contiguous in memory only within one piece. By default it is one piece.
 
     Raises:
-        CacheMismatchError: Their blocks are no rearrangement of ours.
+        CacheMismatchError: Blocks of a group are no rearrangement of ours; the error names the
+            group, the field, and both values.
     """
-    try:
-        return _PeerMapper(ours, group, mine, theirs).map()
-    except PageMappingError as exc:
-        raise CacheMismatchError(group, exc.axis, exc.expected, exc.actual) from exc
+    if len(mine.groups) != len(theirs.groups):
+        raise CacheMismatchError(None, "groups", len(mine.groups), len(theirs.groups))
+    mappings = []
+    for group, described in enumerate(mine.groups):
+        sizes = payload_sizes[group] if payload_sizes else [described.payload_size_bytes]
+        try:
+            mappings.append(_PeerMapper(sizes, group, mine, theirs).map())
+        except PageMappingError as exc:
+            raise CacheMismatchError(group, exc.axis, exc.expected, exc.actual) from exc
+    return tuple(mappings)
 
 
 class _PeerMapper:
@@ -106,34 +107,28 @@ class _PeerMapper:
         payload_sizes: Sequence[int],
         group: int,
         mine: CacheDescription,
-        theirs: Sequence[CacheDescription],
+        theirs: CacheDescription,
     ) -> None:
         self._payload_sizes, self._group = payload_sizes, group
-        self._mine, self._theirs = mine, theirs
-        self._ours = mine.groups[group]
-        self._first = theirs[0].groups[group]
+        self._shard, self._ours = mine.shard, mine.groups[group]
+        self._engine, self._theirs = theirs, theirs.groups[group]
 
     def map(self) -> PeerMapping:
-        ours, theirs = self._ours, self._first
+        ours, theirs = self._ours, self._theirs
         self._require("has_states", ours.has_states, theirs.has_states)
         self._require("opaque", ours.opaque, theirs.opaque)
-        if ours.opaque:
-            self._require_same_shards()
-            self._require("payload_size_bytes", ours.payload_size_bytes, theirs.payload_size_bytes)
-            self._require_same_tokens()
-            return self._map_directly(self._mine.shard.rank)
-        shares = self._mine.shard.num_token_shares, self._theirs[0].shard.num_token_shares
-        if ours.has_states or max(shares) > 1:
-            self._require_same_shards()
-            self._require_same_tokens()
-            rank = self._mine.shard.rank
-            return self._map_boxes(ours.boxes, {rank: self._of_rank(rank).boxes}, UNIT)
-        boxes = self._mine.shard.place(ours.boxes)
+        shares = self._shard.num_token_shares, self._engine.shard.num_token_shares
+        if ours.opaque or ours.has_states or max(shares) > 1:
+            self._require_equal_workers()
+            boxes = ours.boxes or self._as_bytes()
+            heads = [box.extent("head") for box in boxes if "head" in box.axes]
+            alone = WorkerShard(num_kv_heads=max(heads, default=1))
+            return self._map_boxes(boxes, {self._shard.rank: theirs.boxes or boxes}, alone)
+        boxes = self._shard.place(ours.boxes)
         if any("head" in box.axes for box in boxes):
-            self._require(
-                "num_kv_heads", self._mine.shard.num_kv_heads, self._theirs[0].shard.num_kv_heads
-            )
-        return self._map_boxes(boxes, dict(self._place_sources(boxes)), self._mine.shard)
+            theirs_in_all = self._engine.shard.num_kv_heads
+            self._require("num_kv_heads", self._shard.num_kv_heads, theirs_in_all)
+        return self._map_boxes(boxes, dict(self._place_sources(boxes)), self._shard)
 
     def _map_boxes(
         self,
@@ -141,61 +136,53 @@ class _PeerMapper:
         sources: Mapping[int, Sequence[PageBox]],
         shard: WorkerShard,
     ) -> PeerMapping:
-        first = next(iter(sources.values()))
+        (rank, first), *others = sources.items()
         self._require_same_tensors(boxes, first)
-        rank = self._find_equal(boxes, sources)
-        if rank is not None:
-            return self._map_directly(rank)
+        is_direct = not others and self._are_equal(boxes, first)
+        if is_direct:
+            boxes = first = self._as_bytes()
+            sources = {rank: boxes}
         tokens = self._common_tokens([*boxes, *first])
-        page = portable_page(boxes, _of_heads(boxes, shard), num_tokens=tokens, axes=_orders(boxes))
+        page = portable_page(boxes, shard, num_tokens=tokens, axes=_orders(boxes))
         ours = self._compile(boxes, page, self._ours, self._payload_sizes)
+        sizes = [self._theirs.payload_size_bytes]
         theirs = {
-            rank: self._compile(of_rank, page, self._of_rank(rank), None)
+            rank: self._compile(of_rank, page, self._theirs, sizes)
             for rank, of_rank in sources.items()
         }
         self._require_all_bytes(ours, list(theirs.values()))
         return PeerMapping(
-            tokens_per_page=tokens * self._mine.shard.num_token_shares,
-            our_pages_per_block=ours.pages_per_block,
-            their_pages_per_block=next(iter(theirs.values())).pages_per_block,
-            is_direct=False,
-            sources=tuple(theirs),
-            _ours=ours.pages,
-            _theirs={rank: mapping.pages for rank, mapping in theirs.items()},
+            tokens_per_page=tokens * self._shard.num_token_shares,
+            is_direct=is_direct,
+            ours=ours,
+            theirs=theirs,
         )
 
-    def _map_directly(self, rank: int) -> PeerMapping:
-        sizes = np.array(self._payload_sizes, np.int64)
-        starts, zeros = np.cumsum(sizes) - sizes, np.zeros_like(sizes)
-        whole = PageFragments(zeros, starts, starts, sizes)
-        return PeerMapping(
-            tokens_per_page=self._ours.tokens_per_block,
-            our_pages_per_block=1,
-            their_pages_per_block=1,
-            is_direct=True,
-            sources=(rank,),
-            _ours=(whole,),
-            _theirs={rank: (whole,)},
-        )
+    def _as_bytes(self) -> list[PageBox]:
+        """Describe a block as bytes, whatever they are, for a worker that has equal ones."""
+        starts = accumulate(self._payload_sizes, initial=0)
+        return [
+            PageBox(
+                layer_name="row",
+                part=f"{OPAQUE}{index}",
+                dtype=torch.uint8,
+                digits=(Digit("byte", size, 1),),
+                offset_bytes=start,
+            )
+            for index, (size, start) in enumerate(zip(self._payload_sizes, starts, strict=False))
+        ]
 
-    def _find_equal(
-        self, boxes: Sequence[PageBox], sources: Mapping[int, Sequence[PageBox]]
-    ) -> int | None:
-        """Find the source whose blocks are ours, byte by byte."""
-        for rank, theirs in sources.items():
-            block = self._of_rank(rank)
-            if (
-                block.payload_size_bytes == self._ours.payload_size_bytes
-                and block.tokens_per_block == self._ours.tokens_per_block
-                and len(theirs) == len(boxes)
-                and _bytes_of(theirs) == _bytes_of(boxes)
-            ):
-                return rank
-        return None
+    def _are_equal(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> bool:
+        """Whether a block of theirs has the bytes of ours in the same places."""
+        sizes = [
+            (each.payload_size_bytes, each.tokens_per_block) for each in (self._ours, self._theirs)
+        ]
+        same_number = len(boxes) == len(theirs)
+        return sizes[0] == sizes[1] and same_number and _bytes_of(boxes) == _bytes_of(theirs)
 
     def _place_sources(self, boxes: Sequence[PageBox]) -> Iterator[tuple[int, tuple[PageBox, ...]]]:
         """Yield their ranks that hold our heads, with the boxes that are theirs to give."""
-        shard, mine = self._theirs[0].shard, self._mine.shard
+        shard = self._engine.shard
         heads = max(1, shard.num_kv_heads // shard.tp_size)
         ranges = [
             (box.first_index("head"), box.first_index("head") + box.extent("head"))
@@ -203,32 +190,27 @@ class _PeerMapper:
             if "head" in box.axes
         ]
         if not ranges:
-            rank = mine.rank % shard.tp_size
+            rank = self._shard.rank % shard.tp_size
             yield rank, self._place(rank)
             return
         copies = max(1, shard.tp_size // shard.num_kv_heads)
         first, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
         for index, part in enumerate(range(first // heads, -(-stop // heads))):
-            rank = part * copies + mine.rank % copies
+            rank = part * copies + self._shard.rank % copies
             placed = self._place(rank)
             yield rank, tuple(box for box in placed if "head" in box.axes or not index)
 
     def _place(self, rank: int) -> tuple[PageBox, ...]:
-        return self._theirs[0].at_rank(rank).shard.place(self._of_rank(rank).boxes)
-
-    def _of_rank(self, rank: int) -> GroupDescription:
-        described = self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]
-        return described.groups[self._group]
+        return self._engine.at_rank(rank).shard.place(self._theirs.boxes)
 
     def _common_tokens(self, boxes: Sequence[PageBox]) -> int:
         """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
-        ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
-        shares = self._mine.shard.num_token_shares
+        ours, theirs = self._ours.tokens_per_block, self._theirs.tokens_per_block
         if ours == theirs:
-            return ours // shares
+            return ours // self._shard.num_token_shares
         tokens = gcd(ours, theirs)
         if not all("token" in box.axes for box in boxes):
-            self._require_same_tokens()
+            self._require("tokens_per_block", ours, theirs)
         digits = {digit for box in boxes for digit in box.digits if digit.axis == "token"}
         steps = {digit.step for digit in digits if digit.size > 1}
         while crossed := [step for step in steps if tokens % step and step % tokens]:
@@ -243,14 +225,14 @@ class _PeerMapper:
         boxes: Sequence[PageBox],
         page: PortablePage,
         block: GroupDescription,
-        payload_sizes: Sequence[int] | None,
+        payload_sizes: Sequence[int],
     ) -> PageMapping:
-        tokens = block.tokens_per_block // self._mine.shard.num_token_shares
+        tokens = block.tokens_per_block // self._shard.num_token_shares
         return compile_mapping(
             boxes,
             page,
             tokens_per_block=page.num_tokens or 1 if block.has_states else tokens,
-            payload_sizes=payload_sizes or [block.payload_size_bytes],
+            payload_sizes=payload_sizes,
             max_fragments=MAX_FRAGMENTS,
         )
 
@@ -258,14 +240,12 @@ class _PeerMapper:
         if ours != theirs:
             raise CacheMismatchError(self._group, field, ours, theirs)
 
-    def _require_same_shards(self) -> None:
-        ours, theirs = self._mine.shard, self._theirs[0].shard
+    def _require_equal_workers(self) -> None:
         for field in ("tp_size", "pcp_size", "dcp_size", "num_kv_heads", "interleave_tokens"):
-            self._require(field, getattr(ours, field), getattr(theirs, field))
-
-    def _require_same_tokens(self) -> None:
-        ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
-        self._require("tokens_per_block", ours, theirs)
+            self._require(field, getattr(self._shard, field), getattr(self._engine.shard, field))
+        fields = ["tokens_per_block", *(["payload_size_bytes"] if self._ours.opaque else [])]
+        for field in fields:
+            self._require(field, getattr(self._ours, field), getattr(self._theirs, field))
 
     def _require_same_tensors(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> None:
         our_names, their_names = set(tensor_names(boxes)), set(tensor_names(theirs))
@@ -293,14 +273,6 @@ class _PeerMapper:
             if found != int(needed[1].sum()):
                 what = f"{int(needed[1].sum())} bytes of a page"
                 raise CacheMismatchError(self._group, "boxes", what, f"{found} of them")
-
-
-def _of_heads(boxes: Sequence[PageBox], shard: WorkerShard) -> WorkerShard:
-    """Make the shard of a page of these boxes: of the whole model, or of one worker alone."""
-    if shard is not UNIT:
-        return shard
-    heads = [box.extent("head") for box in boxes if "head" in box.axes]
-    return WorkerShard(num_kv_heads=max(heads, default=1))
 
 
 def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
