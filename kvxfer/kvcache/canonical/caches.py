@@ -119,9 +119,6 @@ class CanonicalKVCaches:
             expected = f"at most {padded}, the page of its tensor"
             raise InvalidArgumentError(f"{name}.page_size_bytes", ref.page_size_bytes, expected)
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
 
 def canonicalize(
     kv_caches: KVCaches, config: KVCacheConfig, *, layouts: Layouts | None = None
@@ -247,27 +244,6 @@ def _require_shared(pages: Sequence[LayerPages], config: KVCacheConfig) -> None:
                     f"layers {first!r} and {name!r} share a tensor according to the config, "
                     f"but begin at {sorted(starts[first])} and {sorted(starts[name])}"
                 )
-
-
-def _lines(caches: CanonicalKVCaches) -> list[str]:
-    """Format tensors, pages, groups, and the place of each layer, for `print`."""
-    lines = [f"{len(caches.tensors)} tensors, {len(caches.group_data_refs)} groups"]
-    for index, each in enumerate(caches.tensors):
-        num_blocks, page = each.tensor.shape
-        lines.append(
-            f"tensor {index}: {num_blocks} blocks, page {page} bytes, "
-            f"stride {each.tensor.stride(0)} bytes, {each.tensor.device}"
-        )
-    for group, refs in enumerate(caches.group_data_refs):
-        total = sum(ref.page_size_bytes for ref in refs)
-        lines.append(f"group {group}: {len(refs)} refs, {total} bytes per block")
-        for ref in refs:
-            layers = ", ".join(ref.layer_names) or "layers not named"
-            layout = f" ({ref.layout})" if ref.layout else ""
-            lines.append(
-                f"  tensor {ref.tensor_idx}, {ref.page_size_bytes} bytes: {layers}{layout}"
-            )
-    return lines
 
 
 def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
