@@ -8,8 +8,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import require_flag, require_integer, require_integers, require_positive
-from kvxfer.errors import BlockIdError, InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.memory_region import HOST, require_device
+from kvxfer.kvcache.payload_memory import require_block_ids
 
 NULL_BLOCK_ID = 0
 """Id of the null block, a placeholder where a request has no block, e.g. outside of a window."""
@@ -183,7 +184,7 @@ class BlockTable:
         """
         row_index = self._checked_row("row_index", row_index)
         num_before, ratio = self.num_blocks_of(row_index), self.kernel_blocks_per_block
-        ids = self._checked_ids(block_ids)
+        ids = require_block_ids(self.group, block_ids, self.num_blocks)
         num_after = num_before + len(ids)
         if num_after > self.max_blocks_per_request:
             room = self.max_blocks_per_request - num_before
@@ -301,11 +302,3 @@ class BlockTable:
         limit = len(self._rows)
         expected = f"0 <= row index < {limit}"
         return require_integer(name, row_index, maximum=limit - 1, expected=expected)
-
-    def _checked_ids(self, block_ids: ArrayLike) -> NDArray[np.int64]:
-        ids = require_integers(f"block_ids[{self.group}]", block_ids)
-        if ids.size:
-            for extreme in (int(ids.min()), int(ids.max())):
-                if not 0 <= extreme < self.num_blocks:
-                    raise BlockIdError(self.group, extreme, self.num_blocks)
-        return ids

@@ -10,14 +10,13 @@ from kvxfer.checks import (
     require_instance,
     require_instances,
     require_integer,
-    require_integers,
     require_one_per_group,
 )
-from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
+from kvxfer.errors import DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses
-from kvxfer.kvcache.payload_memory import PayloadMemory
+from kvxfer.kvcache.payload_memory import PayloadMemory, require_block_ids
 from kvxfer.kvcache.portable import PageMapping
 
 
@@ -184,18 +183,13 @@ def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:
 
 
 def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
-    argument = f"block_ids[{group}]"
-    ids = require_integers(argument, block_ids)
+    ids = require_block_ids(group, block_ids, num_blocks)
     if not ids.size:
-        raise InvalidArgumentError(argument, block_ids, "at least one block id")
-    largest = ids.view(np.uint64).argmax()  # a negative one, if there is any
-    if not 0 <= ids[largest] < num_blocks:
-        outside = ids.view(np.uint64) >= num_blocks
-        raise BlockIdError(group, int(ids[outside.argmax()]), num_blocks)
+        raise InvalidArgumentError(f"block_ids[{group}]", block_ids, "at least one block id")
     if len(ids) > 1:
         used = np.bincount(ids)
         if used.max() > 1:
-            raise DuplicateError(argument, int(used.argmax()))
+            raise DuplicateError(f"block_ids[{group}]", int(used.argmax()))
     return ids
 
 

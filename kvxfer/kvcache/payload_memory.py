@@ -3,13 +3,28 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import require_integers
+from kvxfer.errors import BlockIdError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.fragments import Addresses, join, touch
 
 Offsets = NDArray[np.int64]
+
+
+def require_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
+    """Convert block ids of a group.
+
+    Raises:
+        InvalidArgumentError: They are not one-dimensional or not integers.
+        BlockIdError: One is negative or past the end of the cache.
+    """
+    ids = require_integers(f"block_ids[{group}]", block_ids)
+    unsigned = ids.view(np.uint64)
+    if len(ids) and not 0 <= ids[unsigned.argmax()] < num_blocks:  # a negative one is the largest
+        raise BlockIdError(group, int(ids[(unsigned >= num_blocks).argmax()]), num_blocks)
+    return ids
 
 
 class Pieces(NamedTuple):

@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import find_repeated, require_integers
-from kvxfer.errors import BlockIdError, DuplicateError
+from kvxfer.errors import DuplicateError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses, run_starts, touch
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces
+from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces, require_block_ids
 from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.kvcache.portable.peer_mapping import PeerMapping, map_peers
 
@@ -141,16 +141,11 @@ class PeerBlocks:
             BlockIdError: A block id is negative or past the end of the cache.
             DuplicateError: A block id other than that of the null block appears twice.
         """
-        name = f"block_ids[{self.group}]"
-        ids = require_integers(name, block_ids)
-        num_blocks = self._memory.num_blocks
-        outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
-        if outside.any():
-            raise BlockIdError(self.group, int(ids[outside.argmax()]), num_blocks)
+        ids = require_block_ids(self.group, block_ids, self._memory.num_blocks)
         null = self._caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
         if len(np.unique(ids[used])) < np.count_nonzero(used):
-            raise DuplicateError(name, find_repeated(ids[used].tolist()))
+            raise DuplicateError(f"block_ids[{self.group}]", find_repeated(ids[used].tolist()))
         return used
 
     def _choose_pages(
