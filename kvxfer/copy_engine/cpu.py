@@ -59,11 +59,8 @@ class CPUCopyEngine(CopyEngine):
     - other small ones: gathered into an array that fits the cache, scattered from there.
 
     The rows are planned once, and shared between the threads, one of which is the caller's.
-    Fragments that are neighbours in another order are sorted into that order.
-
-    Args:
-        num_threads: Cores to use; by default those this process may run on, at most
-            `MAX_THREADS`.
+    Fragments that are neighbours in another order are sorted into that order. By default it uses
+    the cores that this process may run on, at most `MAX_THREADS`.
     """
 
     def __init__(self, *, num_threads: int | None = None) -> None:
@@ -213,13 +210,10 @@ def _copy_each(pairs: FragmentPairs) -> None:
 
 
 class SharedTasks:
-    """Tasks that several threads take one by one, and that one of them waits for.
+    """Tasks that several threads take one by one, in any order, and that one of them waits for.
 
     A thread that comes late, because another program or the engine's OpenMP threads have its core,
     finds nothing left and holds nobody up. With fixed shares the caller would wait for its share.
-
-    Args:
-        tasks: The tasks, which may run at the same time and in any order.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:

@@ -34,23 +34,13 @@ class CudaCopyEngine(CopyEngine):
     is observed by an event: the device as a whole is never synchronized. How fragments are copied
     follows from their mean size and the direction:
 
-    - small ones, where the host's side is pinned: one kernel for them all (`MethodTable`);
+    - small ones, where the host's side is pinned: one kernel for them all (`MethodTable`); without
+      a kernel they are copied as the others;
     - others, where it is pinned and the driver can (CUDA 12.8): one call for the batch;
     - otherwise one call for each series of evenly spaced rows, and one for each of the other
       fragments.
 
-    Args:
-        device_index: Ordinal of the GPU.
-        methods: Table of the sizes up to which fragments count as small.
-        kernel: Kernel for small fragments; without one they are copied as the others.
-
-    Attributes:
-        device: The GPU.
-        driver: Its driver.
-        methods: See above; may be replaced.
-
-    Raises:
-        DeviceUnavailableError: There is no such GPU, or no driver.
+    `DeviceUnavailableError`: there is no such GPU, or no driver.
     """
 
     def __init__(

@@ -79,16 +79,10 @@ class CudaDriver:
 
     Each call makes the device's primary context, which torch uses, too, current only for its own
     duration: the calling thread's current context is restored. May be used from several threads.
+    `has_batch` tells whether the driver copies many fragments in one call.
 
-    Args:
-        device_index: Ordinal of the device among those that the process can see.
-
-    Attributes:
-        has_batch: Whether the driver copies many fragments in one call.
-
-    Raises:
-        DeviceUnavailableError: `cuda-bindings` or a driver is not installed, or there is no such
-            device.
+    `DeviceUnavailableError`: `cuda-bindings` or a driver is not installed, or there is no such
+    device.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -278,11 +272,7 @@ class CudaDriver:
             self._call("cuMemcpy2DAsync", copy, stream)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory, so that the device reads and writes it on its own.
-
-        Raises:
-            DeviceError: The memory cannot be pinned, e.g. because of the system's limit.
-        """
+        """Pin host memory, so that the device reads and writes it on its own."""
         with self.current():
             portable = self._api.CU_MEMHOSTREGISTER_PORTABLE
             self._call("cuMemHostRegister", address, num_bytes, portable)
@@ -380,13 +370,7 @@ class CudaDriver:
 
 
 class _Current(threading.local):
-    """State of a thread in which a device is made current: once, by the outermost context.
-
-    Args:
-        call: Makes a call of the driver.
-        context: Context of the device.
-        relaxed: Mode in which no call breaks the capture of a graph.
-    """
+    """State of a thread in which a device is made current: once, by the outermost context."""
 
     def __init__(self, call: Callable[..., Any], context: Any, relaxed: Any) -> None:
         self._call, self._context, self._relaxed = call, context, relaxed

@@ -40,14 +40,7 @@ class PinnedMemory:
     It is registered in one call: a copy across the border of two registrations fails. Memory that
     somebody else has pinned is theirs to unpin, not before its last copy. Where the system refuses
     to pin it, there is a warning: copies still work, through buffers of the driver, but more
-    slowly.
-
-    Args:
-        driver: The GPU.
-        region: The memory; kept alive.
-
-    Attributes:
-        is_pinned: Whether the GPU reads and writes the memory directly.
+    slowly, and `is_pinned` is False.
     """
 
     def __init__(self, driver: CudaDriver, region: MemoryRegion) -> None:

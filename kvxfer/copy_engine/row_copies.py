@@ -48,12 +48,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces of memory, one after the other, uint64 `(n,)` each; of a destination no two overlap.
-
-    Attributes:
-        addresses: Address of each.
-        lengths: Bytes of each, positive.
-    """
+    """Addresses and lengths of pieces of memory, uint64 `(n,)`; of a destination none overlap."""
 
     addresses: Addresses
     lengths: Addresses
@@ -155,12 +150,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexedRows:
-    """Rows anywhere in memory.
-
-    Attributes:
-        view: View of all memory from the first to the last of the rows.
-        places: Index of each row in the view.
-    """
+    """Rows anywhere in memory: places in a view of all memory from the first to the last."""
 
     view: Rows
     places: Indices
@@ -343,9 +333,7 @@ def _find_axes(sides: Sequence[Indices], enough: int) -> tuple[Sequence[Indices]
 
     Looks for no more once a box has `enough` rows: numpy makes an array of a box whose sides reach
     into each other, and threads share boxes. Where an axis does not fit all rows, there is none.
-
-    Returns:
-        The first row of each box that the axes make, and the axes.
+    Returns the first row of each box that the axes make, and the axes.
     """
     axes: list[Axis] = []
     while (count := len(sides[0])) > 1 and prod(axis.length for axis in axes) < enough:

@@ -35,14 +35,7 @@ class Adapter(NamedTuple):
 
 
 def digest_adapter(path: str) -> str:
-    """Hash the names and bytes of an adapter's files; equal ones in another folder are the same.
-
-    Reads all of them.
-
-    Raises:
-        InvalidArgumentError: It is no folder with files, one cannot be read, or they are being
-            written.
-    """
+    """Hash names and bytes of all files of an adapter: equal ones in other folders are the same."""
     stats, digest = _stats_of(path), hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, *_ in stats:
         digest.update(f"{len(str(name))} {name} ".encode(errors="surrogateescape"))

@@ -29,15 +29,11 @@ Source: `vllm/v1/worker/block_table.py`, `get_block_table_width`.
 
 
 class DeviceArray:
-    """Host array with a copy on a device, which changes at `commit` only.
+    """Host array with a copy on a device, which changes at `commit` only; zeroed.
 
     A commit does not wait for the device: it copies to a pinned staging buffer, so the host array
     may be changed at once, and the device copies from there in the order of its stream. A commit
     waits only for the copy of the commit before it.
-
-    Attributes:
-        host: The host array, zeroed.
-        device: The device's copy, zeroed; separate memory from `host` also on the CPU.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -51,11 +47,7 @@ class DeviceArray:
         self.host = np.zeros_like(self._staged_array)
 
     def commit(self, stop: int) -> torch.Tensor:
-        """Copy `host[:stop]` to the device.
-
-        Returns:
-            `device[:stop]`, a view.
-        """
+        """Copy `host[:stop]` to the device, and return the view `device[:stop]`."""
         shown = self.device[:stop]
         if self._copied is not None:
             self._copied.synchronize()
@@ -68,11 +60,7 @@ class DeviceArray:
 
 
 def require_starts(query_start_loc: NDArray[np.int64], num_tokens: int) -> None:
-    """Check that the tokens of requests follow each other, and are all tokens of a batch.
-
-    Raises:
-        InvalidArgumentError: Some token is of no request, or of two.
-    """
+    """Check that the tokens of requests follow each other, and are all tokens of a batch."""
     steps = np.diff(query_start_loc, prepend=0, append=num_tokens)
     if not len(query_start_loc) or steps[0] or steps[-1] or (steps < 0).any():
         wanted = f"numbers that rise from 0 to {num_tokens}"

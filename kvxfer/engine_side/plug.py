@@ -9,14 +9,8 @@ from kvxfer.extras import installed_version
 class Plug:
     """Base of a class that implements an engine's interface; it refuses one that has grown.
 
-    Implementors must name this base before that of the engine, and set the attributes.
-
-    Attributes:
-        packages: Names under which the engine is published.
-        supported: Releases that are supported, for people.
-
-    Raises:
-        UnsupportedEngineError: The interface has methods that the class does not know.
+    Implementors must name this base before that of the engine, and set the attributes: names
+    under which the engine is published, and releases that are supported, for people.
     """
 
     packages: ClassVar[tuple[str, ...]]

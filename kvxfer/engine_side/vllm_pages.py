@@ -50,11 +50,7 @@ class VLLMPages:
     def require_same_pages(
         self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]
     ) -> None:
-        """Check that pages of a pool are in every byte what the engine's are.
-
-        Raises:
-            NamespaceMismatchError: They differ; the error has the first field.
-        """
+        """Check that pages of a pool are in every byte what the engine's are."""
         complete = complete_namespace(self.namespace_of_model, caches, 1)
         self.namespace.require_same(portable_namespace(complete, mappings))
 
@@ -74,10 +70,6 @@ def find_vllm_pages(
 
     One tier of the backend is the store in files that vLLM has opened; `revision` is that of the
     engine's arguments, and `fingerprint` chooses among several namespaces of these weights.
-
-    Raises:
-        InvalidArgumentError: There is no such namespace, several, or one whose pages a model in
-            transformers does not have; or the weights in memory are not those of the files.
     """
     path = str(model.config.name_or_path)
     commit = getattr(model.config, "_commit_hash", None) or ""
@@ -126,11 +118,7 @@ def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:
 
 
 def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
-    """Check that configuration and parameters in memory are those of the files that vLLM loads.
-
-    Raises:
-        InvalidArgumentError: They are not, or the files cannot be compared.
-    """
+    """Check that configuration and parameters in memory are those of the files of vLLM."""
     ours = config_facts(model.config)
     theirs = config_facts(type(model.config).from_pretrained(path, revision=revision or "main"))
     if ours != theirs:

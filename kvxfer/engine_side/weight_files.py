@@ -21,14 +21,7 @@ def find_weights_revision(path: str, *, revision: str = "", commit: str = "") ->
 
     The files of a local folder are hashed by size and time, not by content, which would read the
     whole model again. So a copy of the folder is another revision, unless `revision` is given.
-
-    Args:
-        path: Folder or file of the weights, or the name of a repository.
-        revision: Revision that the caller asked for.
-        commit: Commit of a repository that was loaded.
-
-    Returns:
-        The revision, empty when there is none.
+    Empty when there is none.
     """
     place = Path(path)
     if not path or not place.exists():

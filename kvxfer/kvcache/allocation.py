@@ -454,12 +454,7 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
 
 
 def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
-    """List the axes of a cache of several layers, outermost first; None without a layer axis.
-
-    Raises:
-        InvalidArgumentError: The stride order is not one of the backend's axes and `layer`, or they
-            lack `block`.
-    """
+    """List the axes of a cache of several layers, outermost first; None without a layer axis."""
     order, logical = backend.stride_order(), ("layer", *backend.axes)
     if "block" not in logical:
         raise InvalidArgumentError("axes", backend.axes, "'block' and other axes")

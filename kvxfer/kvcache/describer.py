@@ -34,10 +34,6 @@ class BlockDescriber:
     Attributes:
         overlaid_groups: Sets of groups that share memory: blocks of one id are the same bytes,
             wholly or in part.
-
-    Raises:
-        InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
-            there is not one mapping per group, or one is of other caches.
     """
 
     def __init__(
@@ -83,11 +79,7 @@ class BlockDescriber:
         return self._group(group).memory.num_blocks
 
     def block_size_bytes(self, group: int) -> int:
-        """Un-padded bytes of one block of `group`.
-
-        Raises:
-            UnknownGroupError: There is no such group.
-        """
+        """Un-padded bytes of one block of `group`."""
         return self._group(group).block_size_bytes
 
     @property

@@ -23,20 +23,12 @@ for each fragment, whose type, of each length another, waits for the garbage col
 
 
 class StreamMark(Protocol):
-    """Point in the work enqueued on a device, which other work can be made to wait for.
-
-    Attributes:
-        event: Handle of the driver's event.
-    """
+    """Point in the work enqueued on a device, which other work can be made to wait for."""
 
     event: int
 
     def has_passed(self) -> bool:
-        """Whether the device has reached the mark; does not block.
-
-        Raises:
-            DeviceLostError: The device is gone, and never reaches it.
-        """
+        """Whether the device has reached it, without blocking; `DeviceLostError` if never."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,11 +42,7 @@ class FragmentPairs(NamedTuple):
 
 
 def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPairs:
-    """Cut two batches of equal blocks at the boundaries of both, and join pairs that touch.
-
-    Raises:
-        InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
-    """
+    """Cut two batches of equal blocks at the boundaries of both, and join pairs that touch."""
     same_cuts = are_equal(source.lengths, destination.lengths)
     if not (same_cuts and are_equal(source.block_offsets, destination.block_offsets)):
         require_same_blocks(source, destination)
@@ -65,11 +61,7 @@ def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPai
 
 
 def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
-    """Check that two batches have the same number of blocks, of the same sizes.
-
-    Raises:
-        InvalidArgumentError: The batches differ.
-    """
+    """Check that two batches have the same number of blocks, of the same sizes."""
     ours, theirs = source.block_sizes, destination.block_sizes
     if not are_equal(ours, theirs):
         wanted = f"blocks of {ours.tolist()} bytes"

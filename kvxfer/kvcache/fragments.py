@@ -31,23 +31,14 @@ def touch(begins: Column, lengths: Column) -> NDArray[np.bool_]:
 
 
 def run_starts(continues: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Find the first fragment of each run.
-
-    Args:
-        continues: For each fragment but the first, whether it continues the run before it.
-    """
+    """Find the first fragment of each run; `continues` tells of all but the first fragment."""
     return np.flatnonzero(np.concatenate(([True], ~continues)))
 
 
 def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
-    """Join fragments that touch.
+    """Join each fragment but the first with the one before it where they are `touching`.
 
-    Args:
-        touching: For each fragment but the first, whether to join it with the one before it.
-        columns: Columns of the fragments; lengths last.
-
-    Returns:
-        The columns of the joined fragments.
+    Columns, here and in the result, have the lengths last.
     """
     if not touching.any():
         return columns
@@ -78,13 +69,7 @@ def cut_runs(
 ) -> Iterator[tuple[int, int]]:
     """Cut a sequence of items into runs of at most `max_bytes`, or of one item.
 
-    Args:
-        sizes: Bytes of each item.
-        max_bytes: Bound on the bytes of a run of several items.
-        longest_run: Bound on the items of a run; none by default.
-
-    Yields:
-        Start and stop (exclusive) of each run, in order.
+    Yields start and stop (exclusive) of each run, in order, of at most `longest_run` items.
     """
     ends = np.add.accumulate(sizes, dtype=np.int64)
     start, done = 0, 0

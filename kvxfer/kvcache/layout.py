@@ -56,10 +56,8 @@ class CacheTensorForm:
     """Form of a tensor that an engine registers for a layer: its axes, sizes and known layouts.
 
     Attributes:
-        dtype: Type of the elements.
         axis_sizes: Elements along each named axis of one page, without the block axis. K and V of
             unequal width share one axis, named `kv*dim`.
-        layouts: Axis strings that engines are known to use, see `KVLayout`.
         parts: Name and width of each part, in the order of the K/V axis: `k`, `v`, `latent`,
             `state0`. The width counts elements along the innermost axis.
         encoding: Encoding of the elements, see `PageBox`.
@@ -139,17 +137,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReading:
-    """Reading of a tensor by a layout: the dimension and the stride of each axis.
+    """Reading of a tensor by a layout: size, dimension and stride (elements) of each axis.
 
     Axes of size 1 have no place in memory: their `dims` entry is None and their stride is that of
-    a dense tensor.
-
-    Attributes:
-        layout: The layout.
-        sizes: Size of each axis of the layout.
-        dims: Dimension of the tensor of each axis.
-        strides: Stride of each axis, elements of the tensor.
-        kernel_blocks_per_block: Steps along the block axis that make up one block.
+    a dense tensor. `kernel_blocks_per_block` steps along the block axis make up one block.
     """
 
     layout: KVLayout
@@ -202,16 +193,8 @@ def fitting_readings(
     a state, whose axes its shape names, is read by the shape, too, where axes have one size.
     Readings that differ only in the position of axes of size 1 are the same reading.
 
-    Args:
-        tensor: The tensor that the engine registered.
-        form: Its axes, sizes and known layouts.
-        num_blocks: Blocks in the block pool.
-        layout: Try this layout only.
-        num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
-        page_size_bytes: The padded page of one layer, where it is larger than the page.
-
-    Raises:
-        InvalidArgumentError: `layout` is not a layout that a page can be read from.
+    With a `layout`, only that is tried. `page_size_bytes` is the page of one layer where it is
+    padded, and `num_layers` is None for a tensor of one layer.
     """
     candidates = _candidates(form, layout, num_layers)
     if not same_bytes(tensor.dtype, form.dtype):
@@ -244,12 +227,7 @@ def require_one(
     layout: str | KVLayout | None = None,
     num_layers: int | None = None,
 ) -> LayoutReading:
-    """Return the only reading of a tensor; arguments as those of `fitting_readings`.
-
-    Raises:
-        AmbiguousLayoutError: Several layouts fit, which give the bytes different meanings.
-        UnknownLayoutError: No layout fits; the error has the known ones, and the tensor.
-    """
+    """Return the only reading of a tensor, or raise an error that shows all, or what would fit."""
     if len(readings) == 1:
         return readings[0]
     if readings:

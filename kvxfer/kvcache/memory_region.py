@@ -13,11 +13,7 @@ HOST = torch.device("cpu")
 class MemoryRegion:
     """Contiguous range of memory that blocks will be moved from and to.
 
-    Attributes:
-        address: Address of its first byte.
-        num_bytes: Length of the region.
-        owner: Object that keeps the memory alive; to be kept as long as the region is registered.
-        device: Device on which the address is valid.
+    The `owner` keeps the memory alive, and is kept for as long as the region is registered.
     """
 
     address: int
@@ -27,11 +23,7 @@ class MemoryRegion:
 
 
 def require_device(name: str, device: torch.device | str) -> torch.device:
-    """Find the device that an argument names.
-
-    Raises:
-        InvalidArgumentError: The value is not a device, or this machine does not have it.
-    """
+    """Find the device that an argument names, or raise `InvalidArgumentError`."""
     expected = "a device of this machine, such as 'cpu'"
     if not isinstance(device, (str, torch.device)):
         raise InvalidArgumentError(name, device, expected)

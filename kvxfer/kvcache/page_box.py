@@ -13,7 +13,6 @@ class Digit:
     """Digit of an index along an axis, as in a mixed-radix number; an axis may have several.
 
     Attributes:
-        axis: Axis of the index.
         size: Number of the digit's values.
         stride_bytes: Bytes from one value to the next in the page.
         step: Increase of the index along the axis per value.
@@ -84,14 +83,8 @@ class PageBox:
     def interleaved(self, axis: str, *, run: int, rank: int, num_ranks: int) -> "PageBox":
         """Make a box of the same bytes with an axis interleaved among `num_ranks` workers.
 
-        Args:
-            axis: Axis that is interleaved.
-            run: Neighbouring elements of one worker, before those of the next.
-            rank: Position of this worker's run among the workers'.
-            num_ranks: Number of workers.
-
-        Raises:
-            PageMappingError: Runs do not end where digits of the box do.
+        A worker has `run` neighbouring elements before those of the next. `PageMappingError`: runs
+        do not end where digits of the box do.
         """
         if self.extent(axis) % run:
             raise PageMappingError(axis, f"{self.extent(axis)} per block", f"whole turns of {run}")
@@ -115,11 +108,7 @@ class PageBox:
     def narrowed(self, axis: str, start: int, stop: int) -> "PageBox | None":
         """Select the elements whose index along an axis is from `start` to `stop` (exclusive).
 
-        Returns:
-            The box of these elements; None when there are none.
-
-        Raises:
-            PageMappingError: These elements are not a box.
+        None when there are none; `PageMappingError` when they are not a box.
         """
         first = self.first_index(axis)
         low, high = max(start - first, 0), min(stop - first, self.extent(axis))

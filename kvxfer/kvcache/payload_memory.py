@@ -14,12 +14,7 @@ Offsets = NDArray[np.int64]
 
 
 def require_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
-    """Convert block ids of a group.
-
-    Raises:
-        InvalidArgumentError: They are not one-dimensional or not integers.
-        BlockIdError: One is negative or past the end of the cache.
-    """
+    """Convert block ids of a group, and refuse those that are outside of the cache."""
     ids = require_integers(f"block_ids[{group}]", block_ids)
     unsigned = ids.view(np.uint64)
     if len(ids) and not 0 <= ids[unsigned.argmax()] < num_blocks:  # a negative one is the largest
@@ -48,17 +43,9 @@ class Pieces(NamedTuple):
 class PayloadMemory:
     """Memory of a group's blocks, whose payload is the pages of the group's refs, in their order.
 
-    Args:
-        caches: The canonical caches; kept alive by the caller.
-        group: The group.
-
     Attributes:
-        device: Device of the blocks.
         num_blocks: Blocks that every tensor of the group has.
         whole: Pieces of a whole block.
-
-    Raises:
-        InvalidArgumentError: The group has tensors on several devices.
     """
 
     def __init__(self, caches: CanonicalKVCaches, group: int) -> None:

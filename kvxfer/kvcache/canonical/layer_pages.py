@@ -24,16 +24,7 @@ class LayerPages:
     than blocks and the pages of several layers interleave.
 
     Attributes:
-        group: Group of the layers.
-        layer_names: Layers whose data this is.
-        layout: Layout of a page.
-        storage: The storage that owns the bytes.
-        address: Address of block 0's page.
-        num_blocks: Number of blocks.
-        block_stride_bytes: Bytes from one block to the next.
-        num_fragments: Fragments of one page.
         fragment_size_bytes: Bytes of one fragment, padding included.
-        fragment_stride_bytes: Bytes from one fragment to the next.
         data_size_bytes: Bytes from the first to the last byte of a page that carries data.
         boxes: Boxes of that data; offsets count from `address`.
     """
@@ -64,12 +55,7 @@ class LayerPages:
 
 
 def find_pages(cache: RegisteredCache, num_blocks: int) -> list[LayerPages]:
-    """Find the pages of a registered cache, in layer order, K before V.
-
-    Raises:
-        LayoutError: The tensors of one layer do not make up one page.
-        PageBoundsError: Pages reach beyond the storage.
-    """
+    """Find the pages of a registered cache, in layer order, K before V."""
     if len(cache.tensors) > 1 and _make_up_one_page(cache, num_blocks):
         pages = [_joined_pages(cache, num_blocks)]
     else:
@@ -171,11 +157,7 @@ def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
 
 
 def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
-    """Whether several tensors make up one page over one raw allocation.
-
-    Raises:
-        LayoutError: They do not, although they must because the page is padded as a whole.
-    """
+    """Whether several tensors make up one page; they must, where it is padded as a whole."""
     spans = _spans(cache)
     steps = {
         reading.strides[reading.block_axis] * tensor.element_size()
@@ -268,17 +250,10 @@ def layer_boxes(
     kernel_blocks_per_block: int,
     outer: Mapping[str, int],
 ) -> list[PageBox]:
-    """Describe one layer's page.
+    """Describe one layer's page: keys before values, offsets from the start of the page.
 
-    Args:
-        layer_name: The layer.
-        form: Form of the layer's tensor.
-        axes: Axes inside of a page, and the block axis, whose stride is a kernel block's.
-        kernel_blocks_per_block: Steps along the block axis that make up one block.
-        outer: Index of the page along each axis outside of the block axis.
-
-    Returns:
-        Keys before values; offsets count from the start of the page.
+    The axes are those inside of a page, and the block axis, whose stride is a kernel block's.
+    `outer` is the index of the page along each axis outside of the block axis.
     """
     item, ratio = form.dtype.itemsize, kernel_blocks_per_block
     single = {name: (size, stride * item) for name, size, stride in _single_axes(axes, form, ratio)}

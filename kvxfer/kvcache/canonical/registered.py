@@ -38,10 +38,6 @@ class RegisteredCache:
 
     Attributes:
         name: Name under which it was registered.
-        spec: Spec of the layer, or of each layer of a cross-layer tensor.
-        tensors: The registered tensors.
-        forms: Expected form of each of them.
-        readings: Reading of each of them by its layout.
         positions: For each step along the layer axis the layers whose pages lie there; one
             position for a tensor without a layer axis. Layers of different groups may share one.
     """
@@ -57,15 +53,7 @@ class RegisteredCache:
 def read_registered(
     kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts | None
 ) -> list[RegisteredCache]:
-    """Check registered tensors and find the layout of each, in group and layer order.
-
-    Raises:
-        InvalidArgumentError: An entry is missing, unknown, or does not match its spec; or
-            tensors are on several devices or on none.
-        AmbiguousLayoutError: A tensor fits two layouts.
-        UnknownLayoutError: A tensor fits no layout of its spec, or its bytes are not its elements,
-            as in a view that conjugates or negates, or one with scales of its own.
-    """
+    """Find the layout of each tensor, in group and layer order; errors as `canonicalize`."""
     require_instance("kv_caches", kv_caches, Mapping)
     require_instance("config", config, KVCacheConfig)
     if not kv_caches:

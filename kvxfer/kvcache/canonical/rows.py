@@ -55,11 +55,6 @@ def join_rows(pages: Sequence[LayerPages]) -> list[Row]:
 
     Pages touch when they have one block stride and no undeclared byte between them; a gap may be
     used by the engine for something else, so it is never part of a row.
-
-    Raises:
-        OverlapError: Pages share some bytes, but are not the same pages; or only some of the pages
-            of two layers are the same.
-        LayoutError: A page is in several pieces whose gaps no other layer fills.
     """
     _require_shared_wholly(pages)
     by_place = sorted(pages, key=lambda p: (p.block_stride_bytes, p.address, p.extent_bytes))

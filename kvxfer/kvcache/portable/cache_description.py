@@ -116,19 +116,11 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
             require_integer(f"shard.{name}", getattr(shard, name), maximum=MAX_INDEX)
 
     def at_rank(self, rank: int) -> "CacheDescription":
-        """Describe another worker of the same engine, where all are alike.
-
-        Raises:
-            InvalidArgumentError: The engine has no such worker.
-        """
+        """Describe another worker of the same engine, where all are alike."""
         return msgspec.structs.replace(self, shard=replace(self.shard, rank=rank))
 
     def encode(self) -> bytes:
-        """Encode for another process.
-
-        Raises:
-            InvalidArgumentError: The description is longer than `MAX_DESCRIPTION_BYTES`.
-        """
+        """Encode for another process; `InvalidArgumentError`: it is too long for that."""
         encoded = msgspec.msgpack.encode(self, enc_hook=_encode_dtype)
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
@@ -165,15 +157,9 @@ def describe_caches(
 ) -> CacheDescription:
     """Describe caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
 
-    Args:
-        caches: The caches of a worker.
-        shard: Position of the worker in its model.
-        opaque: If given, groups without boxes are described as bytes, for equal workers only. The
-            text names all that must be equal besides the rank: engine, release and layout.
-
-    Raises:
-        PageMappingError: A group has no boxes, and `opaque` is empty.
-        InvalidArgumentError: The caches have no specs.
+    Groups without boxes are described as bytes, for equal workers only, if `opaque` is a text
+    that names all that must be equal besides the rank: engine, release and layout. Without it
+    they are a `PageMappingError`.
     """
     require_instance("caches", caches, CanonicalKVCaches)
     require_instance("shard", shard, WorkerShard)

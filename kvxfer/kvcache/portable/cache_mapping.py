@@ -118,9 +118,6 @@ def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
     """List the boxes of the payload of a group's block: the pages of its refs, one by one.
 
     Layers that share the same bytes appear once: as the first by the number in its name.
-
-    Raises:
-        PageMappingError: A ref has no boxes: the engine did not tell its layout.
     """
     boxes: list[PageBox] = []
     start = 0
@@ -137,10 +134,7 @@ def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
 
 
 def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
-    """Describe the payload of a block as plain bytes, for equal workers only.
-
-    The encoding names all that must be equal: engine, layout, rank.
-    """
+    """Describe a block as plain bytes; `encoding` names all that must be equal."""
     sizes = [ref.page_size_bytes for ref in refs]
     return tuple(
         PageBox(

@@ -19,13 +19,10 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableTensor:
-    """Tensor of a portable page, contiguous, row-major.
+    """Tensor of a portable page, contiguous, row-major; axes are outermost first.
 
     Attributes:
         name: Name of the tensor, e.g. `layers.3.k`.
-        dtype: Type of the elements.
-        axes: Axes, outermost first, e.g. `("head", "token", "dim")`.
-        shape: Size of each axis.
         first: Index of the first element along each axis: not all zero in a shard.
         encoding: See `PageBox`.
     """
@@ -51,11 +48,7 @@ class PortableTensor:
 
 @dataclass(frozen=True, slots=True)
 class PortablePage:
-    """Portable page: a block's tokens for all heads and layers, in shards with keys of their own.
-
-    Attributes:
-        shards: The tensors of each shard, in the order of their bytes.
-    """
+    """Portable page: a block's tokens for all heads and layers, in shards with own keys."""
 
     shards: tuple[tuple[PortableTensor, ...], ...]
 
@@ -82,11 +75,7 @@ class PortablePage:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of the page; None when it has only states.
-
-        Raises:
-            PageMappingError: Its tensors have different numbers of tokens.
-        """
+        """Tokens of the page; None when it has only states."""
         counts = {t.shape[t.axes.index("token")] for t in self.tensors if "token" in t.axes}
         if len(counts) > 1:
             raise PageMappingError("token", sorted(counts), "one number of tokens")
@@ -113,10 +102,6 @@ def portable_page(
         num_shards: See `map_caches`; tensors without heads are in the first share.
         axes: Order of the axes of some parts where all engines agree on another one, e.g.
             `{"k": ("head", "dim", "token")}`.
-
-    Raises:
-        InvalidArgumentError: A part has other axes than its order in `axes`, or the heads of some
-            tensor cannot be divided into `num_shards`.
     """
     parts: dict[str, list[PageBox]] = {}
     for name, box in zip(tensor_names(boxes), boxes, strict=True):

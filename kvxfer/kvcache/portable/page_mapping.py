@@ -45,13 +45,8 @@ class CopyRun:
 class PageFragments:
     """Fragments that are contiguous both in a worker's blocks and in a portable page.
 
-    Sorted by their place in the page; int64, `(num_fragments,)` each.
-
-    Attributes:
-        blocks: Index of each fragment's block among the worker's blocks of the page.
-        local_offsets: Offset of each fragment in that block's payload.
-        page_offsets: Offset of each fragment in the portable page.
-        lengths: Bytes of each fragment.
+    Sorted by their place in the page; int64, `(num_fragments,)` each. A block is an index among
+    the worker's blocks of the page, a local offset one in that block's payload.
     """
 
     blocks: Offsets
@@ -183,12 +178,11 @@ def compile_mapping(
         tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
         payload_sizes: Bytes of the pieces of a payload; neighbouring bytes of the payload are
             contiguous in memory only within one piece.
-        max_fragments: Fragments of all boxes that the mapping may have, where the boxes are not
-            the caller's own; any number by default.
+        max_fragments: Most fragments, where the boxes are not the caller's own.
 
     Raises:
         PageMappingError: The page is no rearrangement of the boxes' elements; the error names the
-            axis or the tensor that prevents it. Or there would be more than `max_fragments`.
+            axis or the tensor that prevents it.
     """
     tokens = page.num_tokens or tokens_per_block
     cuts = np.cumsum(payload_sizes)

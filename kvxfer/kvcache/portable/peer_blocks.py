@@ -23,14 +23,6 @@ class PeerBlocks:
 
     Its pages are equal parts of a block on both sides. States of recurrent layers have no tokens:
     there a page is a block, and its index is whatever the caller counts on both sides.
-
-    Args:
-        caches: Our caches; kept alive.
-        group: The group.
-        mapping: Mapping of their blocks to ours.
-
-    Attributes:
-        group, mapping: As given.
     """
 
     def __init__(self, caches: CanonicalKVCaches, group: int, mapping: PeerMapping) -> None:
@@ -65,10 +57,6 @@ class PeerBlocks:
         Returns:
             Source and destination: one batch entry for each run of pages within a block on both
             sides. The caller keeps the staged memory alive.
-
-        Raises:
-            BlockIdError: A block id is negative or past the end of the cache.
-            DuplicateError: A block id appears twice.
         """
         theirs = require_integers("their_indices", their_indices)
         staged = require_integers("addresses", addresses, dtype=np.uint64)
@@ -94,11 +82,8 @@ class PeerBlocks:
     ) -> tuple[Indices, Descriptors]:
         """Describe our memory as blocks of one of their workers, to read these without a copy.
 
-        Args and raises: as `describe`.
-
-        Returns:
-            Positions in `their_indices` of the blocks of which every byte has a place in ours,
-            `(k,)`, and for each of them the places of its bytes, in the order of its payload.
+        Returns the positions in `their_indices` of the blocks of which every byte has a place in
+        ours, `(k,)`, and for each of them the places of its bytes, in the order of its payload.
         """
         theirs = require_integers("their_indices", their_indices)
         block_bytes = self.mapping.theirs[rank].block_size_bytes
@@ -135,12 +120,7 @@ class PeerBlocks:
         )
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
-        """Check our block ids, and return which of them are not the null block.
-
-        Raises:
-            BlockIdError: A block id is negative or past the end of the cache.
-            DuplicateError: A block id other than that of the null block appears twice.
-        """
+        """Check our block ids, and return which of them are not the null block."""
         ids = require_block_ids(self.group, block_ids, self._memory.num_blocks)
         null = self._caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
@@ -228,16 +208,7 @@ class PeerBlocks:
 def match_caches(
     caches: CanonicalKVCaches, ours: CacheDescription, theirs: CacheDescription
 ) -> tuple[PeerBlocks, ...]:
-    """Find out how another engine's blocks become ours, once for each pair of engines.
-
-    Args:
-        caches: Our caches.
-        ours: Their description.
-        theirs: Description of the other engine's caches: that of rank 0.
-
-    Returns:
-        One for each group; errors as `map_peers`.
-    """
+    """Find out how another engine's blocks become ours, group by group; see `map_peers`."""
     sizes = [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs]
     mappings = map_peers(ours, theirs, sizes)
     return tuple(PeerBlocks(caches, group, each) for group, each in enumerate(mappings))
