@@ -14,8 +14,7 @@ from kvxfer.kvcache.portable.page_mapping import (
     compile_mapping,
     verify_mappings,
 )
-from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, match_caches
-from kvxfer.kvcache.portable.peer_mapping import map_peers
+from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, map_peers, match_caches
 from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard, is_state
 
 __all__ = [

@@ -1,21 +1,81 @@
 """Peer blocks: raw blocks of another engine's workers, as sources of our own blocks."""
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import find_repeated, require_integers
-from kvxfer.errors import DuplicateError
+from kvxfer.errors import CacheMismatchError, DuplicateError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses, run_starts, touch
+from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces, require_block_ids
-from kvxfer.kvcache.portable.cache_description import CacheDescription
-from kvxfer.kvcache.portable.peer_mapping import PeerMapping, map_peers
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.payload_memory import Offsets, PayloadMemory, Pieces, require_block_ids
+from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
+from kvxfer.kvcache.portable.page import PortablePage, portable_page, tensor_names
+from kvxfer.kvcache.portable.page_mapping import (
+    PageFragments,
+    PageMapping,
+    compile_mapping,
+    merge_bytes,
+)
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
 
-Indices = NDArray[np.int64]
+MAX_FRAGMENTS = 1 << 22
+"""Fragments of a block; a block of 80 layers that is transposed element by element has more."""
+
+MAX_PLACEMENTS = 1 << 16
+"""Boxes of a block times the pages in it, each placed by some lines of Python."""
+
+MOST_SHOWN_NAMES = 4
+"""Names of tensors in an error."""
+
+BytePairs = tuple[Offsets, Offsets, Offsets]
+"""Bytes of a block of ours and of theirs that are equal: offset in the payload of our block and of
+theirs, and bytes; int64 `(n,)` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMapping:
+    """Mapping of one group's blocks of another engine's workers to ours, by common pages.
+
+    Attributes:
+        tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
+        is_direct: Whether a block of the only source is our block, byte by byte: read it in place.
+        ours: Mapping of our blocks to the common pages.
+        theirs: That of each of their workers that hold parts of our blocks, by rank.
+    """
+
+    tokens_per_page: int
+    is_direct: bool
+    ours: PageMapping
+    theirs: Mapping[int, PageMapping]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of their workers that hold parts of our blocks; all of them are needed."""
+        return tuple(self.theirs)
+
+    def pairs(self, rank: int, first: int, their_first: int, num_pages: int) -> BytePairs:
+        """Find the equal bytes of `num_pages` pages, by our offsets; neighbours are not joined.
+
+        The pages are in one block on both sides, from `first` on in ours.
+        """
+        theirs = self.theirs[rank]
+        found = [
+            _intersect(self.ours.pages[first + page], theirs.pages[their_first + page])
+            for page in range(num_pages)
+        ]
+        ours, others, lengths = (np.concatenate(each) for each in zip(*found, strict=True))
+        order = np.argsort(ours, kind="stable")
+        return ours[order], others[order], lengths[order]
 
 
 class PeerBlocks:
@@ -79,7 +139,7 @@ class PeerBlocks:
         *,
         first_page: int = 0,
         stop_page: int | None = None,
-    ) -> tuple[Indices, Descriptors]:
+    ) -> tuple[Offsets, Descriptors]:
         """Describe our memory as blocks of one of their workers, to read these without a copy.
 
         Returns the positions in `their_indices` of the blocks of which every byte has a place in
@@ -130,11 +190,11 @@ class PeerBlocks:
 
     def _choose_pages(
         self,
-        theirs: Indices,
+        theirs: Offsets,
         used: NDArray[np.bool_],
         first_page: int,
         stop_page: int | None,
-    ) -> tuple[Indices, Indices, Indices]:
+    ) -> tuple[Offsets, Offsets, Offsets]:
         """Choose wanted pages; return them in order, with the positions of both sides' blocks."""
         per_block = self._their_pages_per_block
         pages = (theirs[:, None] * per_block + np.arange(per_block)).reshape(-1)
@@ -152,10 +212,10 @@ class PeerBlocks:
         self,
         rank: int,
         staged: Addresses,
-        ids: Indices,
-        pages: Indices,
-        rows: Indices,
-        ours: Indices,
+        ids: Offsets,
+        pages: Offsets,
+        rows: Offsets,
+        ours: Offsets,
     ) -> tuple[Descriptors, Descriptors]:
         goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
         firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
@@ -212,3 +272,256 @@ def match_caches(
     sizes = [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs]
     mappings = map_peers(ours, theirs, sizes)
     return tuple(PeerBlocks(caches, group, each) for group, each in enumerate(mappings))
+
+
+def map_peers(
+    mine: CacheDescription,
+    theirs: CacheDescription,
+    payload_sizes: Sequence[Sequence[int]] = (),
+) -> tuple[PeerMapping, ...]:
+    """Map the blocks of another engine's workers to ours, group by group.
+
+    Args:
+        mine: Our caches.
+        theirs: Caches of its worker of rank 0; its workers are alike.
+        payload_sizes: For each group the bytes of the pieces of our block's payload; neighbouring
+            bytes are contiguous in memory only within one piece. By default it is one piece.
+
+    Raises:
+        CacheMismatchError: Blocks of a group are no rearrangement of ours; the error names the
+            group, the field, and both values.
+    """
+    if len(mine.groups) != len(theirs.groups):
+        raise CacheMismatchError(None, "groups", len(mine.groups), len(theirs.groups))
+    mappings = []
+    for group, described in enumerate(mine.groups):
+        sizes = payload_sizes[group] if payload_sizes else [described.payload_size_bytes]
+        try:
+            mappings.append(_PeerMapper(sizes, group, mine, theirs).map())
+        except PageMappingError as exc:
+            raise CacheMismatchError(group, exc.axis, exc.expected, exc.actual) from exc
+    return tuple(mappings)
+
+
+class _PeerMapper:
+    def __init__(
+        self,
+        payload_sizes: Sequence[int],
+        group: int,
+        mine: CacheDescription,
+        theirs: CacheDescription,
+    ) -> None:
+        self._payload_sizes, self._group = payload_sizes, group
+        self._shard, self._ours = mine.shard, mine.groups[group]
+        self._engine, self._theirs = theirs, theirs.groups[group]
+
+    def map(self) -> PeerMapping:
+        ours, theirs = self._ours, self._theirs
+        self._require("has_states", ours.has_states, theirs.has_states)
+        self._require("opaque", ours.opaque, theirs.opaque)
+        shares = self._shard.num_token_shares, self._engine.shard.num_token_shares
+        if ours.opaque or ours.has_states or max(shares) > 1:
+            self._require_equal_workers()
+            boxes = ours.boxes or self._as_bytes()
+            heads = [box.extent("head") for box in boxes if "head" in box.axes]
+            alone = WorkerShard(num_kv_heads=max(heads, default=1))
+            return self._map_boxes(boxes, {self._shard.rank: theirs.boxes or boxes}, alone)
+        boxes = self._shard.place(ours.boxes)
+        if any("head" in box.axes for box in boxes):
+            theirs_in_all = self._engine.shard.num_kv_heads
+            self._require("num_kv_heads", self._shard.num_kv_heads, theirs_in_all)
+        return self._map_boxes(boxes, dict(self._place_sources(boxes)), self._shard)
+
+    def _map_boxes(
+        self,
+        boxes: Sequence[PageBox],
+        sources: Mapping[int, Sequence[PageBox]],
+        shard: WorkerShard,
+    ) -> PeerMapping:
+        (rank, first), *others = sources.items()
+        self._require_same_tensors(boxes, first)
+        is_direct = not others and self._are_equal(boxes, first)
+        if is_direct:
+            boxes = first = self._as_bytes()
+            sources = {rank: boxes}
+        tokens = self._common_tokens([*boxes, *first])
+        page = portable_page(boxes, shard, num_tokens=tokens, axes=_orders(boxes))
+        ours = self._compile(boxes, page, self._ours, self._payload_sizes)
+        sizes = [self._theirs.payload_size_bytes]
+        theirs = {
+            rank: self._compile(of_rank, page, self._theirs, sizes)
+            for rank, of_rank in sources.items()
+        }
+        self._require_all_bytes(ours, list(theirs.values()))
+        return PeerMapping(
+            tokens_per_page=tokens * self._shard.num_token_shares,
+            is_direct=is_direct,
+            ours=ours,
+            theirs=theirs,
+        )
+
+    def _as_bytes(self) -> list[PageBox]:
+        """Describe a block as bytes, whatever they are, for a worker that has equal ones."""
+        starts = accumulate(self._payload_sizes, initial=0)
+        return [
+            PageBox(
+                layer_name="row",
+                part=f"{OPAQUE}{index}",
+                dtype=torch.uint8,
+                digits=(Digit("byte", size, 1),),
+                offset_bytes=start,
+            )
+            for index, (size, start) in enumerate(zip(self._payload_sizes, starts, strict=False))
+        ]
+
+    def _are_equal(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> bool:
+        """Whether a block of theirs has the bytes of ours in the same places."""
+        sizes = [
+            (each.payload_size_bytes, each.tokens_per_block) for each in (self._ours, self._theirs)
+        ]
+        same_number = len(boxes) == len(theirs)
+        return sizes[0] == sizes[1] and same_number and _bytes_of(boxes) == _bytes_of(theirs)
+
+    def _place_sources(self, boxes: Sequence[PageBox]) -> Iterator[tuple[int, tuple[PageBox, ...]]]:
+        """Yield their ranks that hold our heads, with the boxes that are theirs to give."""
+        shard = self._engine.shard
+        heads = max(1, shard.num_kv_heads // shard.tp_size)
+        ranges = [
+            (box.first_index("head"), box.first_index("head") + box.extent("head"))
+            for box in boxes
+            if "head" in box.axes
+        ]
+        if not ranges:
+            rank = self._shard.rank % shard.tp_size
+            yield rank, self._place(rank)
+            return
+        copies = max(1, shard.tp_size // shard.num_kv_heads)
+        first, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
+        for index, part in enumerate(range(first // heads, -(-stop // heads))):
+            rank = part * copies + self._shard.rank % copies
+            placed = self._place(rank)
+            yield rank, tuple(box for box in placed if "head" in box.axes or not index)
+
+    def _place(self, rank: int) -> tuple[PageBox, ...]:
+        return self._engine.at_rank(rank).shard.place(self._theirs.boxes)
+
+    def _common_tokens(self, boxes: Sequence[PageBox]) -> int:
+        """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
+        ours, theirs = self._ours.tokens_per_block, self._theirs.tokens_per_block
+        if ours == theirs:
+            return ours // self._shard.num_token_shares
+        tokens = gcd(ours, theirs)
+        if not all("token" in box.axes for box in boxes):
+            self._require("tokens_per_block", ours, theirs)
+        digits = {digit for box in boxes for digit in box.digits if digit.axis == "token"}
+        steps = {digit.step for digit in digits if digit.size > 1}
+        while crossed := [step for step in steps if tokens % step and step % tokens]:
+            tokens = gcd(tokens, *crossed)
+        pages = max(ours, theirs) // tokens
+        if pages * len(boxes) > MAX_PLACEMENTS:
+            raise CacheMismatchError(self._group, "tokens_per_block", ours, theirs)
+        return tokens
+
+    def _compile(
+        self,
+        boxes: Sequence[PageBox],
+        page: PortablePage,
+        block: GroupDescription,
+        payload_sizes: Sequence[int],
+    ) -> PageMapping:
+        tokens = block.tokens_per_block // self._shard.num_token_shares
+        return compile_mapping(
+            boxes,
+            page,
+            tokens_per_block=page.num_tokens or 1 if block.has_states else tokens,
+            payload_sizes=payload_sizes,
+            max_fragments=MAX_FRAGMENTS,
+        )
+
+    def _require(self, field: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            raise CacheMismatchError(self._group, field, ours, theirs)
+
+    def _require_equal_workers(self) -> None:
+        for field in ("tp_size", "pcp_size", "dcp_size", "num_kv_heads", "interleave_tokens"):
+            self._require(field, getattr(self._shard, field), getattr(self._engine.shard, field))
+        fields = ["tokens_per_block", *(["payload_size_bytes"] if self._ours.opaque else [])]
+        for field in fields:
+            self._require(field, getattr(self._ours, field), getattr(self._theirs, field))
+
+    def _require_same_tensors(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> None:
+        our_names, their_names = set(tensor_names(boxes)), set(tensor_names(theirs))
+        if our_names != their_names:
+            only = [sorted(a - b) for a, b in ((our_names, their_names), (their_names, our_names))]
+            ours, others = (_shorten(names) for names in only)
+            raise CacheMismatchError(self._group, "tensors", ours, others)
+        of_name = dict(zip(tensor_names(boxes), boxes, strict=True))
+        for name, box in zip(tensor_names(theirs), theirs, strict=True):
+            self._require(f"encoding of {name}", of_name[name].encoding, box.encoding)
+            if not same_bytes(box.dtype, of_name[name].dtype):
+                self._require(f"dtype of {name}", of_name[name].dtype, box.dtype)
+
+    def _require_all_bytes(self, ours: PageMapping, theirs: Sequence[PageMapping]) -> None:
+        """Check that each of their pages has all bytes that each of our pages needs."""
+        needed = merge_bytes([ours.pages[0]])
+        for page in ours.pages[1:]:
+            if not np.array_equal(merge_bytes([page]), needed):
+                raise CacheMismatchError(self._group, "boxes", "other bytes in each page", "any")
+        wanted = PageFragments(needed[0], needed[0], needed[0], needed[1])
+        for index in range(theirs[0].pages_per_block):
+            held = merge_bytes([mapping.pages[index] for mapping in theirs])
+            there = PageFragments(held[0], held[0], held[0], held[1])
+            found = int(_intersect(wanted, there)[-1].sum())
+            if found != int(needed[1].sum()):
+                what = f"{int(needed[1].sum())} bytes of a page"
+                raise CacheMismatchError(self._group, "boxes", what, f"{found} of them")
+
+
+def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
+    """Order the axes of each part as they are in memory, so that pages have few fragments."""
+    orders = {}
+    for box in reversed(boxes):
+        digits = [digit for digit in box.digits if digit.size > 1]
+        strides = {d.axis: min(e.stride_bytes for e in digits if e.axis == d.axis) for d in digits}
+        inner = [axis for axis in box.axes if axis != "head"]
+        inner.sort(key=lambda axis: -strides.get(axis, 0))
+        orders[box.part] = (*(axis for axis in box.axes if axis == "head"), *inner)
+    return orders
+
+
+def _bytes_of(boxes: Sequence[PageBox]) -> set[tuple[object, ...]]:
+    """Describe where the elements of boxes are, whatever their layers are called."""
+    return {
+        (
+            name,
+            box.dtype.itemsize,
+            box.encoding,
+            box.offset_bytes,
+            frozenset(digit for digit in box.digits if digit.size > 1),
+            tuple((axis, index) for axis, index in box.first if index),
+        )
+        for name, box in zip(tensor_names(boxes), boxes, strict=True)
+    }
+
+
+def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
+    """Find the bytes of a page that both sides have, cut at the fragments of both."""
+    our_ends, their_ends = ours.page_offsets + ours.lengths, theirs.page_offsets + theirs.lengths
+    cuts = np.unique(np.concatenate((ours.page_offsets, our_ends, theirs.page_offsets, their_ends)))
+    starts, lengths = cuts[:-1], np.diff(cuts)
+    our_index = np.searchsorted(ours.page_offsets, starts, side="right") - 1
+    their_index = np.searchsorted(theirs.page_offsets, starts, side="right") - 1
+    both = (our_index >= 0) & (their_index >= 0)
+    both &= (starts < our_ends[our_index]) & (starts < their_ends[their_index])
+    starts, our_index, their_index = starts[both], our_index[both], their_index[both]
+    return (
+        ours.local_offsets[our_index] + starts - ours.page_offsets[our_index],
+        theirs.local_offsets[their_index] + starts - theirs.page_offsets[their_index],
+        lengths[both],
+    )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - MOST_SHOWN_NAMES
+    shown = ", ".join(names[:MOST_SHOWN_NAMES]) or "nothing else"
+    return f"{shown} and {more} more" if more > 0 else shown
