@@ -5,13 +5,14 @@ from kvxfer.kvcache.portable.cache_description import (
     GroupDescription,
     describe_caches,
 )
-from kvxfer.kvcache.portable.cache_mapping import map_caches, payload_boxes
 from kvxfer.kvcache.portable.page import PortableTensor, portable_page
 from kvxfer.kvcache.portable.page_mapping import (
     CopyRun,
     PageFragments,
     PageMapping,
     compile_mapping,
+    map_caches,
+    payload_boxes,
     verify_mappings,
 )
 from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, map_peers, match_caches

@@ -17,7 +17,7 @@ from kvxfer.checks import (
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.portable.cache_mapping import payload_boxes
+from kvxfer.kvcache.portable.page_mapping import payload_boxes
 from kvxfer.kvcache.portable.worker_shard import WorkerShard, is_state
 from kvxfer.text import printable
 

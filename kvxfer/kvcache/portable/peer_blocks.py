@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import gcd
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import find_repeated, require_integers
@@ -16,17 +14,19 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses, run_starts, touch
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.payload_memory import Offsets, PayloadMemory, Pieces, require_block_ids
 from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
 from kvxfer.kvcache.portable.page import PortablePage, portable_page, tensor_names
 from kvxfer.kvcache.portable.page_mapping import (
+    ROW,
     PageFragments,
     PageMapping,
     compile_mapping,
     merge_bytes,
+    opaque_boxes,
 )
-from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
+from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
 MAX_FRAGMENTS = 1 << 22
 """Fragments of a block; a block of 80 layers that is transposed element by element has more."""
@@ -360,19 +360,9 @@ class _PeerMapper:
             theirs=theirs,
         )
 
-    def _as_bytes(self) -> list[PageBox]:
+    def _as_bytes(self) -> tuple[PageBox, ...]:
         """Describe a block as bytes, whatever they are, for a worker that has equal ones."""
-        starts = accumulate(self._payload_sizes, initial=0)
-        return [
-            PageBox(
-                layer_name="row",
-                part=f"{OPAQUE}{index}",
-                dtype=torch.uint8,
-                digits=(Digit("byte", size, 1),),
-                offset_bytes=start,
-            )
-            for index, (size, start) in enumerate(zip(self._payload_sizes, starts, strict=False))
-        ]
+        return opaque_boxes(self._payload_sizes, [ROW] * len(self._payload_sizes))
 
     def _are_equal(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> bool:
         """Whether a block of theirs has the bytes of ours in the same places."""
