@@ -39,7 +39,6 @@ ATTENTION = HEADS | {"tokens_per_block": TOKENS}
 SPEC = kvxfer.FullAttentionSpec(**ATTENTION)
 GROUP = kvxfer.KVCacheGroup(SPEC, ("a",))
 CONFIG = kvxfer.KVCacheConfig(NUM_BLOCKS, (GROUP,))
-LATENT = kvxfer.MLASpec(**ATTENTION)
 UNIFORM = UniformTypeKVCacheSpecs(tokens_per_block=TOKENS, layer_specs={"a": SPEC})
 LAYOUT = AttentionLayout("block kv token head dim", "block layer kv token head dim")
 KV_CACHES = {"a": torch.zeros(NUM_BLOCKS, 2, TOKENS, 3, 8)}
@@ -255,7 +254,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)
     },
     "GroupIdentity": {"tensors": (TENSOR,)},
-    "KVCacheSpec.merge_alike": {"specs": [LATENT]},
     "LoadOrCompute": {"prefill_tokens_per_s": 1000},
     "LoadOrCompute.pays": {"queued_bytes": 8},
     "MLASpec": {"num_kv_heads": 3},
@@ -295,7 +293,6 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "EngineLayout": lambda: next(each for each in LAYOUT_ZOO if each.order[0] != "block"),
     "FullAttentionSpec": lambda: SPEC,
     "KVCacheSpec": lambda: SPEC,
-    "KVCacheSpec.merge_alike": lambda: LATENT,
     "LoadOrCompute": lambda: transfer.LoadOrCompute(1.5),
     "MultiGroupBlockTable": tables,
     "MultiGroupMetadataBuilder": lambda: MultiGroupMetadataBuilder([Builder()], tables()),

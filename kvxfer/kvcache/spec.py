@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,13 +57,15 @@ class KVCacheSpec(ABC):
     """Spec of one layer's cache: the content and the size of a block.
 
     Implementors must define the tensors that an engine registers for a layer; code outside the
-    class does not depend on the type of layer. A type whose specs may merge although they differ
-    overrides `merge_alike`.
+    class does not depend on the type of layer.
 
     Attributes:
         tokens_per_block: Tokens that one block of the block table counts.
         page_size_padded: Bytes of one block of this layer when pages are padded.
     """
+
+    ONE_FOR_ALL: ClassVar[tuple[str, ...]] = ()
+    """Fields of which at most one is set: merged, the value of some specs applies to all."""
 
     tokens_per_block: int
     page_size_padded: int | None = None
@@ -115,20 +117,15 @@ class KVCacheSpec(ABC):
         require_instances("specs", specs, KVCacheSpec, at_least_one=True)
         if len({type(spec) for spec in specs}) > 1:
             raise SpecMergeError("type", [type(spec).__name__ for spec in specs])
-        return specs[0].merge_alike(specs)
-
-    def merge_alike(self, specs: "Sequence[KVCacheSpec]") -> "KVCacheSpec":
-        """Merge specs of this type, itself among them; `merge` checked the types.
-
-        Raises:
-            SpecMergeError: The specs differ; names the field and the values.
-        """
-        require_instances("specs", specs, type(self), at_least_one=True)
-        for name in (f.name for f in fields(self)):
-            values = [getattr(spec, name) for spec in specs]
+        shared = {name: _one_value(name, specs) for name in specs[0].ONE_FOR_ALL}
+        if sum(value is not None for value in shared.values()) > 1:
+            raise SpecMergeError(" and ".join(shared), [*shared.values()])
+        alike = [replace(spec, **shared) for spec in specs]
+        for name in (f.name for f in fields(alike[0])):
+            values = [getattr(spec, name) for spec in alike]
             if any(value != values[0] for value in values):
                 raise SpecMergeError(name, values)
-        return self
+        return alike[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +207,8 @@ class FullAttentionSpec(AttentionSpec):
         attention_chunk_tokens: Tokens of a local-attention chunk, likewise.
     """
 
+    ONE_FOR_ALL = ("sliding_window", "attention_chunk_tokens")
+
     sliding_window: int | None = None
     attention_chunk_tokens: int | None = None
 
@@ -219,23 +218,6 @@ class FullAttentionSpec(AttentionSpec):
         if self.sliding_window is not None and chunk is not None:
             expected = "no chunk in a layer that has a sliding window"
             raise InvalidArgumentError("attention_chunk_tokens", chunk, expected)
-
-    def merge_alike(self, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-        """Merge full-attention specs; a window or chunk of some applies to all.
-
-        Raises:
-            SpecMergeError: The specs differ; names the field and the values.
-        """
-        require_instances("specs", specs, FullAttentionSpec, at_least_one=True)
-        window = _one_window("sliding_window", specs)
-        chunk = _one_window("attention_chunk_tokens", specs)
-        if window is not None and chunk is not None:
-            raise SpecMergeError("sliding_window and attention_chunk_tokens", [window, chunk])
-        alike = []
-        for spec in specs:
-            assert isinstance(spec, FullAttentionSpec), "merge() lets only one type through"
-            alike.append(replace(spec, sliding_window=window, attention_chunk_tokens=chunk))
-        return AttentionSpec.merge_alike(alike[0], alike)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,8 +386,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self.layer_specs[layer_name]
 
 
-def _one_window(name: str, specs: Sequence[KVCacheSpec]) -> int | None:
-    windows = {getattr(spec, name) for spec in specs} - {None}
-    if len(windows) > 1:
+def _one_value(name: str, specs: Sequence[KVCacheSpec]) -> Any:
+    values = {getattr(spec, name) for spec in specs} - {None}
+    if len(values) > 1:
         raise SpecMergeError(name, [getattr(spec, name) for spec in specs])
-    return next(iter(windows), None)
+    return next(iter(values), None)
