@@ -200,10 +200,8 @@ class ComputeStream:
     def mark(self) -> StreamMark:
         """Mark the end of the work on the calling thread's current stream; does not block.
 
-        Raises:
-            DeviceError: The driver refused, or the stream is captured as a graph: what copies
-                waited for would become a part of it, with the copies.
-            DeviceLostError: The device is gone.
+        `DeviceError`: the stream is captured as a graph: what copies waited for would become a
+        part of it, with the copies.
         """
         handle = torch.cuda.current_stream(self._device).cuda_stream
         stream = CudaStream(handle) if handle else LEGACY_STREAM  # what torch means by 0

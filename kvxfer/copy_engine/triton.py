@@ -33,18 +33,9 @@ class FragmentKernel:
     costs no more than its bytes. Each fragment is copied by accesses of 16, 8, 4, 2 or 1 bytes,
     the widest that divides its addresses and its length; an odd fragment does not slow the others.
     The kernel is compiled here, which blocks for a second or so the first time, and never again,
-    whatever the fragments are.
+    whatever the fragments are. On `cpu` Triton's interpreter runs it, slowly, on any memory.
 
-    Args:
-        device: A CUDA device, with its index. On `cpu` Triton's interpreter runs the kernel,
-            slowly, on any memory of the process.
-        num_programs: Programs that copy, each on a multiprocessor of its own if there are as many.
-        num_warps: Warps of a program, a power of two.
-
-    Raises:
-        BackendUnavailableError: Triton is missing, or cannot compile or run the kernel.
-        InvalidArgumentError: The device is of another kind, or there are no programs, or
-            not 1, 2, 4, ... or 32 warps.
+    `BackendUnavailableError`: Triton is missing, or cannot compile or run the kernel.
     """
 
     def __init__(
@@ -86,14 +77,8 @@ class FragmentKernel:
         point. No byte may be both read and written, or written twice. On `cpu` the copies are
         made when this returns.
 
-        Args:
-            table: uint64 `(3, num_fragments)` in pinned memory, C-contiguous: sources,
-                destinations, bytes. A fragment may have no bytes, a batch no fragments.
-            stream: Handle of a stream of the device; without meaning on `cpu`.
-
-        Raises:
-            InvalidArgumentError: The table has another type, shape or order.
-            DeviceError: The driver refused; none of the copies is made.
+        The table is uint64 `(3, num_fragments)` in pinned memory: sources, destinations, bytes. A
+        fragment may have no bytes, a batch no fragments. `DeviceError`: none of the copies is made.
         """
         if table.dtype != np.uint64 or table.ndim != 2 or len(table) != 3:
             raise InvalidArgumentError("table", f"{table.dtype} {table.shape}", "uint64 (3, n)")

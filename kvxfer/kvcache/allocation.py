@@ -160,11 +160,7 @@ class AllocationRefusedError(KVXferError, ValueError):
 
 
 class _Request:
-    """Arguments of a canonical allocation, checked for misuse only.
-
-    Attributes:
-        layers: Group, name and spec of every layer, group by group.
-    """
+    """Arguments of a canonical allocation, checked for misuse only."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ _DTYPES = {
 
 
 class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one block of a group on one worker.
+    """Description of one block of a group on one worker; bounds are checked when it is made.
 
     Attributes:
         tokens_per_block: Tokens that a block spans, over all workers that share its tokens; taken
@@ -54,11 +54,6 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
             empty where they are unknown.
         opaque: Where boxes are unknown, a text that names all that must be equal besides the rank:
             engine, release, layout, packing.
-        has_states: Whether a block holds states of recurrent layers instead of tokens.
-
-    Raises:
-        InvalidArgumentError: A number is out of bounds, a box is not within the payload, or there
-            are neither boxes nor an opaque text, or both.
     """
 
     tokens_per_block: int
@@ -95,13 +90,6 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
     The tag has the version of the format: other versions are refused. Within one, a release may add
     fields whose defaults say what blocks were without them; a release that does not know a field
     refuses it by name, because it cannot say whether it reads such blocks rightly.
-
-    Attributes:
-        shard: Position of the worker in its model.
-        groups: Its KV-cache groups.
-
-    Raises:
-        InvalidArgumentError: There is no group, or more workers than can be.
     """
 
     shard: WorkerShard

@@ -106,17 +106,10 @@ class PeerBlocks:
         Pages that are not in both are left out, and those of our null block. The fragments of both
         sides are equal, so that any copy engine copies them as they are.
 
-        Args:
-            rank: Rank of their worker, one of `mapping.sources`.
-            their_indices: Index in the prompt of each staged block of theirs, `(n,)`, each once.
-            addresses: Address in host memory of each of their payloads, in one piece, `(n,)`.
-            block_ids: Our blocks of the prompt, `(m,)`; the null block any number of times.
-            first_page: First page in the prompt that is wanted.
-            stop_page: Page after the last one; all by default.
-
-        Returns:
-            Source and destination: one batch entry for each run of pages within a block on both
-            sides. The caller keeps the staged memory alive.
+        Their blocks are at indices of the prompt, `(n,)`, each once; each payload is in one piece
+        of host memory, at an address. `block_ids` are ours of the prompt, `(m,)`; the null block
+        any number of times. Returned are source and destination, one batch entry for each run of
+        pages within a block on both sides; the caller keeps the staged memory alive.
         """
         theirs = require_integers("their_indices", their_indices)
         staged = require_integers("addresses", addresses, dtype=np.uint64)
