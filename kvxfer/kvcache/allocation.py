@@ -237,6 +237,7 @@ def allocate_canonical(
     wants_cross_layer_blocks: bool = True,
     supports_hybrid_groups: bool = True,
     device: torch.device | str = "cpu",
+    pinned: bool = False,
 ) -> CanonicalAllocation:
     """Allocate one zeroed buffer whose rows are blocks of all layers, and view it per layer.
 
@@ -257,13 +258,19 @@ def allocate_canonical(
         supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
             single group.
         device: Device of the buffer.
+        pinned: Whether to pin the memory, so that a GPU copies from and to it directly; host only.
 
     Raises:
         AllocationRefusedError: A condition does not hold; has the list of `why_not_canonical`.
         InvalidArgumentError: There is not one backend and one kernel block per group, a backend
-            contradicts itself, or there is not as much memory.
+            contradicts itself, `pinned` is set for device memory or without CUDA, or there is not
+            as much memory.
     """
-    device = require_device("device", device)
+    device, pinned = require_device("device", device), require_flag("pinned", pinned)
+    if pinned and device.type != "cpu":
+        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
+    if pinned and not torch.cuda.is_available():
+        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")
     request = _Request(config, backends, tokens_per_kernel_block)
     refusals = request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
     if refusals:
@@ -272,7 +279,7 @@ def allocate_canonical(
     row_bytes = len(request.config.layer_positions) * spec.page_size_bytes
     num_bytes = config.num_blocks * row_bytes
     try:
-        buffer = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+        buffer = torch.zeros(num_bytes, dtype=torch.int8, device=device, pin_memory=pinned)
     except (RuntimeError, TypeError) as exc:  # TypeError: a number that torch does not have
         expected = f"blocks of {row_bytes} bytes for which {device} has room"
         raise InvalidArgumentError("config.num_blocks", config.num_blocks, expected) from exc

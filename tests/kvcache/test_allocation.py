@@ -98,11 +98,12 @@ def test_layers_of_one_group_may_have_their_own_specs() -> None:
 
 
 @pytest.mark.gpu
-def test_a_block_is_one_piece_of_device_memory() -> None:
+def test_a_block_is_one_piece_of_device_memory_and_host_memory_is_pinned() -> None:
     allocation = allocate_canonical(CONFIG, [NHD] * 2, device="cuda")
     assert allocation.buffer.is_cuda
     layouts = dict.fromkeys(CONFIG.layer_names, NHD_PAGE)
     attest(allocation.kv_caches, CONFIG, allocation.caches, layouts=layouts)
+    assert allocate_canonical(CONFIG, [NHD] * 2, pinned=True).buffer.is_pinned()
 
 
 PADDED = KVCacheConfig(5, (KVCacheGroup(replace(FULL, page_size_padded=PAGE + 8), ("a",)),))
@@ -232,3 +233,11 @@ def test_misuse_is_no_refusal(options: dict[str, Any], argument: str) -> None:
     for num_blocks in (1 << 40, 1 << 62):
         with pytest.raises(InvalidArgumentError, match=f"config.num_blocks is {num_blocks}"):
             allocate_canonical(replace(ALONE, num_blocks=num_blocks), [NHD])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which pins memory")
+@pytest.mark.parametrize(("device", "why"), [("cpu", "CUDA"), ("meta", "host memory")])
+def test_memory_that_cannot_be_pinned_is_refused(device: str, why: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=why) as caught:
+        allocate_canonical(CONFIG, [NHD, NHD], device=device, pinned=True)
+    assert caught.value.argument == "pinned"
