@@ -14,6 +14,7 @@ from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
+from kvxfer.pages.names import file_name
 from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
@@ -46,11 +47,11 @@ class BlockReader:
         return outcomes
 
     def _read_round(self, some: Round) -> list[Outcome]:
-        named = self._locate_whole(some)
+        folders = self._find_whole(some)
         outcomes: list[Outcome | None] = [None] * len(some.keys)
-        if named:
-            read = self._read_whole(some.take(list(named)), list(named.values()))
-            for index, outcome in zip(named, read, strict=True):
+        if folders:
+            read = self._read_whole(some.take(list(folders)), list(folders.values()))
+            for index, outcome in zip(folders, read, strict=True):
                 outcomes[index] = outcome
         for index, outcome in enumerate(outcomes):
             if outcome is not DONE:
@@ -59,21 +60,21 @@ class BlockReader:
                 outcomes[index] = outcome if outcome and is_miss else alone
         return [outcome or MISSING for outcome in outcomes]
 
-    def _locate_whole(self, some: Round) -> dict[int, NamedFile]:
-        """Locate the files of whole chunks in a round, without those that would be a miss."""
-        folder, located = self._files.folder, dict[int, NamedFile]()
+    def _find_whole(self, some: Round) -> dict[int, int]:
+        """Find the folders of the whole chunks in a round, without those that would be a miss."""
+        folder, found = self._files.folder, dict[int, int]()
         formats, sizes = self._files.formats(some.keys), some.blocks.block_sizes.tolist()
-        for index, location in enumerate(folder.locate(some.keys)):
+        for index, fd in enumerate(folder.folders_of(some.keys)):
             expected = formats[index]
             is_whole = sizes[index] == expected.chunk_size_bytes
             # Read straight, a part is in the caller's memory before it is known to be one.
             if is_whole and some.zero_copy and expected.has_parts:
                 is_whole = folder.sizes([some.keys[index]]) == [expected.file_size_bytes]
-            if is_whole and location is not None:
-                located[index] = location
-        return located
+            if is_whole and isinstance(fd, int):
+                found[index] = fd
+        return found
 
-    def _read_whole(self, some: Round, named: Sequence[NamedFile]) -> list[Outcome | None]:
+    def _read_whole(self, some: Round, folders: Sequence[int]) -> list[Outcome | None]:
         """Read whole chunks.
 
         Returns:
@@ -86,7 +87,9 @@ class BlockReader:
             if some.zero_copy
             else scratch.vectors([scratch.room_bytes] * len(keys))
         )
-        results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
+        names = (file_name(key).encode() for key in keys)
+        named = [NamedFile(*each) for each in zip(folders, names, vectors, strict=True)]
+        results = files.file_io.read_named(named, READ_FLAGS | files.flags)
         wanted = np.add(scratch.header_sizes, sizes).tolist()
         read = [row for row, result in enumerate(results) if result == wanted[row]]
         data, heads = scratch.data_of(some), scratch.headers()
@@ -135,7 +138,7 @@ class BlockReader:
             return MISSING  # as a lookup says
         size = files.data_size(key, found.st_size)
         scratch = files.scratch([key], size)
-        (result,) = files.file_io.read([fd], scratch.vectors([scratch.room_bytes]))
+        result = files.file_io.read(fd, scratch.vectors([scratch.room_bytes])[0])
         if isinstance(result, OSError):
             raise result
         _require_all(result, scratch.header_sizes[0] + size)

@@ -14,7 +14,7 @@ from kvxfer.backends.file.folders.open_folders import GONE
 from kvxfer.backends.file.io.file_io import IOVector, NewFile, Result
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import padded
-from kvxfer.pages.names import temporary_name
+from kvxfer.pages.names import file_name, temporary_name
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
@@ -92,17 +92,13 @@ class BlockWriter:
         for view, header in zip(scratch.headers(), headers, strict=True):
             view[:] = header
         totals = np.add(scratch.header_sizes, sizes).tolist()
-        results = self._make(keys, vectors, totals)
-        gone = [i for i, each in enumerate(results) if getattr(each, "errno", 0) in GONE]
-        if gone:  # perhaps with their folders
-            again = self._make(
-                [keys[i] for i in gone],
-                [vectors[i] for i in gone],
-                [totals[i] for i in gone],
-                renew=True,
-            )
-            for index, result in zip(gone, again, strict=True):
-                results[index] = result
+        wanted = list(range(len(keys)))
+        results: list[Result] = [0] * len(keys)
+        for renew in (False, True):  # what was gone perhaps with its folder is made once more
+            self._make(keys, vectors, totals, wanted, results, renew=renew)
+            wanted = [i for i in wanted if getattr(results[i], "errno", 0) in GONE]
+            if not wanted:
+                break
         if self.is_durable:
             self._sync(keys, results)
         return [_failure(each) if isinstance(each, OSError) else DONE for each in results]
@@ -112,30 +108,26 @@ class BlockWriter:
         keys: Sequence[BlockKey],
         vectors: Sequence[IOVector],
         sizes: Sequence[int],
+        indices: Sequence[int],
+        results: list[Result],
         *,
-        renew: bool = False,
-    ) -> list[Result]:
-        """Write whole files and name them; returns their sizes."""
-        owner = self._ledger.owner
-        temporaries = [temporary_name(owner, next(self._numbers)) for _ in keys]
-        places = self._files.folder.locate_new(keys, temporaries, renew=renew)
-        results: list[Result] = [0] * len(keys)
-        placed: dict[int, NewFile] = {}
-        for index, place in enumerate(places):
-            if isinstance(place, OSError):
-                results[index] = place
-            else:
-                placed[index] = place
+        renew: bool,
+    ) -> None:
+        """Write those files whole and name them; their results are their sizes."""
+        folder, owner, files = self._files.folder, self._ledger.owner, dict[int, NewFile]()
+        fds = folder.folders_of([keys[index] for index in indices], create=True, renew=renew)
+        for index, fd in zip(indices, fds, strict=True):
+            if isinstance(fd, OSError):
+                results[index] = fd
+                continue
+            temporary = temporary_name(owner, next(self._numbers)).encode()
+            name = file_name(keys[index]).encode()
+            files[index] = NewFile(fd, temporary, name, vectors[index], sizes[index])
         written = self._files.file_io.write_named(
-            list(placed.values()),
-            [vectors[index] for index in placed],
-            [sizes[index] for index in placed],
-            self._files.flags,
-            durable=self.is_durable,
+            list(files.values()), self._files.flags, durable=self.is_durable
         )
-        for index, result in zip(placed, written, strict=True):
+        for index, result in zip(files, written, strict=True):
             results[index] = result
-        return results
 
     def _sync(self, keys: Sequence[BlockKey], results: list[Result]) -> None:
         named = [index for index, result in enumerate(results) if not isinstance(result, OSError)]

@@ -19,7 +19,7 @@ import xxhash
 
 from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.backends.file.io import FileIO, IOVector, UringFileIO
+from kvxfer.backends.file.io import FileIO, UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.namespace_format import GroupFormat
 from kvxfer.storage.backend import Backend, Outcome, Status
@@ -85,11 +85,9 @@ def record_addresses(engine: FileIO) -> set[int]:
     """Collect the addresses of all pieces of memory that an I/O engine is given from now on."""
     addresses: set[int] = set()
 
-    def recorded(
-        call: Any, files: Any, vectors: Sequence[IOVector], *args: Any, **more: Any
-    ) -> Any:
-        addresses.update(*(vector[:, 0].tolist() for vector in vectors))
-        return call(files, vectors, *args, **more)
+    def recorded(call: Any, files: Any, *args: Any, **more: Any) -> Any:
+        addresses.update(*(file.vector[:, 0].tolist() for file in files))
+        return call(files, *args, **more)
 
     for name in ("read_named", "write_named"):
         setattr(engine, name, partial(recorded, getattr(engine, name)))

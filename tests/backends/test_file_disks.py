@@ -101,8 +101,8 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
     first = next(keys)
 
-    def fail(fds: Sequence[int], _: Sequence[IOVector]) -> list[Result]:
-        return [OSError(errno.EIO, os.strerror(errno.EIO)) for _ in fds]
+    def fail(_fd: int, _: IOVector) -> Result:
+        return OSError(errno.EIO, os.strerror(errno.EIO))
 
     async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
 
@@ -153,7 +153,7 @@ async def test_no_walk_ends_while_room_is_given_back(
 
     monkeypatch.setattr(FileIndex, "settle", look)
     async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
-        failing = [OSError(errno.EIO, os.strerror(errno.EIO))]
+        failing = OSError(errno.EIO, os.strerror(errno.EIO))
         monkeypatch.setattr(disk, "write", lambda *_: failing)
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert could_end == [False]

@@ -82,9 +82,9 @@ def test_scattered_pieces_are_written_and_read_in_order_and_nothing_between_them
     num_bytes = int(starts[-1] + lengths[-1])
     source, target = Memory(num_bytes).fill(), Memory(num_bytes)
     fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT)
-    assert engine.write([fd], [source.vector(*pieces)]) == [lengths.sum()]
+    assert engine.write(fd, source.vector(*pieces)) == lengths.sum()
     assert (folder / "file").read_bytes() == source.gather(*pieces)
-    assert engine.read([fd], [target.vector(*pieces)]) == [lengths.sum()]
+    assert engine.read(fd, target.vector(*pieces)) == lengths.sum()
     os.close(fd)
     assert target.gather(*pieces) == source.gather(*pieces)
     assert np.count_nonzero(target.bytes) == lengths.sum()
@@ -102,12 +102,14 @@ def test_whole_files_get_their_names_and_the_others_leave_nothing(
             path.unlink()
         (folder / "0").symlink_to("1")  # no file: replaced
         (folder / "2").write_bytes(b"old")
-        files = [NewFile(folder_fd, b"%d.tmp" % each, b"%d" % each) for each in range(num_files)]
-        files[3] = files[3]._replace(name=b"no folder/3")
-        vectors = [memory.vector((PAGE * index, size)) for index in range(num_files)]
-        vectors[4] = np.array([[1 << 40, size]], np.uint64)
         sizes = [size - padding] * num_files
-        results = engine.write_named(files, vectors, sizes, 0, durable=durable)
+        files = [
+            NewFile(folder_fd, b"%d.tmp" % i, b"%d" % i, memory.vector((PAGE * i, size)), sizes[i])
+            for i in range(num_files)
+        ]
+        files[3] = files[3]._replace(name=b"no folder/3")
+        files[4] = files[4]._replace(vector=np.array([[1 << 40, size]], np.uint64))
+        results = engine.write_named(files, 0, durable=durable)
         assert errors(results[:5]) == [None, None, errno.EEXIST, errno.ENOENT, errno.EFAULT]
         assert results[:2] + results[5:] == sizes[3:]
         there = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -132,12 +134,13 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert type(open_engine("auto")) is FileIO
     folder_fd = os.open(tmp_path, os.O_RDONLY)
-    new, named = NewFile(folder_fd, b"new.tmp", b"new"), NamedFile(folder_fd, b"new")
+    new = NewFile(folder_fd, b"new.tmp", b"new", vector, 16)
+    named = NamedFile(folder_fd, b"new", vector)
     with ThreadPoolExecutor(1) as other_thread:
-        made = other_thread.submit(engine.write_named, [new], [vector], [16], 0, durable=False)
+        made = other_thread.submit(engine.write_named, [new], 0, durable=False)
         assert made.result() == [16]
         memory.bytes[:] = 0
-        read = other_thread.submit(engine.read_named, [named], [vector], os.O_RDONLY)
+        read = other_thread.submit(engine.read_named, [named], os.O_RDONLY)
         assert read.result() == [16]
     assert (tmp_path / "new").read_bytes() == memory.gather((0, 16)) == stored
     os.close(folder_fd)

@@ -13,8 +13,6 @@ from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
     READ_FLAGS,
-    NamedFile,
-    NewFile,
     Result,
     Size,
     read_whole,
@@ -65,13 +63,15 @@ class NamespaceFolder:
                 sizes[index] = self._size(names[index])
         return sizes
 
-    def locate(self, keys: Sequence[BlockKey]) -> list[NamedFile | None]:
-        """Get the place of each key's file, to open it; None where its folder cannot be opened."""
-        names = file_names(keys)
-        return [
-            NamedFile(fd, name.encode()) if isinstance(fd, int) else None
-            for fd, name in zip(self._folders_of(names), names, strict=True)
-        ]
+    def folders_of(
+        self, keys: Sequence[BlockKey], *, create: bool = False, renew: bool = False
+    ) -> list[Result]:
+        """Get the descriptor of each key's folder, or why there is none.
+
+        With `create`, folders are made if need be. With `renew`, those that were removed are opened
+        or made anew, and the root, too. That they were shows only when a file is made.
+        """
+        return self._folders_of(file_names(keys), create=create, renew=renew)
 
     def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
         """Open the file of a key for reading, with `READ_FLAGS` and other flags.
@@ -84,24 +84,6 @@ class NamespaceFolder:
         return self._folders.within(
             found_in or name[:2], lambda fd: runtime.disk().open(name, flags, dir_fd=fd)
         )
-
-    def locate_new(
-        self, keys: Sequence[BlockKey], temporaries: Sequence[str], *, renew: bool = False
-    ) -> list[NewFile | OSError]:
-        """Get the place of each key's file, to make it; makes the folders if need be.
-
-        With `renew`, folders that were removed are made anew, and the root, too. That they were
-        shows only when a file is made.
-
-        Returns:
-            The place, or why the folder can be neither opened nor made.
-        """
-        names = file_names(keys)
-        folders = self._folders_of(names, create=True, renew=renew)
-        return [
-            NewFile(fd, temporary.encode(), name.encode()) if isinstance(fd, int) else fd
-            for fd, name, temporary in zip(folders, names, temporaries, strict=True)
-        ]
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""

@@ -62,18 +62,24 @@ Size = int | OSError | None
 
 
 class NamedFile(NamedTuple):
-    """File that is not open yet: the descriptor of its folder, and its name there."""
+    """File to be read: its folder's descriptor, its name there, and the memory to read into."""
 
     folder_fd: int
     name: bytes
+    vector: IOVector
 
 
 class NewFile(NamedTuple):
-    """File to be made: its folder's descriptor, its temporary name there, and its final name."""
+    """File to be made: its folder's descriptor, its names there, and the memory to write.
+
+    Bytes that are written beyond its size are padding, and cut off.
+    """
 
     folder_fd: int
     temporary: bytes
     name: bytes
+    vector: IOVector
+    size_bytes: int
 
 
 class FileIO:
@@ -91,104 +97,61 @@ class FileIO:
     files_per_call: int = 1
     max_threads: int = 64
 
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """Read each file into its pieces of memory, to their end or the file's."""
-        call = runtime.disk().read_pieces
-        return [_move(call, *each) for each in zip(fds, vectors, strict=True)]
+    def read(self, fd: int, vector: IOVector) -> Result:
+        """Read a file into pieces of memory, to their end or the file's."""
+        return _move(runtime.disk().read_pieces, fd, vector)
 
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """Write each file from its pieces of memory, from its first byte on."""
-        call = runtime.disk().write_pieces
-        return [_move(call, *each) for each in zip(fds, vectors, strict=True)]
+    def write(self, fd: int, vector: IOVector) -> Result:
+        """Write a file from pieces of memory, from its first byte on."""
+        return _move(runtime.disk().write_pieces, fd, vector)
 
-    def read_named(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
+    def read_named(self, files: Sequence[NamedFile], flags: int) -> list[Result]:
         """Open each file with `flags`, read it as `read` does, and close it."""
-        pairs = zip(files, vectors, strict=True)
-        return [self._read_one(file, vector, flags) for file, vector in pairs]
+        return [self._read_one(file, flags) for file in files]
 
-    def write_named(
-        self,
-        files: Sequence[NewFile],
-        vectors: Sequence[IOVector],
-        sizes: Sequence[int],
-        flags: int,
-        *,
-        durable: bool,
-    ) -> list[Result]:
-        """Make each file, write it as `write` does, and give it its name when it is whole.
+    def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
+        """Make each file, write it from its first byte on, and name it when it is whole.
 
-        A file that failed is removed. A file that exists already is left alone; its result is a
-        `FileExistsError`.
-
-        Args:
-            files: Files to make. Nobody else makes these, or uses the temporary names.
-            vectors: Memory to write, per file.
-            sizes: Bytes of each file; bytes written beyond them are padding, and cut off.
-            flags: Flags to open with besides `CREATE_FLAGS`.
-            durable: Whether the bytes must have reached the disk before the name is given.
+        Nobody else makes these, or uses their temporary names. A file that failed is removed. One
+        that exists already is left alone; its result is a `FileExistsError`. With `durable` the
+        bytes have reached the disk before the name is given.
         """
-        results: list[Result] = []
-        for start in range(0, len(files), self.files_per_call):
-            some = slice(start, start + self.files_per_call)
-            results += self._write_some(
-                files[some], vectors[some], sizes[some], flags, durable=durable
-            )
-        return results
+        return [self._write_one(file, flags, durable=durable) for file in files]
 
     def close(self) -> None:
         """Release every resource; may be called again."""
 
-    def _read_one(self, file: NamedFile, vector: IOVector, flags: int) -> Result:
+    def _read_one(self, file: NamedFile, flags: int) -> Result:
         disk = runtime.disk()
         try:
             fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
         except OSError as exc:
             return exc
         try:
-            (result,) = self.read([fd], [vector])
+            return self.read(fd, file.vector)
         finally:
             disk.close(fd)
-        return result
 
-    def _write_some(
-        self,
-        files: Sequence[NewFile],
-        vectors: Sequence[IOVector],
-        sizes: Sequence[int],
-        flags: int,
-        *,
-        durable: bool,
-    ) -> list[Result]:
-        results: list[Result] = [0] * len(files)
-        opened: dict[int, int] = {}
-        disk = runtime.disk()
-        with contextlib.ExitStack() as open_files:
-            for index, file in enumerate(files):
-                try:
-                    fd = _create(file, flags)
-                except OSError as exc:
-                    results[index] = exc
-                else:
-                    open_files.callback(disk.close, fd)
-                    opened[index] = fd
-            try:
-                written = self.write(list(opened.values()), [vectors[index] for index in opened])
-                for (index, fd), result in zip(opened.items(), written, strict=True):
-                    try:
-                        _require_written(result, vectors[index])
-                        if result != sizes[index]:
-                            disk.ftruncate(fd, sizes[index])
-                        _give_name(files[index], fd, durable=durable)
-                        results[index] = sizes[index]
-                    except OSError as exc:
-                        results[index] = exc
-            finally:  # whatever was raised, no file without its name is left
-                for index in opened:
-                    if results[index] != sizes[index]:
-                        discard(files[index])
-        return results
+    def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
+        disk, is_named = runtime.disk(), False
+        try:
+            fd = _create(file, flags)
+        except OSError as exc:
+            return exc
+        try:
+            written = self.write(fd, file.vector)
+            _require_written(written, file.vector)
+            if written != file.size_bytes:
+                disk.ftruncate(fd, file.size_bytes)
+            _give_name(file, fd, durable=durable)
+            is_named = True
+        except OSError as exc:
+            return exc
+        finally:  # whatever was raised, no file without its name is left
+            if not is_named:
+                discard(file)
+            disk.close(fd)
+        return file.size_bytes
 
 
 def _move(call: Callable[[int, int, int, int], int], fd: int, vector: IOVector) -> Result:

@@ -63,63 +63,39 @@ class UringFileIO(FileIO):
         self._rings: list[Ring] = []
         self._add_ring()
 
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """See `FileIO.write`."""
-        ring = self._ring()
-        if ring is None:
-            return super().write(fds, vectors)
-        results: list[Result] = []
-        for start in range(0, len(fds), FILES_PER_CALL):
-            some = slice(start, start + FILES_PER_CALL)
-            operations = np.zeros(len(fds[some]), OPERATION)
-            operations["opcode"] = WRITEV
-            operations["fd"] = fds[some]
-            pieces = np.concatenate(vectors[some])
-            _point_at(operations, pieces, vectors[some])
-            for fd, vector, done in zip(
-                fds[some], vectors[some], ring.run(operations).tolist(), strict=True
-            ):
-                if done == int(vector[:, 1].sum()):
-                    results.append(done)
-                else:  # short, or too many pieces for one call: the loop tells why, or goes on
-                    results += super().write([fd], [vector])
-        return results
-
-    def read_named(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
+    def read_named(self, files: Sequence[NamedFile], flags: int) -> list[Result]:
         """See `FileIO.read_named`."""
         ring = self._ring()
         if ring is None:
-            return super().read_named(files, vectors, flags)
+            return super().read_named(files, flags)
         results: list[Result] = []
         for start in range(0, len(files), FILES_PER_CALL):
-            some = slice(start, start + FILES_PER_CALL)
-            results += _read_by(ring, files[some], vectors[some], flags)
+            results += _read_by(ring, files[start : start + FILES_PER_CALL], flags)
         return results
 
-    def _write_some(
-        self,
-        files: Sequence[NewFile],
-        vectors: Sequence[IOVector],
-        sizes: Sequence[int],
-        flags: int,
-        *,
-        durable: bool,
-    ) -> list[Result]:
+    def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
+        """See `FileIO.write_named`; files with padding, which must be cut off, by plain calls."""
+        results: list[Result] = []
+        for start in range(0, len(files), FILES_PER_CALL):
+            results += self._write_some(
+                files[start : start + FILES_PER_CALL], flags, durable=durable
+            )
+        return results
+
+    def _write_some(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
         ring = self._ring() if self._has_noreplace else None
-        if ring is None or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
-            return super()._write_some(files, vectors, sizes, flags, durable=durable)
-        named = _write_by(ring, files, vectors, flags, durable=durable)
-        self._has_noreplace &= -errno.EINVAL not in named
-        results: list[Result] = list(sizes)
-        for index, code in enumerate(named):
+        pieces = np.concatenate([file.vector for file in files])
+        if ring is None or sum(file.size_bytes for file in files) != int(pieces[:, 1].sum()):
+            return super().write_named(files, flags, durable=durable)
+        codes = _write_by(ring, files, pieces, flags, durable=durable)
+        self._has_noreplace &= -errno.EINVAL not in codes
+        results: list[Result] = []
+        for file, code in zip(files, codes, strict=True):
             if code:  # the plain calls tell why, or go on where too little was written
-                discard(files[index])
-                some = slice(index, index + 1)
-                results[some] = super()._write_some(
-                    files[some], vectors[some], sizes[some], flags, durable=durable
-                )
+                discard(file)
+            results.append(
+                self._write_one(file, flags, durable=durable) if code else file.size_bytes
+            )
         return results
 
     def close(self) -> None:
@@ -150,16 +126,17 @@ def _failure(code: int) -> OSError:
     return OSError(-code, os.strerror(-code))
 
 
-def _read_by(
-    ring: Ring, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-) -> list[Result]:
-    names, pieces = _strings([file.name for file in files]), np.concatenate(vectors)
+def _read_by(ring: Ring, files: Sequence[NamedFile], flags: int) -> list[Result]:
+    names, pieces = (
+        _strings([file.name for file in files]),
+        np.concatenate([f.vector for f in files]),
+    )
     steps = np.zeros((len(files), 3), OPERATION)
     opening, reading, closing = steps.T
     _open_into_slots(opening, [file.folder_fd for file in files], _starts(names), flags)
     reading["opcode"], reading["flags"] = READV, FIXED_FILE | HARD_LINK
     reading["fd"] = np.arange(len(files))
-    _point_at(reading, pieces, vectors)
+    _point_at(reading, pieces, files)
     _close_slots(closing)
     results = ring.run(steps.reshape(-1)).reshape(steps.shape)
     return [
@@ -169,19 +146,19 @@ def _read_by(
 
 
 def _write_by(
-    ring: Ring, files: Sequence[NewFile], vectors: Sequence[IOVector], flags: int, *, durable: bool
+    ring: Ring, files: Sequence[NewFile], pieces: IOVector, flags: int, *, durable: bool
 ) -> list[int]:
     """Make, write and name files; return 0 for each that has its name, which no short one gets."""
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
-    pieces, starts = np.concatenate(vectors), _starts(names)
+    starts = _starts(names)
     steps = np.zeros((count, 5 if durable else 4), OPERATION)
     opening, writing, naming, closing = steps[:, 0], steps[:, 1], steps[:, -2], steps[:, -1]
     _open_into_slots(opening, folders, starts[:count], CREATE_FLAGS | flags)
     opening["length"] = FILE_MODE
     writing["opcode"], writing["flags"] = WRITEV, FIXED_FILE | LINK
     writing["fd"] = np.arange(count)
-    _point_at(writing, pieces, vectors)
+    _point_at(writing, pieces, files)
     if durable:
         syncing = steps[:, 2]
         syncing["opcode"], syncing["flags"], syncing["fd"] = FSYNC, FIXED_FILE | LINK, writing["fd"]
@@ -211,9 +188,11 @@ def _close_slots(steps: Operations) -> None:
     steps["opcode"], steps["file_index"] = CLOSE, np.arange(len(steps)) + 1
 
 
-def _point_at(steps: Operations, pieces: IOVector, vectors: Sequence[IOVector]) -> None:
-    """Let each step move one of `vectors`, of which `pieces` is the concatenation."""
-    lengths = np.array([len(vector) for vector in vectors])
+def _point_at(
+    steps: Operations, pieces: IOVector, files: Sequence[NamedFile] | Sequence[NewFile]
+) -> None:
+    """Let each step move the memory of a file, of which `pieces` is the concatenation."""
+    lengths = np.array([len(file.vector) for file in files])
     steps["length"] = lengths
     steps["address"] = pieces.ctypes.data + (np.cumsum(lengths) - lengths) * pieces.strides[0]
 
