@@ -39,13 +39,7 @@ GATHERED_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Blocks whose files are open at one time.
-
-    Attributes:
-        keys: Their keys.
-        blocks: Their memory.
-        zero_copy: Whether the kernel uses that memory itself, without scratch memory.
-    """
+    """Blocks whose files are open at one time; `zero_copy`: the kernel uses their memory itself."""
 
     keys: Sequence[BlockKey]
     blocks: Descriptors
@@ -66,8 +60,6 @@ class Scratch:
 
     Attributes:
         header_sizes: Bytes of each file's header.
-        header_addresses: Where the headers begin, uint64 `(num_files,)`.
-        data_addresses: Where the data begins, uint64 `(num_files,)`.
         room_bytes: Bytes for the data of a file.
     """
 
@@ -162,11 +154,7 @@ class BlockFiles(NamespaceFormat):
         self._scratches = threading.local()
 
     def have_files(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each key has a file that this process can read; blocks.
-
-        Raises:
-            OSError: That cannot be told of one.
-        """
+        """Whether each key has a file that this process can read; blocks."""
         sizes = require_known(self.folder.sizes(keys))
         unreadable = self.record.unreadable(keys, sizes)
         require_known([each for each in unreadable.values() if isinstance(each, OSError)])
@@ -218,11 +206,7 @@ class BlockFiles(NamespaceFormat):
 
 @dataclass(frozen=True, slots=True)
 class SystemFailure(Outcome):
-    """Outcome of a block on whose file a system call failed.
-
-    Attributes:
-        errno: Error number, as in the module `errno`.
-    """
+    """Outcome of a block on whose file a system call failed, with the number of its error."""
 
     errno: int = 0
 

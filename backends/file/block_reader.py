@@ -75,11 +75,7 @@ class BlockReader:
         return found
 
     def _read_whole(self, some: Round, folders: Sequence[int]) -> list[Outcome | None]:
-        """Read whole chunks.
-
-        Returns:
-            `DONE`, or for any other file `_REPLACED` if memory may have been written, else None.
-        """
+        """Read whole chunks: `DONE`, `_REPLACED` if memory may have been written, or None."""
         files, keys, sizes = self._files, some.keys, some.blocks.block_sizes.tolist()
         scratch = files.scratch(keys, PAGE_BYTES + (0 if some.zero_copy else max(sizes)))
         vectors = (

@@ -55,10 +55,8 @@ class BlockWriter:
     def sync_names(self, keys: Sequence[BlockKey]) -> Outcome | None:
         """Sync the folders of files that are there if blocks must survive a power cut.
 
-        Whoever has stored them may not have synced these yet, or have been killed before.
-
-        Returns:
-            None, or why they would not survive it.
+        Whoever has stored them may not have synced these yet, or have been killed before. Returns
+        why they would not survive it, else None.
         """
         try:
             if keys and self.is_durable:

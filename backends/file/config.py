@@ -64,11 +64,7 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def require_root(config: FileConfig) -> Path:
-    """Get the root of the store, which must be a valid path.
-
-    Raises:
-        InvalidArgumentError: The path is empty or invalid: it has a NUL in it, for example.
-    """
+    """Get the root of the store, which must be a valid path: not empty, and without a NUL."""
     if not config.path:
         raise InvalidArgumentError("path", "", "the folder of the store")
     try:
@@ -81,11 +77,7 @@ def require_root(config: FileConfig) -> Path:
 
 
 def require_room(config: FileConfig, namespace: Namespace) -> int:
-    """Compute the bytes on the disk of the largest chunk, which must fit.
-
-    Raises:
-        InvalidArgumentError: It does not fit.
-    """
+    """Compute the bytes on the disk of the largest chunk, which must fit into the capacity."""
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
     largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:

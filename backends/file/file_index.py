@@ -4,6 +4,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvxfer import runtime
@@ -33,15 +34,7 @@ FileId = BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """File chosen for eviction.
-
-    Attributes:
-        fingerprint: Namespace of the file.
-        key: Key of the file.
-        num_bytes: Bytes that it takes on the disk.
-        quarantined: Whether it lies in quarantine.
-        reason: Why it is evicted rather than another one.
-    """
+    """File chosen for eviction: its namespace, key and bytes, and why it goes, not another one."""
 
     fingerprint: str
     key: BlockKey
@@ -52,39 +45,26 @@ class Victim:
 
 @dataclass(slots=True)
 class _Entry:
-    """File.
-
-    Attributes:
-        num_bytes: Bytes that it takes on the disk.
-        used: Time of its last use, as the disk has it.
-        held: Whether it is being written, or spared.
-        walk: Number of the last walk that found it, or during which this process wrote it.
-        removed: Whether it was removed while it was held.
-    """
+    """File: what it takes on the disk, and when it was last used, as the disk has it."""
 
     num_bytes: int
     used: float
-    held: bool
-    walk: int
-    removed: bool = False
+    held: bool  # it is being written, or spared
+    walk: int  # number of the last walk that found it, or during which this process wrote it
+    removed: bool = False  # while it was held
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Walk that is under way.
+    """Walk that is under way."""
 
-    Attributes:
-        gone: Files that this process has removed since it began, and whether from quarantine: the
-            walk may have found them before.
-        beside: Bytes and last use of files that it found under names that this process writes to.
-        num_foreign_bytes: Bytes of misplaced files, which only take room.
-        is_partial: Whether it may have missed files: those that it did not find stay known.
-    """
-
+    # Files that this process has removed since it began, and whether from quarantine: the walk may
+    # have found them before.
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
+    # Bytes and last use of files that it found under names that this process writes to.
     beside: dict[FileId, tuple[int, float]] = field(default_factory=dict)
-    num_foreign_bytes: int = 0
-    is_partial: bool = False
+    num_foreign_bytes: int = 0  # of misplaced files, which only take room
+    is_partial: bool = False  # it may have missed files: those that it did not find stay known
 
 
 class FileIndex:
@@ -94,14 +74,12 @@ class FileIndex:
     it nor this process has seen since it began, and adds those that it found and this process has
     not removed. At its end the bytes of the store are those of all entries.
 
-    Memory only: no call waits for a disk. Thread-safe. Keys are those of one namespace.
-
-    Args:
-        fingerprint: The namespace.
-        policy: Eviction policy, new. Its keys are `FileId`s.
+    Memory only: no call waits for a disk. Thread-safe. Keys are those of one namespace; the policy,
+    which is new, has `FileId`s.
     """
 
     def __init__(self, fingerprint: str, policy: EvictionPolicy) -> None:
+        self._ids = partial(file_ids, fingerprint)
         self._namespace = bytes.fromhex(fingerprint)
         self._policy = policy
         self._lock = runtime.lock()
@@ -151,9 +129,8 @@ class FileIndex:
     ) -> tuple[int, int, list[BlockKey]]:
         """Keep files that were written, the first as the most recently used; drop the others.
 
-        Returns:
-            Bytes of the files that were written, and of those that were not; and the files that
-            were removed before they were settled.
+        Returns the bytes of the files that were written, and of those that were not; and the files
+        that were removed before they were settled.
         """
         num_written = num_given_back = 0
         gone: list[BlockKey] = []
@@ -272,10 +249,8 @@ class FileIndex:
         """Drop the files that a walk did not find and add those that it found, some at a time.
 
         A partial walk may have missed some, and drops none. Others use the index meanwhile: no step
-        takes longer than some milliseconds. No file may be held as spared during a step.
-
-        Yields:
-            True after each step.
+        takes longer than some milliseconds; True is yielded after each. No file may be held as
+        spared during a step.
         """
         blocks = [
             (file_ids(block.fingerprint, [block.key])[0], block)
@@ -297,11 +272,9 @@ class FileIndex:
             yield from self._in_steps(self._renew, list(dict.fromkeys([*known, *newer])))
 
     def end_walk(self) -> int:
-        """End a walk that the index has learned.
+        """End a walk that the index has learned; return the bytes of all files.
 
-        Returns:
-            Bytes of all files, those included that this process is writing. Never too few, whatever
-            happened meanwhile.
+        Those included that this process is writing. Never too few, whatever happened meanwhile.
         """
         with self._lock:
             walk, self._walk = self._walk or _Walk(), None
@@ -336,9 +309,6 @@ class FileIndex:
         """End a walk that has failed: what it found is not there yet."""
         with self._lock:
             self._walk = None
-
-    def _ids(self, keys: Iterable[BlockKey]) -> list[FileId]:
-        return [FileId(self._namespace + key) for key in keys]
 
     def _in_steps(self, act: Callable[[T], object], files: Sequence[T]) -> Iterator[bool]:
         for start in range(0, len(files), FILES_PER_STEP):

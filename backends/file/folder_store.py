@@ -47,7 +47,7 @@ class FolderStore(BlockTree, BlockStore):
     @contextlib.contextmanager
     def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
         """See `BlockStore.namespace`."""
-        with NamespaceFolder(self.root, fingerprint) as folder:
+        with contextlib.closing(NamespaceFolder(self.root, fingerprint)) as folder:
             yield _Folder(folder)
 
     def blocks(

@@ -42,8 +42,8 @@ class Space:
     Files are known from a walk through the tree and from this process's stores; files of other
     processes are found by another walk, when there is nothing left to evict. The bytes of all are
     counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
-    blocks. Bounds and eviction policy are those of the configuration; the policy is for a store of
-    `num_slots` of the largest files.
+    blocks, and raises an OSError if the file system does not answer. The eviction policy is for a
+    store of `num_slots` of the largest files.
 
     Attributes:
         index: The known files.
@@ -86,14 +86,11 @@ class Space:
         return self._walk is not None and not self._walk.done()
 
     def begin_scan(self) -> Future[None]:
-        """Begin a walk on a thread, unless one is under way there.
+        """Begin a walk on a thread, unless one is under way there; return its end.
 
         It collects files of dead writers, finds blocks, and recounts. Files that other processes
         store or remove meanwhile may be counted twice, or after they are gone: the count may be too
-        high until the next walk, never too low.
-
-        Returns:
-            Its end, or the `OSError` by which the tree cannot be read; nothing is changed then.
+        high until the next walk, never too low. Nothing is changed where the tree cannot be read.
         """
         with self._walk_lock:
             if self._walk is None or self._walk.done():
@@ -105,14 +102,9 @@ class Space:
     ) -> int:
         """Make room for files that are not there; each must be settled by `settle`.
 
-        Others are evicted for them if need be, but not those to `spare`.
-
-        Returns:
-            How many of the leading keys there is room for.
-
-        Raises:
-            OSError: The file system does not answer, or the bytes of the store are not known;
-                nothing is reserved.
+        Others are evicted for them if need be, but not those to `spare`. Returns how many of the
+        leading keys there is room for. Nothing is reserved when it raises, as when the bytes of the
+        store are not known.
         """
         if self._must_rescan:
             self._must_rescan = not self._rescan()
@@ -128,16 +120,11 @@ class Space:
         return fitting
 
     def evict(self, sizes: Sequence[int], *, spare: Sequence[BlockKey]) -> int:
-        """Evict files of as many bytes as turned out not to fit.
+        """Evict files of as many bytes as turned out not to fit, although room was reserved.
 
-        Room was reserved for these. Only known files are evicted, and not those to `spare`; where
-        they are too few, the next `reserve` looks for more.
-
-        Returns:
-            How many of the leading files there should be room for now.
-
-        Raises:
-            OSError: The file system does not answer.
+        Only known files are evicted, and not those to `spare`; where they are too few, the next
+        `reserve` looks for more. Returns how many of the leading files there should be room for
+        now.
         """
         needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
@@ -167,13 +154,8 @@ class Space:
     def quarantine(self, key: BlockKey, fd: int) -> bool:
         """Move the open file of a key to quarantine, where it is among the first to be evicted.
 
-        It is removed instead if it cannot be moved.
-
-        Returns:
-            False when another process removed or replaced it since it was opened.
-
-        Raises:
-            OSError: It can be neither moved nor removed.
+        It is removed instead if it cannot be moved. False when another process removed or replaced
+        it since it was opened.
         """
         moved, is_known = None, False
         # Locked, so that nobody stores the key anew before it was told that it is gone.
@@ -194,14 +176,7 @@ class Space:
         return moved
 
     def discard(self, key: BlockKey, fd: int, *, reason: Removal = Removal.REPLACED) -> bool:
-        """Remove the open file of a key.
-
-        Returns:
-            False when another process removed or replaced it since it was opened.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove the open file of a key; False when another process removed or replaced it."""
         with self._ledger.locked():
             num_bytes = padded(runtime.disk().fstat(fd).st_size)  # a removed file may tell nothing
             was_there = self._folder.remove_open(key, fd)
@@ -214,8 +189,7 @@ class Space:
     def remove(self, keys: Sequence[BlockKey], *, reason: Removal = Removal.DELETED) -> list[bool]:
         """Remove the files of keys; return for each whether it was there.
 
-        Raises:
-            OSError: A file cannot be removed; all others are.
+        If one cannot be removed, all others are, and its error is raised.
         """
         starts = range(0, len(keys), KEYS_PER_LOCK)
         some = (self._remove(keys[start : start + KEYS_PER_LOCK], reason) for start in starts)
@@ -362,8 +336,8 @@ class Space:
             folder = self._folder
             try:
                 if victim.fingerprint != folder.fingerprint:
-                    other = NamespaceFolder(self._tree.root, victim.fingerprint)
-                    folder = opened.enter_context(other)
+                    folder = NamespaceFolder(self._tree.root, victim.fingerprint)
+                    opened.callback(folder.close)
                 found_in = QUARANTINE if victim.quarantined else ""
                 num_bytes = folder.remove(victim.key, found_in)  # which others may have changed
             except OSError as exc:
@@ -383,11 +357,7 @@ class Space:
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self) -> bool:
-        """Look for unknown files by a walk; return whether one has ended within `WALK_WAIT_S`.
-
-        Raises:
-            OSError: The walk has failed.
-        """
+        """Look for unknown files by a walk; return whether one has ended within `WALK_WAIT_S`."""
         is_needed = not (self._ledger.known or self._is_uncounted)
         is_due = runtime.monotonic() >= self._next_scan
         if not (is_needed or is_due or self.is_walking):

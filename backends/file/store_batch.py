@@ -51,8 +51,12 @@ class StoreBatch:
         self._reserved: set[int] = set()
         self._outcomes: list[Outcome | None] = [None] * len(keys)
 
-    def make_room(self) -> None:
-        """Look which blocks are missing and make room for them, once; `write` does so first."""
+    def write(self, start: int, stop: int) -> list[Outcome | None]:
+        """Store blocks `start` to `stop` (exclusive).
+
+        None is returned for a block whose file is there. For a block that was not begun `NO_ROOM`,
+        `PART`, or why this process must not store it; for any other that of `BlockWriter.write`.
+        """
         with self._lock:
             if not self._has_room:
                 self._has_room = True
@@ -60,16 +64,6 @@ class StoreBatch:
                     self._reserve()
                 except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
                     self._outcomes[:] = [failure(exc)] * len(self._keys)
-
-    def write(self, start: int, stop: int) -> list[Outcome | None]:
-        """Store blocks `start` to `stop` (exclusive).
-
-        Returns:
-            None for a block whose file is there. For a block that was not begun `NO_ROOM`, `PART`,
-            or why this process must not store it; for any other the outcome of `BlockWriter.write`.
-        """
-        self.make_room()
-        with self._lock:
             ours = sorted(self._reserved.intersection(range(start, stop)))
         if ours:
             self._write(ours)
@@ -149,12 +143,12 @@ class StoreBatch:
     def _look(self, *, discard: bool) -> list[Outcome | None]:
         """Look whether the files are there: None, or `MISSING`, or why one must not be written.
 
-        Raises:
-            OSError: The records of integrity cannot be read.
+        It raises an OSError if the records of integrity cannot be read.
         """
         looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
-        unsynced = self._sync(found)
+        there = [key for key, size in zip(self._keys, found, strict=True) if isinstance(size, int)]
+        unsynced = self._writer.sync_names(there)
         formats = self._files.formats(self._keys)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             expected, size = formats[index], found[index]
@@ -178,16 +172,8 @@ class StoreBatch:
             looked.append(outcome)
         return looked
 
-    def _sync(self, sizes: Sequence[Size]) -> Outcome | None:
-        keys = zip(self._keys, sizes, strict=True)
-        return self._writer.sync_names([key for key, size in keys if isinstance(size, int)])
-
     def _covers(self, index: int, file_size_bytes: Size, *, discard: bool) -> bool:
-        """Whether a file has all bytes of a block; with `discard`, one that has not is removed.
-
-        Raises:
-            OSError: It cannot be read, or not be removed.
-        """
+        """Whether a file has all bytes of a block; with `discard`, one that has not is removed."""
         if isinstance(file_size_bytes, OSError):
             raise file_size_bytes
         if file_size_bytes is None:
@@ -227,10 +213,9 @@ class StoreBatch:
 
 
 def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
-    """Find a failure of the medium among the outcomes of `StoreBatch.write`.
+    """Find the reason of a failure of the medium among the outcomes of `StoreBatch.write`.
 
-    Returns:
-        The reason; empty where a block was written, None where no outcome concerns the medium.
+    It is empty where a block was written, None where no outcome concerns the medium.
     """
     told = None
     for outcome in outcomes:

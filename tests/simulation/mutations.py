@@ -339,8 +339,8 @@ TABLE = """
 @@ files 20 reserved bytes are not counted
 -        self.used += num_bytes
 @@ files 300 a walk counts although the count was lost meanwhile
--        if self.num_losses != begun.num_losses or self.added < begun.added:
-+        if self.num_losses < begun.num_losses:
+-        if self._num_losses != begun.num_losses or self._added < begun.added:
++        if self._num_losses < begun.num_losses:
 --- backends/file/space.py
 @@ files 150 memory is short while the room of files is given back
 -            with contextlib.suppress(OSError, MemoryError):

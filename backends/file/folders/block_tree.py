@@ -32,15 +32,11 @@ logger = logging.getLogger(__name__)
 class BlockTree:
     """Tree of a store; walks follow no links, and open no foreign files.
 
-    Every method blocks. A file or folder that is removed meanwhile is skipped.
-
-    Args:
-        root: Root of the store, which must be there.
-        on_error: Called with the errors of files and folders that cannot be read; these are skipped
-            in any case.
+    Every method blocks. A file or folder that is removed meanwhile is skipped; so is one that
+    cannot be read, whose error `on_error` is called with.
 
     Attributes:
-        num_skipped: Files and folders that were skipped, of which nobody knows the bytes.
+        num_skipped: Files and folders that could not be read, of which nobody knows the bytes.
     """
 
     def __init__(
@@ -64,11 +60,8 @@ class BlockTree:
     ) -> Generator[FoundBlock, None, None]:
         """Walk through every block file, those in quarantine included, in the order of their paths.
 
-        Folders are open meanwhile: who stops before the end closes the walk.
-
-        Args:
-            fingerprint: The one namespace to walk through; all by default.
-            prefix: Beginning of the keys to find, only where lookups find them.
+        With a prefix, only through those that lookups find under keys that begin with it. Folders
+        are open meanwhile: who stops before the end closes the walk.
         """
         for namespace, folder, fd in self._folders(fingerprint):
             if prefix and not prefix.hex().startswith(folder):
@@ -105,14 +98,13 @@ class BlockTree:
         return num_removed
 
     def namespaces(self) -> Iterator[Namespace]:
-        """Read the descriptions of namespaces; those that are missing or damaged are skipped.
-
-        Raises:
-            OSError: The root cannot be read.
-        """
+        """Read the descriptions of namespaces; those that are missing or damaged are skipped."""
         for fingerprint in self.fingerprints():
-            with contextlib.suppress(BlockFileError), NamespaceFolder(self.root, fingerprint) as at:
-                yield read_namespace(at)
+            with (
+                contextlib.suppress(BlockFileError),
+                contextlib.closing(NamespaceFolder(self.root, fingerprint)) as folder,
+            ):
+                yield read_namespace(folder)
 
     def _is_abandoned(self, name: str, folder_fd: int, living: dict[str, bool]) -> bool:
         """Whether an entry is a temporary file whose writer is dead; notes who is `living`."""
@@ -124,9 +116,7 @@ class BlockTree:
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
         """Walk through the fingerprint, name and descriptor of every folder of blocks.
 
-        Args:
-            only: Fingerprint of the one namespace to walk through; all by default.
-            with_own: Whether to include the folders of the namespaces, too.
+        Only through one namespace, if it is given; `with_own` includes the folders of namespaces.
         """
         root = open_folder(self.root)
         try:
@@ -182,11 +172,7 @@ class BlockTree:
 
 
 def warn_of_other_writers(root: Path) -> None:
-    """Warn when other users can plant, replace and remove blocks in a root.
-
-    Raises:
-        OSError: The root does not exist.
-    """
+    """Warn when other users can plant, replace and remove blocks in a root."""
     found = runtime.disk().stat(root)
     if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway
         logger.warning(
@@ -203,11 +189,7 @@ def warn_of_other_writers(root: Path) -> None:
 
 
 def refuse_partial_walk(exc: OSError) -> None:
-    """End a walk whose count would be too low; what is damaged or not ours is just not counted.
-
-    Raises:
-        OSError: What is wrong with a file or folder.
-    """
+    """Raise an error after which a count would be too low; one of damage is only logged."""
     if exc.errno in DAMAGE_ERRORS:
         logger.warning("%s is skipped: %s", exc.filename or "a folder", exc.strerror)
     elif exc.errno not in {errno.EACCES, errno.EPERM}:

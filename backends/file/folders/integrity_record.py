@@ -62,7 +62,6 @@ class IntegrityRecord:
 
         Raises:
             InvalidArgumentError: The blocks are sealed with another secret.
-            OSError: The record cannot be made.
         """
         self._note_own_kind()
         found = []
@@ -89,11 +88,7 @@ class IntegrityRecord:
         return True
 
     def note(self, kind: Integrity, key_id: str = "") -> None:
-        """Note that there is a block of another kind, or sealed with another key.
-
-        Raises:
-            OSError: The record cannot be written.
-        """
+        """Note that there is a block of another kind, or sealed with another key."""
         if key_id:
             self._folder.put_text(RECORDS[kind], with_key(self._read(kind), key_id))
         elif not self._has(kind):
@@ -104,11 +99,7 @@ class IntegrityRecord:
     ) -> dict[int, Outcome | OSError]:
         """Find the blocks that are there, by their sizes, and that this process cannot read.
 
-        Returns:
-            The outcome of each, or the error of its header, by its index in `keys`.
-
-        Raises:
-            OSError: The records cannot be read.
+        Returns the outcome of each, or the error of its header, by its index in `keys`.
         """
         there = [index for index, size in enumerate(sizes) if isinstance(size, int)]
         if not there:
@@ -180,11 +171,7 @@ def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> byt
 
 
 def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
-    """Read the header of a block file; empty when there is none.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Read the header of a block file, or raise an OSError; empty when there is none."""
     try:
         fd = folder.open_block(key, found_in=found_in)
     except OSError as exc:

@@ -8,8 +8,8 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.open_folders import make_root
@@ -42,21 +42,13 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
-@dataclass(frozen=True, slots=True)
-class Recount:
-    """State of a count when a walk through the store began.
+class Recount(NamedTuple):
+    """State of a count when a walk through the store began."""
 
-    Attributes:
-        num_losses: Times that the count was lost before.
-        added: Bytes that were ever added.
-        added_here: Bytes of them that this process added.
-        reserved_by_others: Bytes that other processes had reserved, and perhaps not written.
-    """
-
-    num_losses: int
-    added: int
-    added_here: int
-    reserved_by_others: int
+    num_losses: int  # times that the count was lost before
+    added: int  # bytes that were ever added
+    added_here: int  # of them, by this process
+    reserved_by_others: int  # and perhaps not written
 
 
 class RemovedCountError(OSError):
@@ -72,34 +64,24 @@ class Ledger:
     its `ProcessClaim`, and there it lists the files that it is writing, so that no other process
     writes them.
 
-    The count carries a checksum; a damaged one is unknown.
-
-    Works on any file system with `flock`, NFS version 4 included.
-
-    Args:
-        root: Root of the store, which must be there; made anew when it was removed.
-
-    Raises:
-        OSError: The files cannot be made, or something else has the ledger's name.
+    A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
+    root must be there, and is made anew when it was removed.
 
     Attributes:
-        known: Whether there is a count; without one, nothing may be added. This and the next three
+        known: Whether there is a count; without one, nothing may be added. This and the next two
             are valid, and may be changed, only inside `locked`.
         used: Bytes in the store.
-        added: Bytes that were ever added.
-        added_here: Bytes that this process added, and that are counted.
         reserved: Bytes that this process added and did not settle yet.
-        num_losses: Times that the count was found to be removed or damaged.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lock = runtime.lock()
         self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
+        self._num_losses = 0  # times that the count was found to be removed or damaged
+        self._added = self._added_here = 0  # bytes that were ever added, and by this process
         self.known = False
-        self.used = 0
-        self.added = self.added_here = 0
-        self.reserved = self.num_losses = 0
+        self.used = self.reserved = 0
         self._fd, self._claim = self._open()
 
     @property
@@ -113,8 +95,8 @@ class Ledger:
 
         Raises:
             OSError: The count cannot be read or written, was removed while bytes were added, or
-                somebody has locked it for `LOCK_TIMEOUT_S`; nothing was changed, `reserved` and
-                `added_here` included.
+                somebody has locked it for `LOCK_TIMEOUT_S`; nothing was changed, `reserved`
+                included.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
@@ -123,16 +105,16 @@ class Ledger:
             try:
                 record = _read_record(self._fd)
                 self.known = bool(record)
-                self.num_losses += was_known and not self.known
-                _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
-                reserved, added_here = self.reserved, self.added_here
+                self._num_losses += was_known and not self.known
+                _, self.used, self._added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
+                reserved, added_here = self.reserved, self._added_here
                 try:
                     yield
                 finally:
                     try:
                         self._write(record, reserved)
                     except BaseException:
-                        self.reserved, self.added_here = reserved, added_here
+                        self.reserved, self._added_here = reserved, added_here
                         raise
             finally:
                 with contextlib.suppress(OSError, MemoryError):  # what is done stays so
@@ -142,7 +124,7 @@ class Ledger:
         """Write what has changed since the count was read."""
         if reserved != self.reserved:  # first: a recount must never miss reserved bytes
             self._claim.reserve(self.reserved)
-        changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
+        changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self._added))
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in another file by now, from a walk that misses what is not written yet.
@@ -177,8 +159,8 @@ class Ledger:
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are about to be written; only inside `locked`."""
         self.used += num_bytes
-        self.added += num_bytes
-        self.added_here += num_bytes
+        self._added += num_bytes
+        self._added_here += num_bytes
         self.reserved += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -198,36 +180,27 @@ class Ledger:
         """
         self.remove(replaced)
         if self.known:
-            self.added += num_bytes
-            self.added_here += num_bytes
+            self._added += num_bytes
+            self._added_here += num_bytes
 
     def begin_recount(self) -> Recount:
-        """Note the state before a walk, for `end_recount`; only inside `locked`.
-
-        Raises:
-            OSError: The claims of other processes cannot be read.
-        """
+        """Note the state before a walk, for `end_recount`; only inside `locked`."""
         reserved = self._claim.reserved_by_others()
-        return Recount(self.num_losses, self.added, self.added_here, reserved)
+        return Recount(self._num_losses, self._added, self._added_here, reserved)
 
     def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
-        """Set the count by a walk that has ended; only inside `locked`.
+        """Set the count by what a walk found and this process has reserved; only inside `locked`.
 
         What others reserved, added or moved during the walk is counted as well. A count that was
         lost during it stays unknown, or as another process has made it anew: how much was added
-        before it was lost, nobody knows. The next reservation counts anew. A walk that may have
-        missed some lowers no count, and makes none where there is none.
-
-        Args:
-            begun: State when the walk began.
-            num_bytes: Bytes of what the walk found, and of what this process has reserved.
-            is_partial: Whether the walk may have missed some.
+        before it was lost, nobody knows. The next reservation counts anew. A partial walk, which
+        may have missed some, lowers no count, and makes none where there is none.
         """
-        if self.num_losses != begun.num_losses or self.added < begun.added:
+        if self._num_losses != begun.num_losses or self._added < begun.added:
             return
         if is_partial and not self.known:
             return
-        added_by_others = self.added - begun.added - (self.added_here - begun.added_here)
+        added_by_others = self._added - begun.added - (self._added_here - begun.added_here)
         total = num_bytes + begun.reserved_by_others + added_by_others
         self.used = max(total, self.used) if is_partial else total
         self.known = True
@@ -235,17 +208,10 @@ class Ledger:
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
     ) -> None:
-        """Correct the count by a walk through all blocks; outside `locked`; blocks.
+        """Correct the count by a walk, which begins in here; outside `locked`; blocks.
 
         Blocks that engines store or remove meanwhile may leave the count too high, never too low,
         and so do those that the walk has skipped. This process may store none.
-
-        Args:
-            blocks: The walk, which begins in here.
-            num_skipped: Counts what such walks have skipped so far.
-
-        Raises:
-            OSError: The walk failed, or the count cannot be read or written.
         """
         with self.locked():
             begun = self.begin_recount()
@@ -255,27 +221,17 @@ class Ledger:
             self.end_recount(begun, num_bytes, is_partial=num_skipped() != skipped_before)
 
     def settle(self, num_bytes: int) -> None:
-        """Count reserved bytes as written; outside `locked`, without waiting for other processes.
-
-        Raises:
-            OSError: The claim cannot be written: recounts will be too high.
-        """
+        """Count reserved bytes as written; outside `locked`, waits for no other process."""
         with self._lock:
             self.reserved -= num_bytes
             self._claim.reserve(self.reserved)
 
     @contextlib.contextmanager
     def claimed(self, files: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """Claim files in order to write them; blocks.
+        """Claim at most `MAX_CLAIMED` files in order to write them; blocks.
 
-        Args:
-            files: Names of at most `MAX_CLAIMED` files, which no thread of this process claims.
-
-        Yields:
-            Those files that another living process has claimed; this process has not.
-
-        Raises:
-            OSError: The claims cannot be read or written; nothing was claimed.
+        No thread of this process claims them. Yields those that another living process has claimed,
+        which this one has not.
         """
         with self.locked():
             taken = self._claim.files_of_others().intersection(files)
@@ -314,17 +270,13 @@ class Ledger:
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim
-        self.num_losses += 1
+        self._num_losses += 1
 
 
 def read_count(root: Path) -> int | None:
     """Read how many bytes a store counts, without a lock and without changing anything.
 
-    Returns:
-        The bytes; None where there is no count, or it is damaged or being changed.
-
-    Raises:
-        OSError: The count cannot be read.
+    None where there is no count, or it is damaged or being changed.
     """
     try:
         fd = runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)
@@ -346,11 +298,7 @@ def _read_record(fd: int) -> bytes:
 
 
 def _open_ledger(path: Path) -> int:
-    """Open the ledger, made if need be; a file with hard links is refused: it may be anybody's.
-
-    Raises:
-        OSError: It cannot be opened, or it is not ours to write to.
-    """
+    """Open the ledger, made if need be; a file with hard links is refused: it may be anybody's."""
     try:
         fd = open_locked(path, _FLAGS)
     except OSError as exc:

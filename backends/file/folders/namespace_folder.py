@@ -5,7 +5,6 @@ import functools
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Self
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.open_folders import GONE, OWN, OpenFolders
@@ -41,10 +40,7 @@ class NamespaceFolder:
 
     No link in the tree leads out of it: every folder is opened without following links and
     addressed by descriptor. A file lies in the folder of its key, unless it was `found_in` another
-    one. Thread-safe; every method blocks.
-
-    Raises:
-        OSError: The root cannot be opened.
+    one. Thread-safe; every method blocks, and raises an OSError if what it does fails.
     """
 
     def __init__(self, root: Path, fingerprint: str) -> None:
@@ -56,7 +52,7 @@ class NamespaceFolder:
     def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
         """Get the bytes of each key's file; None where it is missing or a link."""
         names, since = file_names(keys), self._folders.num_renewed
-        sizes = sizes_in(self._folders_of(names), names)
+        sizes = sizes_in(self.folders_of(keys), names)
         missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
         if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
             for index in missing:
@@ -71,15 +67,12 @@ class NamespaceFolder:
         With `create`, folders are made if need be. With `renew`, those that were removed are opened
         or made anew, and the root, too. That they were shows only when a file is made.
         """
-        return self._folders_of(file_names(keys), create=create, renew=renew)
+        names = [key[:1].hex() for key in keys]
+        fds = self._folders.find(dict.fromkeys(names), create=create, renew=renew)
+        return [fds[name] for name in names]
 
     def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
-        """Open the file of a key for reading, with `READ_FLAGS` and other flags.
-
-        Raises:
-            FileNotFoundError: There is none.
-            OSError: It cannot be opened, or it is a link.
-        """
+        """Open the file of a key for reading, with `READ_FLAGS` and other flags; no link."""
         name, flags = file_name(key), READ_FLAGS | flags
         return self._folders.within(
             found_in or name[:2], lambda fd: runtime.disk().open(name, flags, dir_fd=fd)
@@ -92,20 +85,15 @@ class NamespaceFolder:
     def sync_file_system(self) -> None:
         """Make all that was written to the root's file system durable, in one call.
 
-        Raises:
-            OSError: A write has failed since the last time.
+        It raises an OSError if a write has failed since the last time.
         """
         runtime.disk().sync_file_system(self._folders.root_fd)
 
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> tuple[int, int] | None:
         """Move the open file of a key to quarantine, where no lookup finds it.
 
-        Returns:
-            Bytes that it takes on the disk, and those of the file that it replaced there; None when
-            another process removed or replaced it since it was opened.
-
-        Raises:
-            OSError: The file cannot be moved, or the bytes cannot be told.
+        Returns the bytes that it takes on the disk, and those of the file that it replaced there;
+        None when another process removed or replaced it since it was opened.
         """
         name = file_name(key)
         (replaced,) = require_known([self._size(name, QUARANTINE)])
@@ -123,14 +111,7 @@ class NamespaceFolder:
         return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
 
     def remove(self, key: BlockKey, found_in: str = "") -> int | None:
-        """Remove a key's file.
-
-        Returns:
-            The bytes that it had; None when it was not there.
-
-        Raises:
-            OSError: They cannot be told, or it cannot be removed.
-        """
+        """Remove a key's file; return the bytes that it had, None when it was not there."""
         name = file_name(key)
 
         def unlink(fd: int) -> int | None:
@@ -162,11 +143,7 @@ class NamespaceFolder:
             )
 
     def read_text(self, name: str) -> str:
-        """Read a small text file of the folder.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read a small text file of the folder."""
         disk = runtime.disk()
         fd = self._folders.within(OWN, lambda folder: disk.open(name, READ_FLAGS, dir_fd=folder))
         try:
@@ -175,11 +152,7 @@ class NamespaceFolder:
             disk.close(fd)
 
     def has_text(self, name: str) -> bool:
-        """Whether the folder has a text file.
-
-        Raises:
-            OSError: That cannot be told.
-        """
+        """Whether the folder has a text file."""
         return require_known(sizes_in([*self._folders.find([OWN]).values()], [name])) != [None]
 
     def write_text(self, name: str, text: str) -> None:
@@ -197,10 +170,8 @@ class NamespaceFolder:
     def remove_empty(self, text_names: Collection[str]) -> bool:
         """Remove the folder if it holds no block or foreign file; return whether it was removed.
 
-        Other processes may use it: files that they create meanwhile stay.
-
-        Args:
-            text_names: Text files that describe the folder; they are removed with it, or stay.
+        The text files that describe it are removed with it, or stay. Other processes may use it:
+        files that they create meanwhile stay.
         """
         folder = self._folders.descriptor(OWN)
         found = set(runtime.disk().listdir(folder))
@@ -227,23 +198,9 @@ class NamespaceFolder:
         """Close every descriptor; may be called again. No other call may be under way."""
         self._folders.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _describe(self, folder_fd: int) -> None:
         for text in self._texts.items():
             _write_text(*text, folder_fd)
-
-    def _folders_of(
-        self, file_names: Sequence[str], *, create: bool = False, renew: bool = False
-    ) -> list[Result]:
-        """Get the descriptor of each file's folder, or why there is none."""
-        names = {name[:2]: None for name in file_names}
-        fds = self._folders.find(names, create=create, renew=renew)
-        return [fds[name[:2]] for name in file_names]
 
     def _size(self, name: str, folder: str = "") -> Size:
         try:

@@ -22,21 +22,13 @@ T = TypeVar("T")
 
 
 def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
-    """Open a folder, by descriptor where there is a parent; a link is not followed there.
-
-    Raises:
-        OSError: It is not there, or not a folder.
-    """
+    """Open a folder, by descriptor where there is a parent; a link is not followed there."""
     flags = _FLAGS if parent_fd is not None else _FLAGS & ~os.O_NOFOLLOW
     return runtime.disk().open(name, flags, dir_fd=parent_fd)
 
 
 def make_root(root: Path) -> None:
-    """Make the root of a store, if need be. Its name, and those of new parents, reach the disk.
-
-    Raises:
-        OSError: It can be neither opened nor made.
-    """
+    """Make the root of a store, if need be. Its name, and those of new parents, reach the disk."""
     disk, synced = runtime.disk(), [root.parent]
     for parent in root.parents:
         try:
@@ -61,15 +53,8 @@ class OpenFolders:
     removed folder looks empty. So a file that is not found is looked for once more, in the folder
     that has the name now, if the known one was removed; a file that is found costs no further
     system call. A renewed descriptor keeps its number, because a thread may be using it: there are
-    at most as many as names. Thread-safe; every method blocks.
-
-    Args:
-        root: Root of the store, which must be there.
-        fingerprint: Name of the namespace's own folder.
-        on_made: Called with the descriptor of that folder when it may be new.
-
-    Raises:
-        OSError: The root cannot be opened.
+    at most as many as names. Thread-safe; every method blocks, and raises an OSError if what it
+    does fails. `on_made` is called with the namespace's own folder when that may be new.
 
     Attributes:
         root_fd: Descriptor of the root.
@@ -87,11 +72,7 @@ class OpenFolders:
         self.root_fd = open_folder(root)
 
     def descriptor(self, name: str) -> int:
-        """Get the descriptor of a folder, which may have been removed since.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
+        """Get the descriptor of a folder, which may have been removed since."""
         fd = self._opened.get(name)
         return self.renew(name, create=False) if fd is None else fd
 
@@ -112,11 +93,7 @@ class OpenFolders:
         return fds
 
     def within(self, name: str, act: Callable[[int], T], *, create: bool = False) -> T:
-        """Call `act` with the descriptor of a folder, and again if that one was removed.
-
-        Raises:
-            OSError: The folder cannot be opened, or as `act`.
-        """
+        """Call `act` with the descriptor of a folder, and again if that one was removed."""
         fd, since = self._opened.get(name), self.num_renewed
         if fd is not None:
             try:
@@ -132,9 +109,6 @@ class OpenFolders:
         """Open the folder that has a name now, and its parents; return its descriptor.
 
         With `create`, those that are not there are made, the root included.
-
-        Raises:
-            OSError: One can be neither opened nor made.
         """
         with self._lock:
             if _is_one_removed([self.root_fd]):
@@ -145,11 +119,7 @@ class OpenFolders:
             return own if name == OWN else self._renew(name, name, own, create=create)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make the names in folders durable, and those of the folders where we opened them anew.
-
-        Raises:
-            OSError: A folder cannot be synced.
-        """
+        """Make the names in folders durable, and those of the folders where we opened them anew."""
         sync = runtime.disk().fsync
         for name in names:
             self.within(name, sync)

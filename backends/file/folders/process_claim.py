@@ -43,14 +43,8 @@ class ProcessClaim:
     """Claim of this process: a file in the root, locked while the process lives. Reads all others.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
-    for each thread. Both carry a checksum: a damaged number or list claims nothing.
-
-    Raises:
-        OSError: The file cannot be made.
-
-    Attributes:
-        fd: Descriptor of the file.
-        owner: Unique name of this process among all that ever used the store.
+    for each thread. Both carry a checksum: a damaged number or list claims nothing. The owner is
+    the unique name of this process among all that ever used the store.
     """
 
     def __init__(self, root: Path, reserved: int) -> None:
@@ -151,9 +145,6 @@ def open_locked(path: Path, flags: int) -> int:
     """Open a file that will be locked, until `close_locked`.
 
     A forked child has no descriptor of it: there the lock would outlive this process.
-
-    Raises:
-        OSError: It cannot be opened.
     """
     fd = runtime.disk().open(path, flags, FILE_MODE)
     runtime.disk().locked.add(fd)
@@ -169,11 +160,7 @@ def close_locked(fd: int) -> None:
 
 
 def has_name(fd: int) -> bool:
-    """Whether an open file was not removed; one that another host of an NFS removed is stale.
-
-    Raises:
-        OSError: That cannot be told.
-    """
+    """Whether an open file was not removed; one that another host of an NFS removed is stale."""
     try:
         return runtime.disk().fstat(fd).st_nlink > 0
     except OSError as exc:

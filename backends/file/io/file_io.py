@@ -196,11 +196,7 @@ def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
 
 
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:
-    """Get the bytes of a file in a folder; None for a link, a folder or the like.
-
-    Raises:
-        OSError: It does not exist, or `stat` fails.
-    """
+    """Get the bytes of a file in a folder; None for a link, a folder or the like."""
     found = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -225,11 +221,7 @@ def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Si
 
 
 def require_known(sizes: Sequence[Size]) -> list[int | None]:
-    """Check that it could be told of each file whether it is there.
-
-    Raises:
-        OSError: Why it could not be told of one.
-    """
+    """Check that it could be told of each file whether it is there, or raise why not."""
     for size in sizes:
         if isinstance(size, OSError):
             raise size

@@ -49,8 +49,7 @@ class UringFileIO(FileIO):
     """I/O engine with an io_uring per thread; no Python runs from opening a file to closing it.
 
     Raises:
-        OSError: The kernel has no io_uring, an old one, or does not permit it, as the default
-            profile of many container engines.
+        OSError: The kernel has no io_uring, an old one, or forbids it, as many containers do.
     """
 
     files_per_call = FILES_PER_CALL
