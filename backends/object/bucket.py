@@ -57,13 +57,7 @@ class ObjectVersion:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of what was asked of a bucket, since it was opened.
-
-    Attributes:
-        requests: Requests, repetitions included.
-        sent_bytes: Bytes of objects that were sent.
-        received_bytes: Bytes of objects that were received.
-    """
+    """Counts since a bucket was opened: requests with repetitions, and bytes of objects."""
 
     requests: int = 0
     sent_bytes: int = 0
@@ -89,14 +83,10 @@ class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
     After failures in a row that show a server that is gone, requests fail at once for a while.
-    After answers in a row that it cannot store, as with a full disk, only those that store do.
-
-    Args:
-        config: Where it is, and the time and requests that it may take; see `ObjectConfig`.
+    After answers in a row that it cannot store, as with a full disk, only those that store do. A
+    request that fails raises a `RequestFailedError`.
 
     Attributes:
-        place: Its URL, with the prefix of the names.
-        counts: What was asked of it.
         slots: Those of `max_requests`, to be held for one block at a time.
         stores: Circuit breaker for requests that store.
 
@@ -247,9 +237,6 @@ class Bucket:
         ends as if it were whole. Each answer is waited for on a thread: a list that is cancelled in
         a request, or let go of, panics, "there is no reactor running". There it ends by the
         client's timeout.
-
-        Raises:
-            RequestFailedError: A request failed, or the server begins anew again and again.
         """
         begun: Iterator[Sequence[Any]] | None = None
         last: str | None = None
@@ -317,11 +304,7 @@ class Bucket:
         """Make a request, again where it was refused for a reason that passes.
 
         Its time begins with its turn: who waits for one is not late, and has learned nothing about
-        the server.
-
-        Raises:
-            FileNotFoundError: There is no such object, or no such bucket.
-            RequestFailedError: It failed.
+        the server. It raises a FileNotFoundError where there is no such object, or no such bucket.
         """
         turn = _Turn(timeout_s or self._timeout_s)
         while True:
@@ -331,12 +314,7 @@ class Bucket:
                 await self._wait_for_repetition(what, exc, turn)
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], turn: "_Turn") -> T:
-        """Make a request once, when its turn has come, and note what it says about the server.
-
-        Raises:
-            FileNotFoundError: There is no such object, or no such bucket.
-            RequestFailedError: It failed.
-        """
+        """Make a request once, when its turn has come, and note what it says about the server."""
         if turn.ends_at == inf:
             await self._pace()
             turn.begin()
@@ -378,8 +356,7 @@ class Bucket:
     ) -> None:
         """Wait for the moment at which a request may be repeated.
 
-        Raises:
-            RequestFailedError: The failure, since a repetition is of no use or comes too late.
+        The failure is raised if a repetition is of no use or comes too late.
         """
         backoff_s = turn.backoff.next_s()
         is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)

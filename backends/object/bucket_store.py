@@ -42,18 +42,11 @@ class BucketStore(BlockStore):
     Names and sizes come from lists, a thousand at a time. Every request has the deadline and the
     repetitions of `Bucket`. Nobody writes temporary files to a bucket: what has the name of one was
     copied from a folder. Uses are not noted: a block is as old as its object. Namespaces that come
-    after the first look are not seen. Thread-safe.
-
-    Args:
-        config: The bucket. Credentials come from the environment.
+    after the first look are not seen. Thread-safe. Credentials come from the environment.
 
     Attributes:
         bucket: Makes the requests, to be passed to `ask`.
         prefix: Beginning of all names.
-
-    Raises:
-        MissingExtraError: obstore is not installed.
-        BackendUnavailableError: The cloud's client refuses what is in the environment.
     """
 
     def __init__(self, config: ObjectConfig) -> None:
@@ -293,10 +286,7 @@ class _BucketNamespace(StoredNamespace):
 
 
 class _OpenObject(OpenBlock):
-    """Object that is read in one request, or in pieces where it is large.
-
-    Its name in quarantine is `away`.
-    """
+    """Object that is read in one request, or in pieces if it is large; `away`: in quarantine."""
 
     def __init__(self, store: BucketStore, name: str, away: str = "") -> None:
         self._store = store

@@ -22,10 +22,6 @@ class NamespaceTexts:
     before it stores a page. So a namespace is known to have pages that an engine cannot read before
     it meets one. Belongs to one event loop.
 
-    Args:
-        bucket: The bucket.
-        pages: Pages of the namespace.
-
     Attributes:
         overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
         has_others: Whether there may be pages of another integrity, or sealed with another key;
@@ -47,19 +43,11 @@ class NamespaceTexts:
         return was_news
 
     async def write(self) -> None:
-        """Describe the namespace and note the kind of our pages, once.
-
-        Raises:
-            RequestFailedError: A request failed; the next call tries again.
-        """
+        """Describe the namespace and note the kind of our pages, once it succeeds."""
         await self._writing.run(self._write)
 
     async def read(self) -> None:
-        """Find out which kinds of pages there may be, once.
-
-        Raises:
-            RequestFailedError: A request failed; the next call tries again.
-        """
+        """Find out which kinds of pages there may be, once it succeeds."""
         await self._reading.run(self._read)
 
     async def aclose(self, timeout_s: float) -> None:

@@ -22,11 +22,8 @@ class Presence:
     """Cache of which objects are there, as far as was seen a short time ago.
 
     What this process stores and removes counts at once; what a look saw that began before such a
-    change, or before a later look, does not undo it. What others do is seen when a time has passed.
-    Belongs to one event loop. `WantedBlocks` of an engine lasts as long as its requests instead.
-
-    Args:
-        config: How long it is taken to be so, see `ObjectConfig`.
+    change, or before a later look, does not undo it. What others do is seen when a time has passed,
+    see `ObjectConfig`. Belongs to one event loop.
     """
 
     def __init__(self, config: ObjectConfig) -> None:

@@ -58,11 +58,7 @@ class RequestFailedError(KVXferError):
 
 
 def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
-    """Open the client of a cloud.
-
-    Raises:
-        BackendUnavailableError: The client refuses what is in the environment.
-    """
+    """Open the client of a cloud; a `BackendUnavailableError` says what it refuses."""
     try:
         return open_store()
     except (KVXferError, *ENDS):
