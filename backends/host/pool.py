@@ -39,10 +39,8 @@ it, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
 class PoolShape:
     """Division of a pool of host memory into slots and parts.
 
-    Attributes:
-        num_slots: Blocks (chunks) that fit.
-        num_parts: Workers that each keep their own part of every block.
-        part_size_bytes: Bytes of one part, a multiple of 4096.
+    Each slot is for one block (chunk); each of `num_parts` workers keeps its own part of every
+    block. The size of a part is a multiple of 4096.
     """
 
     num_slots: int
@@ -91,9 +89,9 @@ class PoolShape:
 class HostPool:
     """Slots in memory of this process, or shared by all processes that open the same name.
 
-    The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
-    process. Tags catch errors that must not happen: a slot that is read for another block than was
-    written, a slot that was never finished and, with checksums, bytes that changed.
+    The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one process.
+    Tags catch errors that must not happen: a slot that is read for another block than was written,
+    a slot that was never finished and, with checksums, bytes that changed.
 
     Every process passes the same shape and namespace. The slots are in shared memory of this
     `name`, in the given `memory`, or else in memory of this process alone, which is closed with the
@@ -140,11 +138,7 @@ class HostPool:
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """Register memory that blocks will be in, and pin the slots for the GPUs that it is on.
-
-        Raises:
-            DeviceUnavailableError: A GPU, or a package that its driver needs, is missing.
-        """
+        """Register memory that blocks will be in, and pin the slots for the GPUs that it is on."""
         self._copy_engine.attach([region for region in memory if region.device != HOST])
 
     def write(
@@ -153,13 +147,7 @@ class HostPool:
         """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the GIL is free.
 
         A slot is tagged only when its bytes are whole, so that a process killed in the middle
-        leaves an empty slot.
-
-        Returns:
-            The checksum of each; zeros where none is made.
-
-        Raises:
-            InvalidArgumentError: A block does not fit into a part.
+        leaves an empty slot. Returns the checksum of each; zeros where none is made.
         """
         copy, finish = self.begin_write(slots, keys, blocks, part=part)
         if not copy.has_ended():
@@ -169,11 +157,9 @@ class HostPool:
     def begin_write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
     ) -> tuple[Copy, Callable[[], list[int]]]:
-        """Begin `write`.
+        """Begin `write`; return the copy, and what is to be called once it has ended.
 
-        Returns:
-            The copy, and what is to be called once it has ended: it hashes the bytes, if they are
-            to be hashed, and tags the slots.
+        That hashes the bytes, if they are to be hashed, and tags the slots.
         """
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
@@ -196,17 +182,13 @@ class HostPool:
         blocks: Descriptors,
         *,
         part: int = 0,
-        verified: bool = False,
     ) -> list[Outcome]:
         """Copy `slots[i]` to block i where it holds `keys[i]`, whole and unchanged.
 
-        They are `verified` where `verify` was called since the slots were last free to change.
-
-        Returns:
-            Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`.
-            Memory of blocks that are not done is not written.
+        Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`. Memory
+        of blocks that are not done is not written.
         """
-        outcomes, copy = self.begin_read(slots, keys, blocks, part=part, verified=verified)
+        outcomes, copy = self.begin_read(slots, keys, blocks, part=part)
         copy.wait()
         return outcomes
 
@@ -219,7 +201,10 @@ class HostPool:
         part: int = 0,
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
-        """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
+        """Begin `read`: the outcomes are true, and the slots free to change, after the copy.
+
+        They are `verified` where `verify` was called since the slots were last free to change.
+        """
         hashed = self.integrity is MemoryIntegrity.FULL and not verified
         if hashed and len(slots) > 1 and blocks.num_bytes > RUN_BYTES and blocks.device == HOST:
             outcomes: list[Outcome] = []
@@ -297,7 +282,7 @@ class HostPool:
 
         Returns:
             Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
-            zero when integrity is off or `hashed` is.
+                zero when integrity is off or they are not hashed.
         """
         outcomes, checksums = [], []
         verifies = hashed and self.integrity is MemoryIntegrity.FULL
@@ -378,9 +363,8 @@ class HostPool:
     def sums_of(self, slot: int) -> tuple[list[int], list[int], int]:
         """Hash every part of a slot, whatever writes there; any thread.
 
-        Returns:
-            XXH3-64 of each part, the checksums in the tags, zero where there is none, and the
-            number of bytes; nothing of a slot that is not whole.
+        Returns XXH3-64 of each part, the checksums in the tags, zero where there is none, and the
+        number of bytes; nothing of a slot that is not whole.
         """
         tags = self._tags[slot].tolist()
         limit = self.shape.part_size_bytes
@@ -397,10 +381,7 @@ class HostPool:
 
     @property
     def slots(self) -> NDArray[np.uint8]:
-        """Every slot, uint8, `(num_slots, num_parts, part_size_bytes)`, in place.
-
-        Keeps the memory mapped.
-        """
+        """Every slot, uint8, `(num_slots, num_parts, part_size_bytes)`; keeps the memory mapped."""
         return self._data
 
     def close(self) -> None:
