@@ -1,7 +1,10 @@
 """Mooncake Store: blocks in memory that processes of a cluster give to a pool with a master."""
 
-from kvxfer.backends.mooncake.backend import MooncakeBackend
-from kvxfer.backends.mooncake.client import CallFailedError, Code, StoreClient
-from kvxfer.backends.mooncake.config import MooncakeConfig
+from kvxfer.backends.mooncake.backend import (
+    CallFailedError,
+    MooncakeBackend,
+    MooncakeConfig,
+    StoreClient,
+)
 
-__all__ = ["CallFailedError", "Code", "MooncakeBackend", "MooncakeConfig", "StoreClient"]
+__all__ = ["CallFailedError", "MooncakeBackend", "MooncakeConfig", "StoreClient"]

@@ -1,32 +1,46 @@
-"""Backend over Mooncake Store: a page an object, verified after it has landed."""
+"""Mooncake Store: a page an object, in memory that processes of a cluster give to a pool."""
 
 import asyncio
 import contextlib
+import enum
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.mooncake.client import Ask, CallFailedError, Code, StoreClient
-from kvxfer.backends.mooncake.config import MooncakeConfig
+from kvxfer import runtime
+from kvxfer.checks import require_number, require_positive
+from kvxfer.configuration import Configuration
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    InvalidArgumentError,
+    KVXferError,
+)
+from kvxfer.extras import require_extra
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
-from kvxfer.runtime import Threads
+from kvxfer.runtime import CLOSE_TIMEOUT_S, Calls, CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
+from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:
-    from mooncake.store import MooncakeDistributedStore
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 PREFIX = "kvxfer/"
 """Beginning of the names of all objects, which others of the cluster do not use."""
@@ -34,14 +48,327 @@ PREFIX = "kvxfer/"
 NUM_THREADS = 2
 """Threads that copy and verify: of one run while bytes of another one arrive."""
 
-GONE = frozenset({Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY, Code.REPLICA_IS_GONE})
-
 NO_BUFFER = Outcome(Status.TIMED_OUT, reason="no staging buffer came back in time")
 
-logger = logging.getLogger(__name__)
+HANDSHAKE = "P2PHANDSHAKE"
+"""Metadata service of clusters without one: clients ask each other."""
+
+NONSENSE = bytes(64)
+
+ABANDONED_AFTER_S = 60.0
+"""Time after which Mooncake gives up a transfer, and leaves it under way.
+
+Source: https://github.com/kvcache-ai/Mooncake, `mooncake-store/src/transfer_task.cpp`.
+"""
+
+Ask = Callable[["MooncakeDistributedStore"], Sequence[int]]
 
 Slot = NDArray[np.uint8]
 """Place of one page in a staging buffer."""
+
+logger = logging.getLogger(__name__)
+
+
+class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `mooncake://host:port`.
+
+    Attributes:
+        address: `host:port` of the master.
+        metadata: Metadata service of the cluster, such as `http://10.0.0.5:8080/metadata`; by
+            default the clients ask each other.
+        host: Host by which other clients reach this process; by default the address from which
+            the master is reached.
+        protocol: Transport of the bytes.
+        devices: Network cards for RDMA, with commas between; chosen by Mooncake by default.
+        replicas: Copies of each block, in the memory of different processes.
+        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
+            block is read; `off` does neither.
+        staging: Bytes of registered memory for blocks on their way; raised to two of the largest
+            chunk.
+        timeout_s: Time for one call of the client, which moves a quarter of `staging` at most; half
+            of it at most is waited until the client is free.
+        lookup_timeout_s: Time for a lookup; after it every block is a miss.
+        retry_after_s: Time for which a master that has failed is left alone.
+        close_timeout_s: Time that closing waits for calls that still run.
+
+    Raises:
+        InvalidArgumentError: Names the parameter that cannot be used, and its value.
+    """
+
+    address: str
+    metadata: str = HANDSHAKE
+    host: str = ""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+    replicas: int = 1
+    integrity: Integrity = Integrity.FAST
+    staging: ByteSize = ByteSize(DEFAULT_STAGING_BYTES)
+    timeout_s: float = 10.0
+    lookup_timeout_s: float = 2.0
+    retry_after_s: float = 5.0
+    close_timeout_s: float = CLOSE_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a connection."""
+        super().__post_init__()
+        self.integrity.require_keyless()
+        if not self.master.port:
+            raise InvalidArgumentError("address", self.address, "the port of the master")
+        if "@" in self.metadata or not self.metadata:
+            wanted = f"a URL without credentials, or {HANDSHAKE}"
+            raise InvalidArgumentError("metadata", self.metadata.rpartition("@")[2], wanted)
+        require_positive("replicas", self.replicas)
+        for name in ("timeout_s", "lookup_timeout_s", "retry_after_s"):
+            if not require_number(name, getattr(self, name)):
+                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        require_number("close_timeout_s", self.close_timeout_s)
+
+    @property
+    def master(self) -> Endpoint:
+        """The master."""
+        return Endpoint.parse("address", self.address)
+
+    def require_answer(self) -> None:
+        """Check that the master answers, within `lookup_timeout_s`; blocks.
+
+        It is sent what no protocol has, and hangs up, unless it is frozen: then its kernel accepts
+        connections, and nobody reads.
+
+        Raises:
+            BackendUnavailableError: It does not answer.
+        """
+        try:
+            with socket.create_connection(
+                (self.master.host, self.master.port), self.lookup_timeout_s
+            ) as connection:
+                connection.sendall(NONSENSE)
+                connection.recv(1)
+        except ConnectionResetError:
+            pass  # an answer, too
+        except OSError as exc:
+            raise BackendUnavailableError(f"mooncake://{self.address}: {exc}") from exc
+
+    def require_mooncake(self) -> None:
+        """Check that Mooncake is installed, and can be imported.
+
+        Raises:
+            MissingExtraError: It is not installed.
+            BackendUnavailableError: A library that it needs is not there.
+        """
+        require_extra("mooncake", "mooncake", what="mooncake://")
+        try:
+            import mooncake.store  # noqa: F401 - only whether it can be
+        except ImportError as exc:
+            raise BackendUnavailableError(f"mooncake cannot be imported: {exc}") from exc
+
+    def open_store(self) -> "MooncakeDistributedStore":
+        """Connect a client of Mooncake that has no memory of its own; blocks."""
+        from mooncake.store import MooncakeDistributedStore
+
+        # Without an answer `setup` holds the interpreter lock for half a minute and more.
+        self.require_answer()
+        store = MooncakeDistributedStore()
+        host = self.host or _local_host(self.master)
+        code = store.setup(host, self.metadata, 0, 0, self.protocol, self.devices, self.address)
+        if code:
+            raise BackendUnavailableError(f"mooncake://{self.address} cannot be reached ({code})")
+        return store
+
+    def replication(self) -> "ReplicateConfig":
+        """Make the setting of a store: how many copies, none of them pinned."""
+        from mooncake.store import ReplicateConfig
+
+        setting = ReplicateConfig()
+        setting.replica_num = self.replicas
+        return setting
+
+
+def _local_host(master: Endpoint) -> str:
+    """Find the address of this machine from which a master is reached; nothing is sent."""
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(
+            master.host, master.port, type=socket.SOCK_DGRAM
+        )
+        with runtime.open_socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise BackendUnavailableError(f"no way to {master}: {exc}") from exc
+
+
+class Code(enum.IntEnum):
+    """Results of calls that are not counts of bytes.
+
+    Source: https://github.com/kvcache-ai/Mooncake, `mooncake-store/include/types.h`.
+    """
+
+    OK = 0
+    NO_AVAILABLE_HANDLE = -200
+    INVALID_PARAMS = -600
+    REPLICA_IS_NOT_READY = -703
+    OBJECT_NOT_FOUND = -704
+    REPLICA_IS_GONE = -712
+    TRANSFER_FAIL = -800
+    CHECKSUM_MISMATCH = -801
+    RPC_FAIL = -900
+    RPC_TIMEOUT = -901
+
+
+SILENT = frozenset({Code.RPC_FAIL, Code.RPC_TIMEOUT})
+"""Results of calls whose master is gone."""
+
+GONE = frozenset({Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY, Code.REPLICA_IS_GONE})
+
+
+class CallFailedError(KVXferError):
+    """Call that failed as a whole; `is_late` if it goes on, and may still touch the memory."""
+
+    def __init__(
+        self, reason: str, status: Status = Status.FAILED, *, is_late: bool = False
+    ) -> None:
+        self.outcome = Outcome(status, reason=reason)
+        self.is_late = is_late
+        super().__init__(reason)
+
+
+class StoreClient:
+    """Client of Mooncake Store on a thread of its own; belongs to one event loop.
+
+    Its calls block: some 4 s where the master is dead, 30 s where it is frozen or the process that
+    has the bytes is, and nothing interrupts them. So one thread makes them, one at a time. A call
+    that has not returned by its deadline goes on, and until it returns every other one fails at
+    once, as it does for `retry_after_s` after a master was silent.
+
+    The client connects in its first call, registers the memory, which is kept as long as a call may
+    touch it, and connects anew where it had to be closed. Mooncake holds the interpreter lock while
+    it connects, a tenth of a second, and while it closes, up to a second. Closing it during a call
+    ends the process by a segmentation fault: the thread does it after the call.
+    """
+
+    def __init__(self, config: MooncakeConfig, memory: MemoryRegion) -> None:
+        self._place = f"mooncake://{config.address}"
+        self._config = config
+        self._memory = memory
+        self._store: MooncakeDistributedStore | None = None  # the thread's
+        self._breaker = CircuitBreaker(
+            f"calls of {self._place}", max_errors=1, pause_s=config.retry_after_s
+        )
+        self._threads = Threads("kvxfer-mooncake", 1)
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Future[Sequence[int]] | None = None
+        self._calls = Calls()
+        self._is_late = False
+        self._closed = False
+        self._probe = 0
+        self.num_calls = 0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether calls are made, and not refused because none is answered."""
+        return self._breaker.closed
+
+    async def ask(self, what: str, ask: Ask, timeout_s: float) -> Sequence[int]:
+        """Make a call on the thread when its turn has come, for which it waits half of its time.
+
+        It touches no memory but the registered one.
+
+        Raises:
+            CallFailedError: It failed, is late, or was not made.
+            asyncio.CancelledError: The caller was cancelled; the call may go on, and is late from
+                its own deadline on.
+            ClosedError: The client was closed.
+        """
+        ends_at = runtime.monotonic() + timeout_s
+        self._require_idle(what)
+        try:
+            async with asyncio.timeout(timeout_s / 2):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise CallFailedError(f"{what}: others took too long", Status.TIMED_OUT) from None
+        try:
+            running = self._begin(what, ask)
+        except BaseException:
+            self._turn.release()
+            raise
+
+        def note_late() -> None:
+            if not running.done():
+                self._is_late = True
+                self._breaker.trip(f"{what} was not answered in time")
+
+        left_s, ending = ends_at - runtime.monotonic(), asyncio.wait([running])
+        with contextlib.suppress(TimeoutError):
+            await self._calls.wait_for(left_s, ending, note_late=note_late, outlives_caller=True)
+        if not running.done():
+            raise CallFailedError(f"{what}: no answer in time", Status.TIMED_OUT, is_late=True)
+        try:
+            codes = running.result()
+        except Exception as exc:
+            raise CallFailedError(f"{what}: {exc}") from exc
+        if SILENT & set(codes):
+            raise CallFailedError(f"{what}: no answer of {self._place}")
+        return codes
+
+    async def drain(self) -> None:
+        """Wait for the end of a call that runs now, after which it touches no memory."""
+        if self._running is not None and not self._running.done():
+            await asyncio.wait([self._running])
+
+    async def aclose(self, timeout_s: float) -> int:
+        """Close the client when its call has ended; return how many calls still run after a time.
+
+        One that still runs then keeps its memory, and has Mooncake closed when it ends.
+        """
+        self._closed = True
+        self._calls.cancel()
+        self._threads.start(self._shut)
+        return await self._threads.aclose(timeout_s)
+
+    def _require_idle(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError("mooncake backend")
+        if self._is_late:
+            raise CallFailedError(f"{what}: paused, an earlier call of {self._place} is late")
+
+    def _begin(self, what: str, ask: Ask) -> "asyncio.Future[Sequence[int]]":
+        self._require_idle(what)
+        if not self._breaker.allows():
+            raise CallFailedError(f"{what}: paused, {self._place} does not answer")
+        self._probe = self._breaker.probe
+        self.num_calls += 1
+        self._running = asyncio.ensure_future(self._threads.ask(self._call, ask))
+        self._running.add_done_callback(self._end)
+        return self._running
+
+    def _call(self, ask: Ask) -> Sequence[int]:
+        """Make a call, on the thread."""
+        if self._store is None:
+            self._store = self._config.open_store()
+            code = self._store.register_buffer(self._memory.address, self._memory.num_bytes)
+            if code:
+                self._shut()
+                raise BackendUnavailableError(f"the memory cannot be registered ({code})")
+        began_at = runtime.monotonic()
+        codes = ask(self._store)
+        if Code.TRANSFER_FAIL in codes and runtime.monotonic() - began_at >= ABANDONED_AFTER_S:
+            self._shut()  # or a transfer that was given up may write to the memory
+        return codes
+
+    def _shut(self) -> None:
+        if self._store is not None:
+            store, self._store = self._store, None
+            store.close()
+
+    def _end(self, call: "asyncio.Future[Sequence[int]]") -> None:
+        """Note the end of a call, for which perhaps nobody waits any more."""
+        self._is_late = False
+        self._turn.release()
+        if call.cancelled():
+            self._breaker.abandon(self._probe)
+        elif error := call.exception():
+            self._breaker.record(str(error))
+        else:
+            self._breaker.record("the master is silent" if SILENT & set(call.result()) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +394,9 @@ class MooncakeBackend(TellsKept):
     through registered memory, where a bucket has a request, a deadline, a repetition for each.
 
     Bytes pass through memory that is registered with Mooncake once; a buffer of it that a late call
-    may still touch is not used before the call has returned. While the master is gone every
-    block is a miss and every store fails, within the time for a call at first and at once soon
-    after; from time to time a call tries again.
-
-    Args:
-        config: See `MooncakeConfig`.
-        namespace: Namespace of the blocks.
+    may still touch is not used before the call has returned. While the master is gone every block
+    is a miss and every store fails, within the time for a call at first and at once soon after;
+    from time to time a call tries again.
 
     Raises:
         InvalidArgumentError: The namespace has no groups.
