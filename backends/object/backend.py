@@ -169,20 +169,16 @@ class ObjectBackend(TellsKept):
         try:
             async with aclosing(self._bucket.list_objects(self._pages.place(prefix))) as answers:
                 async for listed in answers:
-                    there = (self._pages.key_in(each.name) for each in listed)
-                    num_removed += await self._purge([k for k in there if k.startswith(prefix)])
+                    keys = [self._pages.key_in(each.name) for each in listed]
+                    keys = [key for key in keys if key.startswith(prefix)]
+                    removed, kept = await self.delete_or_keep(keys) if keys else (set(), set())
+                    num_removed += len(removed)
+                    if kept:
+                        found = f"{len(kept)} blocks cannot be removed"
+                        raise BackendUnavailableError(f"{self._bucket.place}: {found}")
         except RequestFailedError as exc:
             raise BackendUnavailableError(f"{self._bucket.place}: {exc}") from exc
         return num_removed
-
-    async def _purge(self, keys: Sequence[BlockKey]) -> int:
-        if not keys:
-            return 0
-        removed, kept = await self.delete_or_keep(keys)
-        if kept:
-            found = f"{len(kept)} blocks cannot be removed"
-            raise BackendUnavailableError(f"{self._bucket.place}: {found}")
-        return len(removed)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the bucket."""

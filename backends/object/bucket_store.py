@@ -137,17 +137,12 @@ class BucketStore(BlockStore):
         while listed := self.ask(_take(answers)):
             yield from listed
 
-    def read_begin(self, name: str, num_bytes: int) -> tuple[ObjectVersion, memoryview]:
-        """Read the leading bytes of an object; raise an OSError where there is none."""
-        return self._found(name, self.ask(self.bucket.read_begin(name, num_bytes), name))
-
-    def version_of(self, name: str) -> ObjectVersion:
-        """Ask for the version of an object; raise an OSError where there is none."""
-        return self._found(name, self.ask(self.bucket.head(name), name))
-
-    def read(self, name: str, start: int, stop: int) -> memoryview:
-        """Read bytes of an object; raise an OSError where there is none."""
-        return self._found(name, self.ask(self.bucket.read_range(name, start, stop), name))
+    def get(self, name: str, request: Coroutine[Any, Any, T | None]) -> T:
+        """Make a request about an object; raise a FileNotFoundError where there is none."""
+        answer = self.ask(request, name)
+        if answer is None:
+            raise self.gone(name)
+        return answer
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, several at a time."""
@@ -181,11 +176,6 @@ class BucketStore(BlockStore):
         except RequestFailedError as exc:
             return exc.transient
         return False
-
-    def _found(self, name: str, answer: T | None) -> T:
-        if answer is None:
-            raise self.gone(name)
-        return answer
 
     async def _delete_each(self, names: Sequence[str]) -> None:
         async def delete(name: str) -> None:
@@ -238,12 +228,12 @@ class _BucketNamespace(StoredNamespace):
         return self._read_text(name).decode(errors="replace")
 
     def read_head(self, block: FoundBlock) -> bytes:
-        name = self._store.prefix + block.path
+        name, read = self._store.prefix + block.path, self._store.bucket.read_range
         try:
-            head = self._store.read(name, 0, min(PAGE_BYTES, block.num_bytes))
+            head = self._store.get(name, read(name, 0, min(PAGE_BYTES, block.num_bytes)))
             size = header_size_in(bytes(head))
             if size > len(head):
-                head = self._store.read(name, 0, min(size, block.num_bytes))
+                head = self._store.get(name, read(name, 0, min(size, block.num_bytes)))
         except BackendUnavailableError:
             raise
         except (BlockFileError, OSError):
@@ -281,8 +271,8 @@ class _BucketNamespace(StoredNamespace):
         return (each.name.removeprefix(self._folder) for each in listed)
 
     def _read_text(self, name: str) -> bytes:
-        _, text = self._store.read_begin(self._folder + name, MAX_TEXT_BYTES)
-        return bytes(text)
+        path, bucket = self._folder + name, self._store.bucket
+        return bytes(self._store.get(path, bucket.read_begin(path, MAX_TEXT_BYTES))[1])
 
 
 class _OpenObject(OpenBlock):
@@ -296,8 +286,8 @@ class _OpenObject(OpenBlock):
         self._begin = memoryview(b"")
 
     def read_header(self) -> tuple[bytes, int]:
-        version, begin = self._store.read_begin(self._name, PIECE_BYTES)
-        self._version, self._begin = version, begin
+        request = self._store.bucket.read_begin(self._name, PIECE_BYTES)
+        version, begin = self._version, self._begin = self._store.get(self._name, request)
         return cut_header(version.size_bytes, lambda num_bytes: bytes(begin[:num_bytes]))
 
     def read_data(self, offset: int) -> Iterator[memoryview]:
@@ -306,17 +296,21 @@ class _OpenObject(OpenBlock):
         size, at = self._version.size_bytes, len(self._begin)
         for start in range(at, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
-            yield memoryview(bytearray(self._store.read(self._name, start, stop)))
-        if at < size and self._store.version_of(self._name) != self._version:
+            piece = self._store.bucket.read_range(self._name, start, stop)
+            yield memoryview(bytearray(self._store.get(self._name, piece)))
+        if at < size and self._ask_version() != self._version:
             raise self._store.gone(self._name)
 
     def quarantine(self) -> bool:
         try:
-            version = self._version or self._store.version_of(self._name)
+            version = self._version or self._ask_version()
         except FileNotFoundError:
             return False
         move = self._store.bucket.move(self._name, version, self._away)
         return self._store.ask(move, self._name)
+
+    def _ask_version(self) -> ObjectVersion:
+        return self._store.get(self._name, self._store.bucket.head(self._name))
 
 
 def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | OtherEntry:
