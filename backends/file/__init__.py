@@ -4,15 +4,10 @@ from kvxfer.backends.file.backend import FileBackend
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.folders import BlockTree, refuse_partial_walk
 from kvxfer.backends.file.folders.ledger import read_count
-from kvxfer.pages.digest import Digester
-from kvxfer.pages.header import BlockFileError, BlockHeader
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [
-    "BlockFileError",
-    "BlockHeader",
     "BlockTree",
-    "Digester",
     "FileBackend",
     "FileConfig",
     "Integrity",

@@ -22,7 +22,6 @@ from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import make_root
-from kvxfer.backends.file.io.file_io import FileIO
 from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
@@ -66,8 +65,6 @@ class FileBackend(Backend):
         config: See `FileConfig`.
         namespace: Namespace of the blocks, which says how large they are; has a folder of its own
             below the root.
-        file_io: I/O engine in place of the one that the configuration names; closed with the
-            backend.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, not one block fits, a parameter is out of
@@ -77,19 +74,13 @@ class FileBackend(Backend):
 
     config_type = FileConfig
 
-    def __init__(
-        self,
-        config: FileConfig,
-        namespace: Namespace,
-        *,
-        file_io: FileIO | None = None,
-    ) -> None:
+    def __init__(self, config: FileConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("file backend", namespace)
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
         self._root = require_root(config)
         self._tree = BlockTree(self._root, on_error=refuse_partial_walk)
-        self._files = self._open(config, namespace, digester, file_io)
+        self._files = self._open(config, namespace, digester)
         self._space = Space(
             self._tree,
             self._folder,
@@ -243,13 +234,7 @@ class FileBackend(Backend):
         removing = partial(self._ask, self._removers, func, *args, **kwargs)
         return await self._deletes.hold_during(keys, removing)
 
-    def _open(
-        self,
-        config: FileConfig,
-        namespace: Namespace,
-        digester: Digester,
-        file_io: FileIO | None,
-    ) -> BlockFiles:
+    def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
         """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
@@ -270,7 +255,7 @@ class FileBackend(Backend):
                 namespace,
                 digester,
                 record=record,
-                file_io=file_io or open_engine(config.engine),
+                file_io=open_engine(config.engine),
                 alignment=alignment,
             )
             opened.pop_all()

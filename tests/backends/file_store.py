@@ -62,9 +62,7 @@ def config(path: Path, **fields: object) -> FileConfig:
 
 
 def open_store(path: Path, namespace: Namespace, **fields: Any) -> FileBackend:
-    """Open a backend; `file_io` is its argument, all else its configuration."""
-    arguments = {name: fields.pop(name) for name in ("file_io",) if name in fields}
-    return FileBackend(config(path, **fields), namespace, **arguments)
+    return FileBackend(config(path, **fields), namespace)
 
 
 def secret_of(root: Path, *names: str) -> Path:

@@ -20,7 +20,7 @@ import xxhash
 from kvxfer import runtime
 from kvxfer.backends.file.file_index import FileIndex
 from kvxfer.backends.file.folder_store import FolderStore
-from kvxfer.backends.file.io import FileIO, IOVector, Result
+from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import PAUSED, Outcome, Status
@@ -97,21 +97,21 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
 async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    memory, keys, disk = one_page_memory(), iter(hashed_keys(20)), FileIO()
+    memory, keys = one_page_memory(), iter(hashed_keys(20))
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
     first = next(keys)
 
-    def fail(_fd: int, _: IOVector) -> Result:
+    def fail(*_: Any) -> Result:
         return OSError(errno.EIO, os.strerror(errno.EIO))
 
-    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
 
         async def store_another() -> str:
             (outcome,) = await store(backend, [next(keys)], blocks)
             return outcome.reason
 
         await store(backend, [first], blocks)
-        monkeypatch.setattr(disk, "write", fail)
+        monkeypatch.setattr(FileIO, "write", fail)
         for _ in range(NUM_TOLERATED):
             assert "Input/output error" in await store_another()
         assert "paused" in await store_another()
@@ -143,7 +143,7 @@ async def test_a_paused_store_syncs_no_folder_of_a_disk_that_may_hang(
 async def test_no_walk_ends_while_room_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, disk, settle = one_page_memory(), FileIO(), FileIndex.settle
+    memory, settle = one_page_memory(), FileIndex.settle
     could_end: list[bool] = []
 
     def look(index: FileIndex, *given: Any, stored: Sequence[bool]) -> Any:
@@ -152,9 +152,9 @@ async def test_no_walk_ends_while_room_is_given_back(
         return settled
 
     monkeypatch.setattr(FileIndex, "settle", look)
-    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
         failing = OSError(errno.EIO, os.strerror(errno.EIO))
-        monkeypatch.setattr(disk, "write", lambda *_: failing)
+        monkeypatch.setattr(FileIO, "write", lambda *_: failing)
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert could_end == [False]
         assert counted_bytes(tmp_path) == 0

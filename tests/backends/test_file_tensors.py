@@ -15,10 +15,12 @@ import torch
 from safetensors import safe_open
 
 from kvxfer import runtime
-from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
-from kvxfer.backends.file.io import EngineName, open_engine, probe_direct
+from kvxfer.backends.file import Integrity
+from kvxfer.backends.file.io import EngineName, probe_direct
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, BlockHeader
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
 from kvxfer.testing import BlockMemory
@@ -108,9 +110,8 @@ async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_
     payloads = [payload_of(each) for each in values]
     source, target = describe_pages(payloads), describe_pages(payloads)
     write_payloads(source, payloads)
-    file_io = open_engine(engine)
-    addresses = record_addresses(file_io)
-    async with open_store(tmp_path, namespace, file_io=file_io, direct=direct) as backend:
+    async with open_store(tmp_path, namespace, engine=engine, direct=direct) as backend:
+        addresses = record_addresses(backend._files.file_io)
         assert all(outcome.done for outcome in await backend.store(keys, source))
         is_zero_copy = addresses.issuperset(source.addresses.tolist())
         assert is_zero_copy == (len(payloads[0]) > MIN_ZERO_COPY_BYTES)

@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.backends.file import FileBackend, Integrity
 from kvxfer.backends.file.folders import integrity_record
 from kvxfer.backends.object import S3Backend
 from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from kvxfer.extras import MissingExtraError
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockHeader
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
