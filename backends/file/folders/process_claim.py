@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import stat
 import struct
@@ -36,8 +35,6 @@ _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has th
 _READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two in a row are rarely torn
 _decoder = msgspec.msgpack.Decoder(list[bytes])
 
-logger = logging.getLogger(__name__)
-
 
 class ProcessClaim:
     """Claim of this process: a file in the root, locked while the process lives. Reads all others.
@@ -49,7 +46,6 @@ class ProcessClaim:
 
     def __init__(self, root: Path, reserved: int) -> None:
         self._root = root
-        self._damaged: set[str] = set()
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
@@ -81,18 +77,18 @@ class ProcessClaim:
 
     def reserved_by_others(self) -> int:
         """Add up the bytes that all other living processes have reserved."""
-        return sum(self._reserved(owner, data) for owner, data in self._read_others())
+        return sum(map(_reserved_in, self._read_others()))
 
     def files_of_others(self) -> set[bytes]:
         """Collect the files that all other living processes are writing."""
         files: set[bytes] = set()
-        for owner, data in self._read_others():
+        for data in self._read_others():
             for start in range(_HEAD_BYTES, len(data), _LIST_BYTES):
-                files.update(self._list(owner, data[start : start + _LIST_BYTES]))
+                files.update(_list_in(data[start : start + _LIST_BYTES]))
         return files
 
-    def _read_others(self) -> Iterator[tuple[str, bytes]]:
-        """Read the claims of all others; removes those of dead processes."""
+    def _read_others(self) -> Iterator[bytes]:
+        """Read the claims of all others that can be read; removes those of dead processes."""
         for name in runtime.disk().listdir(self._root):
             owner = name.removesuffix(CLAIM_SUFFIX)
             if owner not in (name, self.owner) and is_owner(owner):
@@ -101,36 +97,9 @@ class ProcessClaim:
                 except OSError as exc:
                     if exc.errno not in CLAIM_ERRORS:
                         raise
-                    self._complain(owner)
                     continue
                 if data:
-                    yield owner, data
-
-    def _reserved(self, owner: str, data: bytes) -> int:
-        head = strip_checksum(data[:_HEAD_BYTES])
-        if len(head) == _HEAD.size and head.startswith(_MAGIC):
-            return int(_HEAD.unpack(head)[1])
-        self._complain(owner)
-        return 0
-
-    def _list(self, owner: str, data: bytes) -> list[bytes]:
-        length = data[: _LENGTH.size]
-        if not any(length):
-            return []
-        start = _LENGTH.size + DIGEST_BYTES
-        if len(data) >= start:
-            text = data[start : start + _LENGTH.unpack(length)[0]]
-            if xxhash.xxh3_64_digest(length + text) == data[_LENGTH.size : start]:
-                with contextlib.suppress(msgspec.MsgspecError):  # of another version, perhaps
-                    return _decoder.decode(text)
-        self._complain(owner)
-        return []
-
-    def _complain(self, owner: str) -> None:
-        if owner not in self._damaged:
-            self._damaged.add(owner)
-            path = claim_path(self._root, owner)
-            logger.warning("%s is damaged: its reserved bytes and claimed files are unknown", path)
+                    yield data
 
     def close(self) -> None:
         """Remove and close the file; may be called again."""
@@ -139,6 +108,22 @@ class ProcessClaim:
                 runtime.disk().unlink(claim_path(self._root, self.owner))
             close_locked(self.fd)
         self.fd = -1
+
+
+def _reserved_in(data: bytes) -> int:
+    head = strip_checksum(data[:_HEAD_BYTES])
+    is_whole = len(head) == _HEAD.size and head.startswith(_MAGIC)
+    return int(_HEAD.unpack(head)[1]) if is_whole else 0
+
+
+def _list_in(data: bytes) -> list[bytes]:
+    length, start = data[: _LENGTH.size], _LENGTH.size + DIGEST_BYTES
+    if any(length) and len(data) >= start:
+        text = data[start : start + _LENGTH.unpack(length)[0]]
+        if xxhash.xxh3_64_digest(length + text) == data[_LENGTH.size : start]:
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version, perhaps
+                return _decoder.decode(text)
+    return []
 
 
 def open_locked(path: Path, flags: int) -> int:
