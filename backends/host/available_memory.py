@@ -28,9 +28,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 class AvailableMemory(NamedTuple):
     """Memory that this process can still take before it is killed or slowed down.
 
-    Attributes:
-        num_bytes: Bytes; pages of files, which the kernel can drop, count as available.
-        limit: File of the limit that leaves no more.
+    Pages of files, which the kernel can drop, count as available; `limit` is the file of the limit
+    that leaves no more.
     """
 
     num_bytes: int
@@ -38,11 +37,7 @@ class AvailableMemory(NamedTuple):
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> Self:
-        """Read the limits of the machine and of every control group that this process is in.
-
-        Raises:
-            OSError: The kernel does not say how much memory the machine has.
-        """
+        """Read the limits of the machine and of every control group that this process is in."""
         found = [cls(_machine_bytes(root / "proc/meminfo"), "/proc/meminfo")]
         for path in find_limits(root, "memory", unified=UNIFIED, legacy=LEGACY):
             left = _group_bytes(path)
@@ -52,11 +47,7 @@ class AvailableMemory(NamedTuple):
 
 
 def require_memory(num_bytes: int, what: str = "memory") -> None:
-    """Check that so much memory is available for a use that the error names.
-
-    Raises:
-        CapacityError: There is less; names the file of the limit.
-    """
+    """Check that so much memory is available; the `CapacityError` names the file of the limit."""
     available = AvailableMemory.read()
     if num_bytes > available.num_bytes:
         resource = f"{what} within the limit of {available.limit}"
@@ -86,13 +77,9 @@ def _group_bytes(limit: Path) -> int | None:
 
 
 class Mount(NamedTuple):
-    """Mounted file system.
+    """Mounted file system: a folder `top` of it, at the folder `point`.
 
-    Attributes:
-        top: Its folder that is mounted.
-        point: Folder at which it is mounted.
-        kind: Type of the file system, such as `ext4` or `cgroup2`.
-        options: Options of its super block.
+    The kind is such as `ext4` or `cgroup2`; the options are those of its super block.
     """
 
     top: str

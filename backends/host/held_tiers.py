@@ -73,12 +73,7 @@ class HeldTiers:
         return self._opened[0].chunk_sizes
 
     async def settle(self, namespace: Namespace) -> Backend:
-        """Open the backend for the first namespace, and refuse others.
-
-        Raises:
-            NamespaceMismatchError: There is another one.
-            CapacityError: There is not enough memory.
-        """
+        """Open the backend for the first namespace, and refuse others."""
         async with self._settling:
             if self.namespace is not None:
                 self.namespace.require_same(namespace)

@@ -44,11 +44,7 @@ class MappedMemory:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """The whole memory, uint8, `(num_bytes,)`; valid until `close`.
-
-        Raises:
-            ClosedError: The memory was closed.
-        """
+        """The whole memory, uint8, `(num_bytes,)`; valid until `close`."""
         if self._bytes is None:
             raise ClosedError(self._what)
         return self._bytes
@@ -121,11 +117,7 @@ class SharedMemory(MappedMemory):
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedMemory":
-        """Reserve memory: a lack of it is an error now, not a crash when a page is touched.
-
-        Raises:
-            CapacityError: The machine, or a control group of this process, has less memory left.
-        """
+        """Reserve memory: a lack of it is an error now, not a crash when a page is touched."""
         require_memory(num_bytes)
         fd = os.memfd_create("kvxfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -167,8 +159,8 @@ class SharedSegment(MappedMemory):
             otherwise, ten times as long as the copy of its bytes.
 
     Raises:
-        InvalidArgumentError: The name has characters beyond letters, digits, `-`, `_` and `.`,
-            or another process opened it with another header or size.
+        InvalidArgumentError: The name has characters beyond letters, digits, `-`, `_` and `.`, or
+            another process opened it with another header or size.
         CapacityError: There is not that much memory.
     """
 
@@ -191,9 +183,7 @@ class SharedSegment(MappedMemory):
     def claim(self) -> None:
         """Become the only owner of the segment: the process that keeps the index.
 
-        Raises:
-            InvalidArgumentError: Another process owns it, e.g. an engine with the same name; this
-                one has closed it.
+        It is closed, and an error raised, if another process owns it: an engine with the same name.
         """
         whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
@@ -203,11 +193,7 @@ class SharedSegment(MappedMemory):
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
     def _open(self, header: bytes, num_bytes: int) -> int:
-        """Open and lock the file; waits while another process creates it.
-
-        Raises:
-            BackendUnavailableError: The other process takes too long, or was stopped.
-        """
+        """Open and lock the file; waits while another process creates it, for a time."""
         ends_at = runtime.monotonic() + CREATION_TIMEOUT_S
         while runtime.monotonic() < ends_at:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
