@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
-from kvxfer.backends.file.folders.ledger import MAX_CLAIMED
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector, require_known
+from kvxfer.backends.file.io.file_io import IOV_MAX, MAX_FILES, FileIO, IOVector, require_known
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
@@ -165,7 +164,7 @@ class BlockFiles(NamespaceFormat):
         zero_copy = self._is_zero_copy(blocks)
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if zero_copy else GATHERED_BYTES
-        for start, stop in cut_runs(room, num_bytes, longest_run=MAX_CLAIMED):
+        for start, stop in cut_runs(room, num_bytes, longest_run=MAX_FILES):
             yield Round(keys[start:stop], blocks.select(start, stop), zero_copy)
 
     def shares(self, blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:

@@ -121,11 +121,12 @@ class BlockWriter:
             temporary = temporary_name(owner, next(self._numbers)).encode()
             name = file_name(keys[index]).encode()
             files[index] = NewFile(fd, temporary, name, vectors[index], sizes[index])
-        written = self._files.file_io.write_named(
-            list(files.values()), self._files.flags, durable=self.is_durable
-        )
-        for index, result in zip(files, written, strict=True):
-            results[index] = result
+        if files:
+            written = self._files.file_io.write_named(
+                list(files.values()), self._files.flags, durable=self.is_durable
+            )
+            for index, result in zip(files, written, strict=True):
+                results[index] = result
 
     def _sync(self, keys: Sequence[BlockKey], results: list[Result]) -> None:
         named = [index for index, result in enumerate(results) if not isinstance(result, OSError)]

@@ -22,6 +22,7 @@ from kvxfer.backends.file.io import (
     UringFileIO,
     open_engine,
 )
+from kvxfer.backends.file.io.file_io import MAX_FILES
 from tests.backends.file_store import ENGINES, has_uring, open_descriptors, temporary_folder
 
 PAGE = 4096
@@ -95,7 +96,7 @@ def test_scattered_pieces_are_written_and_read_in_order_and_nothing_between_them
 def test_whole_files_get_their_names_and_the_others_leave_nothing(
     engine: FileIO, folder: Path, folder_fd: int, *, durable: bool, padding: int
 ) -> None:
-    num_files, size = 2 * engine.files_per_call + 5, 1000
+    num_files, size = MAX_FILES, 1000
     memory = Memory(PAGE * num_files).fill()
     for _ in range(3):  # whatever a failure leaves in the engine is in nobody's way
         for path in folder.iterdir():

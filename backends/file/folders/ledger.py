@@ -25,9 +25,6 @@ from kvxfer.backends.file.folders.process_claim import (
 from kvxfer.backends.file.io.file_io import READ_FLAGS
 from kvxfer.pages.names import LEDGER_NAME, FoundBlock
 
-MAX_CLAIMED = 64
-"""Most files that a thread claims at one time: their names fit into its list in the claim."""
-
 LOCK_TIMEOUT_S = 30.0
 """Time that the ledger is waited for: whoever has it holds it for milliseconds, unless its process
 was stopped or its host is gone."""
@@ -228,7 +225,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def claimed(self, files: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """Claim at most `MAX_CLAIMED` files in order to write them; blocks.
+        """Claim at most `MAX_FILES` files in order to write them; blocks.
 
         No thread of this process claims them. Yields those that another living process has claimed,
         which this one has not.

@@ -18,6 +18,9 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIF
 CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o600
 
+MAX_FILES = 64
+"""Most files of a call and of a claim, whose names fit into its list; see docs/architecture.md."""
+
 MEDIUM_ERRORS = runtime.FULL_ERRORS | frozenset(
     {
         errno.EIO,
@@ -86,8 +89,8 @@ class FileIO:
     """I/O engine: one `preadv` or `pwritev` per file, from and to the described memory.
 
     It moves the leading bytes of each file, goes on after a short read or write, never touches the
-    memory after the call, and lets one file's failure leave the others alone. Calls block, and come
-    from several threads.
+    memory after the call, and lets one file's failure leave the others alone. Calls block, come
+    from several threads, and have at most `MAX_FILES` files.
 
     Attributes:
         files_per_call: Number of files that is best for one call.

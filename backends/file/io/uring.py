@@ -12,6 +12,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
+    MAX_FILES,
     FileIO,
     IOVector,
     NamedFile,
@@ -34,15 +35,12 @@ from kvxfer.backends.file.io.ring import (
     Ring,
 )
 
-FILES_PER_CALL = 64
-"""Files of a system call; see docs/architecture.md."""
-
 Operations = NDArray[np.void]
 StringAddresses = NDArray[np.int64]
 
 MAX_THREADS = 4
 """Threads beyond which calls wait for the GIL; the ring keeps enough files in flight."""
-_RING_ENTRIES = 8 * FILES_PER_CALL  # a power of two, and room for the five steps of a file
+_RING_ENTRIES = 8 * MAX_FILES  # a power of two, and room for the five steps of a file
 
 
 class UringFileIO(FileIO):
@@ -52,7 +50,7 @@ class UringFileIO(FileIO):
         OSError: The kernel has no io_uring, an old one, or forbids it, as many containers do.
     """
 
-    files_per_call = FILES_PER_CALL
+    files_per_call = MAX_FILES
     max_threads = MAX_THREADS
 
     def __init__(self) -> None:
@@ -65,23 +63,10 @@ class UringFileIO(FileIO):
     def read_named(self, files: Sequence[NamedFile], flags: int) -> list[Result]:
         """See `FileIO.read_named`."""
         ring = self._ring()
-        if ring is None:
-            return super().read_named(files, flags)
-        results: list[Result] = []
-        for start in range(0, len(files), FILES_PER_CALL):
-            results += _read_by(ring, files[start : start + FILES_PER_CALL], flags)
-        return results
+        return super().read_named(files, flags) if ring is None else _read_by(ring, files, flags)
 
     def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
         """See `FileIO.write_named`; files with padding, which must be cut off, by plain calls."""
-        results: list[Result] = []
-        for start in range(0, len(files), FILES_PER_CALL):
-            results += self._write_some(
-                files[start : start + FILES_PER_CALL], flags, durable=durable
-            )
-        return results
-
-    def _write_some(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
         ring = self._ring() if self._has_noreplace else None
         pieces = np.concatenate([file.vector for file in files])
         if ring is None or sum(file.size_bytes for file in files) != int(pieces[:, 1].sum()):
@@ -115,7 +100,7 @@ class UringFileIO(FileIO):
             return None
 
     def _add_ring(self) -> Ring:
-        ring = self._local.ring = Ring(_RING_ENTRIES, FILES_PER_CALL)
+        ring = self._local.ring = Ring(_RING_ENTRIES, MAX_FILES)
         with self._lock:
             self._rings.append(ring)
         return ring
@@ -126,10 +111,9 @@ def _failure(code: int) -> OSError:
 
 
 def _read_by(ring: Ring, files: Sequence[NamedFile], flags: int) -> list[Result]:
-    names, pieces = (
-        _strings([file.name for file in files]),
-        np.concatenate([f.vector for f in files]),
-    )
+    assert len(files) <= MAX_FILES
+    names = _strings([file.name for file in files])
+    pieces = np.concatenate([file.vector for file in files])
     steps = np.zeros((len(files), 3), OPERATION)
     opening, reading, closing = steps.T
     _open_into_slots(opening, [file.folder_fd for file in files], _starts(names), flags)
@@ -148,6 +132,7 @@ def _write_by(
     ring: Ring, files: Sequence[NewFile], pieces: IOVector, flags: int, *, durable: bool
 ) -> list[int]:
     """Make, write and name files; return 0 for each that has its name, which no short one gets."""
+    assert len(files) <= MAX_FILES
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
     starts = _starts(names)
