@@ -329,7 +329,7 @@ TABLE = """
 -    if durable:
 -        disk.fsync(fd)
 @@ files 10 padding is not cut off
--                disk.ftruncate(fd, file.size_bytes)
+-                runtime.disk().ftruncate(fd, file.size_bytes)
 @@ files 40 the rest of a short write is forgotten
 -            vector = _rest(vector, moved)
 +            vector = vector[len(vector) :]

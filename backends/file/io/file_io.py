@@ -136,16 +136,22 @@ class FileIO:
             disk.close(fd)
 
     def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
-        disk, is_named = runtime.disk(), False
         try:
             fd = _create(file, flags)
         except OSError as exc:
             return exc
         try:
+            return self._write_open(file, fd, durable=durable)
+        finally:
+            runtime.disk().close(fd)
+
+    def _write_open(self, file: NewFile, fd: int, *, durable: bool) -> Result:
+        is_named = False
+        try:
             written = self.write(fd, file.vector)
             _require_written(written, file.vector)
             if written != file.size_bytes:
-                disk.ftruncate(fd, file.size_bytes)
+                runtime.disk().ftruncate(fd, file.size_bytes)
             _give_name(file, fd, durable=durable)
             is_named = True
         except OSError as exc:
@@ -153,7 +159,6 @@ class FileIO:
         finally:  # whatever was raised, no file without its name is left
             if not is_named:
                 discard(file)
-            disk.close(fd)
         return file.size_bytes
 
 
