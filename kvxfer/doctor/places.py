@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.file import BlockTree, FileConfig, read_count
+from kvxfer.backends.file import BlockTree, Digester, FileConfig, read_count
 from kvxfer.backends.file.io import open_engine, probe_direct
 from kvxfer.backends.file.space import MIN_FREE_FILES
 from kvxfer.backends.host.available_memory import read_mounts
@@ -30,7 +30,6 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.extras import MissingExtraError
-from kvxfer.pages.digest import Digester
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
