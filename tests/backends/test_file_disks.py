@@ -160,6 +160,22 @@ async def test_no_walk_ends_while_room_is_given_back(
         assert counted_bytes(tmp_path) == 0
 
 
+async def test_what_did_not_fit_is_given_back_when_an_eviction_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, full = one_page_memory(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*_: Any, **_more: Any) -> int:
+        raise MemoryError
+
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await backend.wait_indexed()
+        monkeypatch.setattr(FileIO, "write", lambda *_: full)
+        monkeypatch.setattr(backend._space, "evict", fail)
+        assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
+        assert backend._ledger.reserved == counted_bytes(tmp_path) == 0
+
+
 async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
