@@ -44,12 +44,6 @@ TABLE = """
 @@ files 200 memory is short while the room of a failed store is looked for
 -        with contextlib.suppress(MemoryError):
 +        with contextlib.suppress():
-@@ files 600 what did not fit is held for ever when an eviction fails
--            finally:
--                self._settle(full[num_fitting:])
-+            except OSError:
-+                pass
-+            self._settle(full[num_fitting:])
 --- backends/nixl/client.py
 @@ peers 200 lookups and deletes do not wait for their turn at a holder
 -        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
