@@ -95,22 +95,22 @@ class PrefillSpeed:
     def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
         self.loads = loads
         self._tokens_per_chunk = tokens_per_chunk  # of each group
-        self._steps: deque[tuple[float, Counter[int]]] = deque(maxlen=MAX_STEPS)  # begin, tokens
+        self._steps: deque[tuple[float, list[int]]] = deque(maxlen=MAX_STEPS)  # begin, tokens
         self._ended_s = 0.0
 
     def begin_step(self) -> None:
         """Note that a step was planned."""
-        self._steps.append((runtime.monotonic(), Counter()))
+        self._steps.append((runtime.monotonic(), []))
 
     def compute(self, keys: Sequence[BlockKey]) -> None:
         """Note chunks that the last step computes."""
         if self._steps:
-            self._steps[-1][1].update(self._count_tokens(keys))
+            self._steps[-1][1].append(self._count_tokens(keys))
 
     def load_pays(self, keys: Sequence[BlockKey], num_bytes: int, *, queued_bytes: int) -> bool:
         """Whether to load chunks; see `LoadOrCompute.pays`."""
-        num_tokens = max(self._count_tokens(keys).values())
-        return self.loads.pays(num_bytes, num_tokens, queued_bytes=queued_bytes)
+        tokens = self._count_tokens(keys)
+        return self.loads.pays(num_bytes, tokens, queued_bytes=queued_bytes)
 
     def end_step(self) -> None:
         """Note that the first step has ended."""
@@ -118,13 +118,14 @@ class PrefillSpeed:
             return
         began_s, tokens = self._steps.popleft()
         now = runtime.monotonic()
-        if tokens:
-            self.loads.computed(max(tokens.values()), now - max(began_s, self._ended_s))
+        if num_tokens := sum(tokens):
+            self.loads.computed(num_tokens, now - max(began_s, self._ended_s))
         self._ended_s = now
 
-    def _count_tokens(self, keys: Sequence[BlockKey]) -> Counter[int]:
-        groups = Counter(map(group_of, keys))
-        return Counter({group: n * self._tokens_per_chunk[group] for group, n in groups.items()})
+    def _count_tokens(self, keys: Sequence[BlockKey]) -> int:
+        """Count the tokens of a prompt's chunks."""
+        num_chunks = Counter(map(group_of, keys))
+        return max((n * self._tokens_per_chunk[at] for at, n in num_chunks.items()), default=0)
 
 
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
