@@ -508,9 +508,9 @@ TABLE = """
 -        return True, make_params(
 +        return False, make_params(
 @@ handover 40 the lease of a prompt that was not finished is not given up
--        self._given_up.append(early.lease)
+-        self._step.given_up.append(early.lease)
 @@ handover 40 the lease of a request that was preempted goes on
--                self._revoked.append(early.lease)
+-                self._step.revoked.append(early.lease)
 --- backends/file/block_writer.py
 @@ files 600 the names of files do not reach the disk
 -        if self.is_durable:

@@ -269,11 +269,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepData:
         """See vLLM's `KVConnectorBase_V1`."""
-        step = StepData()
+        step = StepData() if self._prefill is None else self._prefill.plan(scheduler_output)
         if self._decode is not None:
-            self._decode.plan(step)
-        if self._prefill is not None:
-            self._prefill.plan(step, scheduler_output)
+            step.fetches = self._decode.take_fetches()
         step.tiers = self._tiers.build_connector_meta(scheduler_output)
         step.loaded_by_both = self._heads.intersection(each.request_id for each in step.fetches)
         step.kept_by_both = self._kept_by_both

@@ -16,7 +16,7 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
-from kvxfer.integrations.vllm.prefill_decode.worker import Fetch, StepData
+from kvxfer.integrations.vllm.prefill_decode.worker import Fetch
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found, Wanted
 from kvxfer.storage.keys import BlockKey
@@ -115,9 +115,10 @@ class DecodeScheduler:
         self._fetches.append(Fetch(request.request_id, asked.ticket, wanted, waits=waits))
         self._settled.add(request.request_id)
 
-    def plan(self, step: StepData) -> None:
-        """Add the loads that were planned to the data of a step."""
-        step.fetches, self._fetches = self._fetches, []
+    def take_fetches(self) -> list[Fetch]:
+        """Return the loads that were planned since the last call."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
     def on_received(self, request_ids: Iterable[str]) -> None:
         """Release the leases of requests whose load has ended on every worker."""

@@ -20,8 +20,8 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
 
 MAX_NAMES = 1 << 16
-"""Names of leases that routers gave and that are remembered: a name that comes again much later
-names nothing that a worker still knows."""
+"""Names of leases that routers gave and that are remembered: a name that comes again after so many
+others names nothing that a request or a worker still has."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,7 @@ class PrefillScheduler:
         self._early: dict[str, _Early] = {}
         self._leases: dict[str, str] = {}  # of requests whose blocks vLLM keeps for us
         self._names: dict[str, None] = {}  # that routers gave, the oldest first
-        self._offers: list[Offer] = []
-        self._revoked: list[str] = []
-        self._given_up: list[str] = []
+        self._step = StepData()  # the next one, as far as it is known
 
     @property
     def num_leases(self) -> int:
@@ -84,14 +82,14 @@ class PrefillScheduler:
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
             self._early[request.request_id] = early
             # With no blocks yet: D may ask before the step that offers them.
-            self._offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
+            self._step.offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
 
-    def plan(self, step: StepData, output: Any) -> None:
-        """Add the offers of a step, those of chunks that earlier steps computed included."""
+    def plan(self, output: Any) -> StepData:
+        """Plan a step, which offers also chunks that earlier steps computed."""
         for request_id, early in list(self._early.items()):
             if early.was_preempted:  # its blocks are gone
                 del self._early[request_id]
-                self._revoked.append(early.lease)
+                self._step.revoked.append(early.lease)
         for data in output.scheduled_new_reqs:
             self._advance(data.req_id, data.block_ids, data.num_computed_tokens, replaces=True)
         cached = output.scheduled_cached_reqs
@@ -99,9 +97,8 @@ class PrefillScheduler:
         for request_id, block_ids, num_computed in rows:
             replaces = request_id in cached.resumed_req_ids
             self._advance(request_id, block_ids, num_computed, replaces=replaces)
-        step.offers, self._offers = self._offers, []
-        step.revoked, self._revoked = self._revoked, []
-        step.given_up, self._given_up = self._given_up, []
+        step, self._step = self._step, StepData()
+        return step
 
     def finish(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -124,7 +121,7 @@ class PrefillScheduler:
             return self._give_up(request.request_id, early), None
         lease = early.lease if early else make_lease()
         offered = self._pair(keys, block_ids, request.num_prompt_tokens)
-        self._offers.append(Offer(request.request_id, lease, *offered, is_complete=True))
+        self._step.offers.append(Offer(request.request_id, lease, *offered, is_complete=True))
         self._leases[request.request_id] = lease
         return True, make_params(
             lease,
@@ -141,21 +138,22 @@ class PrefillScheduler:
 
     def reset(self) -> None:
         """End the leases of finished requests: their pages may be of weights of before."""
-        self._given_up = list(dict.fromkeys([*self._given_up, *self._leases.values()]))
+        given_up = [*self._step.given_up, *self._leases.values()]
+        self._step.given_up = list(dict.fromkeys(given_up))
 
     def _give_up(self, request_id: str, early: _Early | None) -> bool:
         """End the lease of a request that was not finished; return whether its blocks are kept."""
         if early is None:
             return False
         if early.was_preempted:  # vLLM has its blocks already
-            self._revoked.append(early.lease)
+            self._step.revoked.append(early.lease)
             return False
-        self._given_up.append(early.lease)
+        self._step.given_up.append(early.lease)
         if not any(early.num_offered):
             return False
         # Readers may be at its first pages: vLLM frees them when the workers say that nobody is.
         self._leases[request_id] = early.lease
-        self._offers.append(Offer(request_id, early.lease, [], [], is_complete=True))
+        self._step.offers.append(Offer(request_id, early.lease, [], [], is_complete=True))
         return True
 
     def _advance(
@@ -193,7 +191,9 @@ class PrefillScheduler:
             offered += [block_id for _, block_id in kept]
             early.num_offered[group] = full
         if keys and not self._prompts.why_not(early.request):
-            self._offers.append(Offer(request_id, early.lease, keys, offered, is_complete=False))
+            self._step.offers.append(
+                Offer(request_id, early.lease, keys, offered, is_complete=False)
+            )
 
     def _pair(
         self, keys: PromptKeys, block_ids: Sequence[Sequence[int]], num_tokens: int
@@ -218,10 +218,7 @@ class PrefillScheduler:
         given up. One of the same name would be taken for it, and its blocks be freed while they
         are lent.
         """
-        early = (each.lease for each in self._early.values())
         if given is None or given in self._names:
-            return make_lease()
-        if given in self._leases.values() or given in early:
             return make_lease()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:
