@@ -348,13 +348,10 @@ class LowerTier:
         """Finish stores, cancel loads, close the backend; return whether nothing touches a row."""
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
-        stores = []
-        for job_id, job in self._jobs.items():
-            if job.direction is Direction.STORE:
-                stores.append(job_id)
-            else:
-                self._engine.cancel(job_id)
-        self._engine.wait(stores, timeout_s=self._timeouts.close_s)
+        loads = self._loads()
+        for job_id in loads:
+            self._engine.cancel(job_id)
+        self._engine.wait(self._jobs.keys() - loads, timeout_s=self._timeouts.close_s)
         closing = begin_aside("kvxfer-close", self._close_engine)
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
@@ -405,11 +402,11 @@ class LowerTier:
         rows: Sequence[int],
         jobs: dict[JobId, RowJob],
     ) -> JobId:
-        order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
-        keys, rows = [keys[index] for index in order], [rows[index] for index in order]
+        pairs = sorted(zip(keys, rows, strict=True), key=lambda pair: group_of(pair[0]))
+        keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
         names = [self._keys.name(key) for key in keys]
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for key, row in zip(keys, rows, strict=True):
+        for key, row in pairs:
             of_groups[group_of(key)].append(row)
         if direction is Direction.STORE:
             self._storing |= zip(names, zip(rows, keys, strict=True), strict=True)
