@@ -23,10 +23,8 @@ def writable(block: Any) -> int:
 def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
     """Have stores of connectors end before something is loaded into `blocks`, if they read any.
 
-    To be called before the connectors plan their step; without `blocks`, to check that they can.
-
-    Raises:
-        UnsupportedEngineError: This release of vLLM keeps no list of such blocks.
+    To be called before the connectors plan their step; without `blocks`, to check that this release
+    of vLLM can do it.
     """
     groups = () if blocks is None else blocks.blocks
     written = {writable(block) for ids in groups for block in ids} - {0}
@@ -43,7 +41,7 @@ def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
 def fence_loads_of_others() -> None:
     """Have stores end before any connector of a MultiConnector loads into the blocks they read.
 
-    To be called within a call of the MultiConnector, if there is one. Raises as `fence`.
+    To be called within a call of the MultiConnector, if there is one.
     """
     callers = locals_of_callers("self")
     multi = next((each for each in callers if _is_a("MultiConnector", each)), None)

@@ -138,11 +138,9 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
 
 
 def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
-    """Convert the spec of a layer with these tensors, or of a whole group, and check its size.
+    """Convert the spec of a layer with these tensors, or of a whole group.
 
-    Raises:
-        InvalidArgumentError: kvxfer has no spec for it: a page has other bytes than keys and
-            values of this type would have, as packed or scaled ones do.
+    Refused are pages with other bytes than keys and values of their type, as packed or scaled ones.
     """
     families = [base.__name__ for base in type(spec).__mro__]
     family = next((name for name in families if name in _FAMILIES), None)

@@ -57,8 +57,7 @@ OF_ATTENTION = frozenset({
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
     """Identify the model of an engine, in words that are the same in every release of vLLM.
 
-    The namespace lacks what depends on the layout of blocks. Raises as `find_revision` and
-    `require_telling_keys`.
+    The namespace lacks what depends on the layout of blocks.
     """
     require_telling_keys(vllm_config)
     loaded, cache = vllm_config.model_config, vllm_config.cache_config
@@ -88,11 +87,7 @@ def _namespace(
 
 
 def require_telling_keys(vllm_config: Any) -> None:
-    """Check that vLLM's keys tell all that differs from one engine of a model to the next.
-
-    Raises:
-        InvalidArgumentError: Adapters, scales of the cache or images are not in them.
-    """
+    """Refuse an engine whose adapters, cache scales or images are not told by vLLM's keys."""
     require_no_adapters(vllm_config)
     require_known_scales(vllm_config.cache_config)
     images: Any = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -113,22 +108,14 @@ def names_images(vllm_config: Any) -> bool:
 
 
 def require_no_adapters(vllm_config: Any) -> None:
-    """Check that an engine has no adapters: vLLM gives offloading its own keys, and no requests.
-
-    Raises:
-        InvalidArgumentError: LoRA is enabled.
-    """
+    """Refuse an engine with adapters: vLLM gives offloading its own keys, and no requests."""
     if vllm_config.lora_config is not None:
         rule = "False: keys of LoRA's pages name an adapter's folder, and not its weights"
         raise InvalidArgumentError("enable_lora", value=True, expected=rule)
 
 
 def require_known_scales(cache_config: Any) -> None:
-    """Check that the scales of a quantized cache are those of the checkpoint.
-
-    Raises:
-        InvalidArgumentError: Each engine computes its own, of its first prompt.
-    """
+    """Refuse scales of a quantized cache that each engine computes of its first prompt."""
     if getattr(cache_config, "calculate_kv_scales", False):
         rule = "False: pages of an engine are of no use with the scales of another one"
         raise InvalidArgumentError("calculate_kv_scales", value=True, expected=rule)
@@ -259,11 +246,7 @@ def _name_weights(vllm_config: Any) -> str:
 
 
 def find_revision(model: Any) -> str:
-    """Find the revision of the weights, see `find_weights_revision`.
-
-    Raises:
-        InvalidArgumentError: It is unknown.
-    """
+    """Find the revision of the weights, see `find_weights_revision`; refuse unknown weights."""
     path = str(model.model_weights or model.model)
     is_own = _place_of_config(model) == str(model.model)  # else the commit is that of another one
     commit = (is_own and getattr(model.hf_config, "_commit_hash", None)) or ""
@@ -278,7 +261,7 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     """Make the namespace in which engines hand pages over: of one model, whatever its engines.
 
     Engines of different releases, on different machines, share it. A `revision` takes the place of
-    the one that is found. Raises as `find_revision` and `require_known_scales`.
+    the one that is found.
     """
     model = vllm_config.model_config
     require_known_scales(vllm_config.cache_config)

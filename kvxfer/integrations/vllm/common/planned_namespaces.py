@@ -46,9 +46,6 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     """Plan the namespaces of an engine: of what it hands over, and of each kind of tiers.
 
     Of its arguments, with underscores, those of its server, such as a port, are ignored.
-
-    Raises:
-        InvalidArgumentError: No connector of kvxfer is in them, or the model cannot be identified.
     """
     from vllm.engine.arg_utils import EngineArgs
 

@@ -123,12 +123,7 @@ def _read_file(path: str) -> Mapping[str, Any]:
 
 
 def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> OffloadSettings:
-    """Read the settings of a replica that offloads.
-
-    Raises:
-        InvalidArgumentError: One is wrong, or a name is nearly one of `OFFLOAD_SETTINGS`; any other
-            may be vLLM's.
-    """
+    """Read the settings of a replica that offloads; names that are none of ours may be vLLM's."""
     for name in [each for each in extra_config if each not in OFFLOAD_SETTINGS]:
         if hint := did_you_mean(name, OFFLOAD_SETTINGS, likeness=MISSPELT_LIKENESS):
             raise InvalidArgumentError("setting", name, f"the name of a setting{hint}")

@@ -134,9 +134,6 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
     of every layer, and no tensor shows whether others have it, too: so all layers must be known to
     have that number. Those with a sliding window in MiMo-V2 have another one, those of Nemotron-NAS
     one each, and those of a draft model their own.
-
-    Raises:
-        PageMappingError: There are so many workers, and layers may have several numbers of heads.
     """
     tp_size, numbers = vllm_config.parallel_config.tensor_parallel_size, set[int]()
     unknown: list[str] = []
@@ -280,9 +277,6 @@ def unpack(
     Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
     piece of two bytes for each element. `boxes` are as they would be without a packing, digits of
     tokens and dimensions last.
-
-    Raises:
-        PageMappingError: They stay as they are, and a head of a block is in several pieces.
     """
     *_, token, dim = boxes[0].digits
     packing = isa and _seen_packing(isa, token.size, dim.size, boxes[0].dtype)
@@ -316,11 +310,7 @@ def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
 
 
 def as_bytes(box: PageBox, packing: str) -> PageBox:
-    """Turn keys or values of each head into bytes: heads can still be divided among workers.
-
-    Raises:
-        PageMappingError: A head of a block is in several pieces.
-    """
+    """Turn keys or values of each head into bytes: heads can still be divided among workers."""
     *outer, token, dim = box.digits
     if [digit.axis for digit in outer] != ["head"]:
         raise PageMappingError("token", f"{box.axes} of keys in an unknown order", "one piece")

@@ -99,14 +99,6 @@ def layout_name(config: OffloadingConfig) -> str:
     return envs.VLLM_KV_CACHE_LAYOUT or "the backend's"
 
 
-def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
-    """Return how workers share the bytes of a chunk; before 0.27 and 0.28 in one way only."""
-    return {
-        "replicated": int(getattr(config, "replicated_layout", False)),
-        "canonical": int(getattr(config, "canonical_layout", False)),
-    }
-
-
 def workers_keep_the_same(config: OffloadingConfig) -> bool:
     """Whether all workers have the same bytes, as of latents; not exposed before 0.27."""
     return bool(getattr(config, "replicated_layout", False))
@@ -138,11 +130,7 @@ def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> Offl
 
 
 def require_tiering() -> None:
-    """Check that vLLM's tiers can report the chunks of a job that were loaded intact.
-
-    Raises:
-        UnsupportedEngineError: vLLM is older than 0.31.
-    """
+    """Refuse vLLM before 0.31, whose tiers cannot report the chunks of a job that are intact."""
     if "transfer_bytes" not in {field.name for field in fields(JobResult)}:
         detail = "its secondary tiers have another interface"
         raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED_TIERING, detail)

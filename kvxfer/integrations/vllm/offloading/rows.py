@@ -14,7 +14,6 @@ from kvxfer.integrations.vllm.common.worker_pages import WorkerPages, platform_k
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConfig,
     group_ids,
-    host_layout,
     layout_name,
     workers_keep_the_same,
 )
@@ -65,7 +64,8 @@ def row_namespace(
             "pcp_size": parallel.pcp_size,
             "dcp_size": parallel.dcp_size,
             "bytes_per_block": config.worker_kv_bytes_per_block,
-            **host_layout(config),
+            "replicated": int(workers_keep_the_same(config)),
+            "canonical": int(getattr(config, "canonical_layout", False)),  # from 0.28 on
             **({"interleave_tokens": interleave_tokens} if has_turns else {}),
         },
         instruction_set=platform_kernels(),
@@ -88,11 +88,7 @@ def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSe
 
 
 def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
-    """Read the identities that all workers published, by rank.
-
-    Raises:
-        InvalidArgumentError: A worker published nothing.
-    """
+    """Read the identities that all workers published, by rank."""
     received = []
     for rank in range(num_workers):
         segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)

@@ -72,11 +72,9 @@ class Prompts:
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
         """Make the keys of a request's prompt without its last `num_left_out` tokens.
 
-        Whatever changes the bytes of pages at equal tokens is in the scope of the keys: images,
-        whose placeholder tokens are those of every image, adapters, and the salt of a tenant.
-
-        Returns:
-            None where a prompt cannot be named by its tokens, or none is left.
+        None where a prompt cannot be named by its tokens, or none is left. Whatever changes the
+        bytes of pages at equal tokens is in the scope of the keys: images, whose placeholder tokens
+        are those of every image, adapters, and the salt of a tenant.
         """
         num_tokens = len(request.prompt_token_ids or ()) - num_left_out
         if num_tokens <= 0 or getattr(request, "prompt_embeds", None) is not None:

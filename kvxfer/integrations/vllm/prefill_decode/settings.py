@@ -64,11 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return convert_settings(argument, ours, cls, what=what, shown_as=extra)
 
     def of_replica(self, index: int, num_workers: int) -> "Settings":
-        """Make the settings of a data-parallel replica, whose workers listen after those before it.
-
-        Raises:
-            InvalidArgumentError: There are not as many ports.
-        """
+        """Make the settings of a data-parallel replica, which listens behind those before it."""
         exchange = self.exchange.at_rank(index * num_workers)
         if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
             if not listen.port:
@@ -91,11 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self.exchange, listen="", data_port=0, capacity=None)
 
     def require_allowed(self, endpoint: Endpoint) -> None:
-        """Check that a ticket may send us to an endpoint.
-
-        Raises:
-            InvalidArgumentError: It may not.
-        """
+        """Refuse an endpoint that a ticket may not send us to."""
         is_proven = endpoint.is_loopback or self.exchange.proves_peers
         if not is_proven or (
             self.allow and not any(_matches(endpoint.host, r) for r in self.allow)

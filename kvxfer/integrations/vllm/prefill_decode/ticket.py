@@ -78,11 +78,7 @@ def make_params(
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket:
-    """Read the parameters of a request at D.
-
-    Raises:
-        InvalidArgumentError: A field is missing or of no use; the error names it.
-    """
+    """Read the parameters of a request at D; the error of a field that is of no use names it."""
     if (lease := lease_of_router(params)) is None:
         rule = "a ticket of 16 to 128 letters, digits or _.:-"
         raise _error("remote_request_id", params.get("remote_request_id"), rule)
