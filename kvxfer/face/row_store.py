@@ -102,11 +102,7 @@ class RowStore:
         self._guard = CallGuard(name)
 
     def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Return for each key whether a load would find it now; one question for all keys.
-
-        Raises:
-            ClosedError: The store was closed.
-        """
+        """Return for each key whether a load would find it now; one question for all keys."""
         self._guard.require_same_process()
         missing = [False] * len(keys)
         if not keys or self._is_suspended() or not _left_s(deadline):
@@ -141,11 +137,9 @@ class RowStore:
     ) -> list[bool]:
         """Store or load pages, in jobs of half of the rows; return for each whether that was done.
 
-        Nothing is moved beyond a purge that begins after the call. `copy` copies pages to rows
-        before they are stored, or from rows once they have arrived, verified.
-
-        Raises:
-            InvalidArgumentError: A key appears twice; nothing was moved.
+        Nothing is moved beyond a purge that begins after the call, or with a key that appears
+        twice. `copy` copies pages to rows before they are stored, or from rows once they have
+        arrived, verified.
         """
         num_purges = self._num_purges  # first: a thread may stand still anywhere
         if keys:

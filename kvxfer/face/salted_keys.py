@@ -49,10 +49,7 @@ class SaltedKeys:
         """Delete the blocks of earlier salts, once `drain` has ended the stores that have begun.
 
         Of the salts whose blocks cannot be deleted, the last `MAX_FAILED_SALTS` are tried again by
-        the next call.
-
-        Raises:
-            Exception: As the backend raises for the last salt that it did not delete.
+        the next call; the backend's error of the last one is raised.
         """
         former = list(self._former)  # stores under later ones may begin during the drain
         await drain()

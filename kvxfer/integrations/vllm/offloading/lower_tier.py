@@ -482,13 +482,8 @@ class _CheckedStores(WrappingBackend):
     """Backend that gets only rows whose bytes are intact, since it would prove those of others.
 
     A bit that flips while a row is read would be stored with a matching checksum. So rows are
-    verified again when they were stored, and those that have changed are deleted.
-
-    Args:
-        pool: Verifies rows, which are its slots.
-        rows: Row and key by the name of each that is being stored.
-        unwanted: Names that are yet to be deleted.
-        delete: Adds names to them and begins to delete them, on any thread.
+    verified again when they were stored, and those that have changed are deleted: `delete` adds
+    their names to those that are `unwanted`, and begins, on any thread.
     """
 
     passes_on = frozenset({Retaining, TellsKept})

@@ -171,11 +171,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
-        """Block until nothing touches the CPU tier's memory.
-
-        Raises:
-            BackendUnavailableError: The backend cannot be drained, so vLLM must not reset its tier.
-        """
+        """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset."""
         if not self._tier.drain():
             raise BackendUnavailableError(
                 f"{self.tier_type} cannot be drained; its memory is still in use"
@@ -184,9 +180,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish the stores, as far as time allows, and close the backend; may be called again.
 
-        Raises:
-            BackendUnavailableError: The backend may still touch the CPU tier's memory, which
-                vLLM keeps then.
+        After an error the backend may still touch the CPU tier's memory, which vLLM keeps then.
         """
         if not self._tier.close():
             raise BackendUnavailableError(
