@@ -505,8 +505,8 @@ TABLE = """
 +            self._asked.pop(request_id)
 --- kvxfer/integrations/vllm/prefill_decode/prefill.py
 @@ handover 10 blocks of a prompt are free although they are lent
--        return True, make_params(
-+        return False, make_params(
+-        return True, self._make_params(
++        return False, self._make_params(
 @@ handover 40 the lease of a prompt that was not finished is not given up
 -        self._step.given_up.append(early.lease)
 @@ handover 40 the lease of a request that was preempted goes on

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
@@ -40,7 +41,7 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, PrefillDec
 from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
-from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
+from kvxfer.integrations.vllm.prefill_decode.ticket import make_params, wants_prefill
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
@@ -174,7 +175,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
-        parallel = self._vllm_config.parallel_config
         groups = Groups.of(self._kv_cache_config, self._num_token_shares)
         self._alignment, self._has_states = max(groups.tokens_per_block), any(groups.has_states)
         prompts = self._prompts = Prompts.of(self._vllm_config, groups)
@@ -195,13 +195,13 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 reports=Reports(self._journals, PEERS),
             )
         if own is not None:
-            self._prefill = PrefillScheduler(
-                groups=groups,
-                prompts=prompts,
+            params = partial(
+                make_params,
                 endpoint=own,
                 engine_id=self._vllm_config.kv_transfer_config.engine_id,
-                tp_size=parallel.tensor_parallel_size,
+                tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             )
+            self._prefill = PrefillScheduler(groups=groups, prompts=prompts, make_params=params)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See vLLM's `KVConnectorBase_V1`."""

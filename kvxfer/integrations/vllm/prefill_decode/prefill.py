@@ -1,18 +1,16 @@
 """Prefill: the scheduler's side of P, which lends the pages of finished prompts."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
     make_lease,
-    make_params,
     wants_prefill,
 )
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, StepData
@@ -44,16 +42,14 @@ class _Early:
 
 
 class PrefillScheduler:
-    """Scheduler's side of P, whose worker of rank 0 others reach at `endpoint`."""
+    """Scheduler's side of P; `make_params` makes what D is given of a lease, see `ticket`."""
 
     def __init__(
-        self, *, groups: Groups, prompts: Prompts, endpoint: Endpoint, engine_id: str, tp_size: int
+        self, *, groups: Groups, prompts: Prompts, make_params: Callable[..., dict[str, Any]]
     ) -> None:
         self._groups = groups
         self._prompts = prompts
-        self._endpoint = endpoint
-        self._engine_id = engine_id
-        self._tp_size = tp_size
+        self._make_params = make_params
         self._early: dict[str, _Early] = {}
         self._leases: dict[str, str] = {}  # of requests whose blocks vLLM keeps for us
         self._names: dict[str, None] = {}  # that routers gave, the oldest first
@@ -123,13 +119,7 @@ class PrefillScheduler:
         offered = self._pair(keys, block_ids, request.num_prompt_tokens)
         self._step.offers.append(Offer(request.request_id, lease, *offered, is_complete=True))
         self._leases[request.request_id] = lease
-        return True, make_params(
-            lease,
-            self._endpoint,
-            engine_id=self._engine_id,
-            tp_size=self._tp_size,
-            num_tokens=request.num_prompt_tokens,
-        )
+        return True, self._make_params(lease, num_tokens=request.num_prompt_tokens)
 
     def on_sent(self, request_ids: Sequence[str]) -> None:
         """Note requests whose leases are over and whose blocks vLLM frees now."""
