@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +63,6 @@ LAST_DELETE_S = 5.0
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
-T = TypeVar("T")
 _Row = tuple[int, BlockKey]
 
 logger = logging.getLogger(__name__)
@@ -532,7 +531,7 @@ class _CheckedStores(WrappingBackend):
             await self.inner.aclose()
             await self._threads.aclose()
 
-    async def _run(self, verify: Callable[[], T]) -> T:
+    async def _run(self, verify: Callable[[], list[Outcome]]) -> list[Outcome]:
         """Verify rows, on a thread where that hashes; when cancelled, wait for its end."""
         hashes = self._pool.integrity is MemoryIntegrity.FULL
         return await self._threads.run(verify) if hashes else verify()

@@ -29,12 +29,7 @@ from kvxfer.telemetry.metrics import (
 )
 
 PREFIX = "vllm:kvxfer_"
-COUNTED_BY_MANAGER = frozenset(
-    {
-        *("store_blocks", "store_bytes", "load_blocks", "load_bytes"),
-        *("lookup_blocks", "lookup_bytes", "not_loaded_blocks", "not_written_back_blocks"),
-    }
-)
+COUNTED_BY_MANAGER = frozenset(COUNTERS) - {"removed_blocks", "deadline_misses", "skipped_blocks"}
 """Counters of chunks as the scheduler sees them, in every tier."""
 
 MAX_DURATIONS = 10_000
