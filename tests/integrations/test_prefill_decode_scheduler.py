@@ -133,6 +133,17 @@ def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: E
     engine.require_over()
 
 
+def test_a_name_that_we_made_is_not_that_of_another_lease(engine: Engine) -> None:
+    lend(engine)
+    lease = engine.ended["p"]["remote_request_id"]
+    engine.add("b", PREFILL | {"remote_request_id": lease}, tokens=6)
+    while "b" not in engine.ended:
+        engine.step()
+    assert engine.ended["b"]["remote_request_id"] != lease
+    engine.step()
+    end_leases(engine)
+
+
 # D.
 
 

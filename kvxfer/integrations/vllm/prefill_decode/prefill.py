@@ -18,8 +18,8 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
 
 MAX_NAMES = 1 << 16
-"""Names of leases that routers gave and that are remembered: a name that comes again after so many
-others names nothing that a request or a worker still has."""
+"""Names of leases that routers gave and that are remembered: a name that comes again much later
+names nothing that a worker still knows."""
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,10 @@ class PrefillScheduler:
         given up. One of the same name would be taken for it, and its blocks be freed while they
         are lent.
         """
+        early = (each.lease for each in self._early.values())
         if given is None or given in self._names:
+            return make_lease()
+        if given in self._leases.values() or given in early:  # a name that we made
             return make_lease()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:
