@@ -6,6 +6,7 @@ because vLLM exports no others.
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from kvxfer import runtime
@@ -90,7 +91,7 @@ class OffloadingMetrics(Observer):
     def __init__(self, chunk_bytes: int) -> None:
         self.counted_by_manager: frozenset[str] = frozenset()  # and so not taken from what is told
         self._chunk_bytes = chunk_bytes
-        self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()  # by name and labels
+        self._counted: Counter[tuple[str, tuple[str | Status, ...]]] = Counter()  # name and labels
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
         self._asked: list[tuple[str, AskGauges]] = []
@@ -100,8 +101,7 @@ class OffloadingMetrics(Observer):
     def add(self, name: str, *labels: str | Status, number: int = 1) -> None:
         """Count chunks in one of `COUNTERS`, or values of a parameter in `IGNORED`."""
         if number:
-            texts = [each.value if isinstance(each, Status) else str(each) for each in labels]
-            self._counted[name, tuple(texts)] += number
+            self._counted[name, labels] += number
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -126,7 +126,8 @@ class OffloadingMetrics(Observer):
             told, self._told = self._told, Counter()
             seconds = list(self._seconds)
             self._seconds.clear()
-        for (name, labels), number in counted.items():
+        for (name, given), number in counted.items():
+            labels = tuple(each.value if isinstance(each, Enum) else each for each in given)
             stats.increase_counter(PREFIX + name, number, labels)
             name_of_bytes = name.replace("_blocks", "_bytes")
             if name_of_bytes in COUNTERS and name_of_bytes != name:
