@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,9 @@ class Weights:
         self._model = getattr(model, "_orig_mod", model)  # compiled, it computes the same
         self._threads = min(MAX_THREADS, runtime.num_cores())
         self._kind = self._find_kind()
-        self._obstacle = ""
-        self.digest = self._hash(_read)
-        self._mark = self._hash(_sum_up)
+        self._logged = ""
+        self.digest, _ = self._hash(_read)
+        self._mark, _ = self._hash(_sum_up)
 
     def find_change(self) -> str | None:
         """Return the digest of the weights as they are now; empty if they are those of the start.
@@ -56,23 +57,24 @@ class Weights:
         Raises:
             InvalidArgumentError: A tensor has no bytes that can be read.
         """
-        mark = self._hash(_sum_up)
-        if self._obstacle:
+        mark, obstacle = self._hash(_sum_up)
+        if obstacle:
             return None
-        return "" if mark == self._mark else self._hash(_read)
+        return "" if mark == self._mark else self._hash(_read)[0]
 
     def _find_kind(self) -> tuple[Any, Any]:
         """Find the data type and the device of the model, which pages of it are made for."""
         return getattr(self._model, "dtype", None), getattr(self._model, "device", None)
 
-    def _hash(self, take: Any) -> str:
+    def _hash(self, take: Callable[[str, torch.Tensor], bytes]) -> tuple[str, str]:
+        """Hash the model, with `take` for each tensor; also name what cannot be hashed, if any."""
         state = read_state(self._model, take)
         is_another = self._find_kind() != self._kind
         obstacle = "a conversion or move of the model" if is_another else state.obstacle
-        if obstacle and obstacle != self._obstacle:
+        if obstacle and obstacle != self._logged:
             text = "prefixes are neither found nor stored: %s may change keys and values"
             logger.warning(text, obstacle)
-        self._obstacle = obstacle
+        self._logged = obstacle
         names = _tensors(self._model)
         named = [(several[0], tensor) for several, tensor in names]
         with DaemonThreads("kvxfer-weights", self._threads) as executor:
@@ -81,7 +83,7 @@ class Weights:
             for (several, tensor), part in zip(names, parts, strict=True):
                 whole.update(f"{' '.join(several)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 whole.update(part)
-        return whole.hexdigest()
+        return whole.hexdigest(), obstacle
 
 
 def _tensors(model: Any) -> list[tuple[list[str], torch.Tensor]]:
