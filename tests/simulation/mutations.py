@@ -686,13 +686,12 @@ TABLE = """
 -            payload = verified[start:]
 +            payload = verified
 --- kvxfer/integrations/lmcache/residents.py
-@@ lmcache 200 objects that are only away are deleted
--        if self.is_exact:
-+        if self.num_tiers:
 @@ lmcache 20 an object is told as gone twice
 -                    resident.told_bytes = 0
-@@ lmcache 300 what is left of an object that lost a piece stays
--                        self._broken[object_id] = None  # else a silent tier may have it
+@@ lmcache 100 a tier that lost a piece counts as having it
+-                tiers -= tiers if tier is None else {tier, NOT_TOLD}
+@@ lmcache 100 an object is found of which a load did not find a piece
+-                    self._note_away(object_id, index)  # until it is found or stored
 --- kvxfer/integrations/lmcache/answers.py
 @@ lmcache 150 memory of LMCache's is touched after the answer
 -            if not self.ended:

@@ -292,15 +292,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pins.popitem(last=False)
 
     def _wake(self) -> None:
-        """Deliver what tiers told, and delete what is left of objects, on the event loop."""
+        """Deliver what tiers told, on the event loop."""
         if self._ready:
             with suppress(KVXferError):  # it was closed
-                self._objects.call_soon(self._tidy)
-
-    def _tidy(self) -> None:
-        self._deliver()
-        if not self._objects.is_suspended and (broken := self._residents.take_broken()):
-            self._objects.ask(partial(self._objects.delete_broken, broken))
+                self._objects.call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._residents.deliver(

@@ -168,32 +168,23 @@ class ObjectStore:
         useless = {piece.of.index for piece, status in statuses.items() if status is Status.CORRUPT}
         if useless:
             task.end()
-            await self.delete_pieces([each.key for each in pieces if each.of.index in useless])
+            await self._delete_pieces([each.key for each in pieces if each.of.index in useless])
 
     async def delete(self, object_ids: Sequence[bytes]) -> None:
         """Delete objects, as far as their pieces are known."""
-        await self.delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
+        await self._delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
 
-    async def delete_broken(self, broken: Sequence[BlockKey]) -> None:
-        """Delete what is left of objects that lost a piece; what cannot be is tried again."""
-        kept = set(broken)
-        try:
-            kept = await self.delete_pieces(broken)
-        finally:
-            self._residents.put_back(kept)
-
-    async def delete_pieces(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Delete pieces, and note which of them are gone; return those that may stay."""
+    async def _delete_pieces(self, keys: Sequence[BlockKey]) -> None:
+        """Delete pieces, and note which of them are gone."""
         keys = list(dict.fromkeys(keys))
         if not keys:
-            return set()
+            return
         first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
         async with self._deletes.acquire(list(first)):
             since = self._residents.num_adds
             _, kept = await delete_from(self._backend, keys)
         if gone := [key for key in keys if key not in kept]:  # else nothing has changed
             self._residents.discard(gone, since=since)
-        return kept
 
     async def _drain(self) -> None:
         await self._backend.drain()

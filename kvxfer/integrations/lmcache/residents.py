@@ -1,11 +1,12 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
 import sys
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from math import inf
+from operator import itemgetter
 
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import ObjectKey
@@ -19,9 +20,6 @@ NOT_TOLD = ""
 MAX_AWAY = 1 << 14
 """Most objects of which a piece was not found that are remembered, those of others, too."""
 
-MAX_GONE = 1 << 14
-"""Most objects that are gone and remembered: a lower tier may still be writing a piece of them."""
-
 DELIVERY_S = 1.0
 """Time for which a thread waits for its turn to tell LMCache."""
 
@@ -34,8 +32,7 @@ class _Resident:
     """Object of which the backend has some piece.
 
     Attributes:
-        away: Pieces that were not found lately, although nobody has said that they are gone.
-        lost: Pieces that are gone, and were neither found nor stored since.
+        away: Pieces that are gone or were not found, and were neither found nor stored since.
         added: Number of the `add` that named one of its pieces last.
     """
 
@@ -45,7 +42,6 @@ class _Resident:
     told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
     num_stores: int = 0  # that have not ended
     away: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
     added: int = 0
 
     @property
@@ -63,9 +59,9 @@ class _Resident:
 class Residents(Observer):
     """Objects that the backend has. An object is there if its piece 0 is, which is stored last.
 
-    A piece that is not found may only be away: its tier is paused, or the peer that has it is gone
-    for a while. So the object is not there until the piece is found or stored again, and nothing of
-    it is deleted: only what a tier tells to be gone is, where every tier tells what it has.
+    An object of which a piece is gone, or was not found, is not there until the piece is found or
+    stored again. Nothing of it is deleted: the piece may only be away, since its tier is paused or
+    its peer is gone for a while, and tiers evict what nobody loads.
 
     Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
 
@@ -88,12 +84,8 @@ class Residents(Observer):
         self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
         self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
-        self._gone = OrderedDict[bytes, None]()  # objects that had no piece left, the latest last
         self._telling: set[str] = set()
-        self._listed: list[bytes] = []  # ids in order, but for those below
-        self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
-        self._broken: dict[bytes, None] = {}
         self._asks: list[AskGauges] = []
         self._lock = runtime.lock()
         self._delivery = runtime.lock()
@@ -123,14 +115,13 @@ class Residents(Observer):
             self.num_adds += 1
             for object_id, index in map(piece_of, keys):
                 resident = self._resident(object_id)
-                if tier == NOT_TOLD and index in resident.lost and self._all_tell:
+                tiers = resident.tiers.get(index, set())
+                if tier == NOT_TOLD and not tiers and index in resident.away and self._all_tell:
                     continue
-                tiers, resident.added = resident.tiers, self.num_adds
-                if tier != NOT_TOLD or index not in tiers:
-                    tiers.setdefault(index, set()).add(tier)
+                resident.added = self.num_adds
+                if tier != NOT_TOLD or not tiers:
+                    resident.tiers[index] = tiers | {tier}
                 self._note_back(object_id, index)
-                if resident.lost:
-                    self._broken[object_id] = None
             if tier != NOT_TOLD:
                 self._telling.add(tier)
         self._wake()
@@ -142,18 +133,16 @@ class Residents(Observer):
         with self._lock:
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
-                if resident is None or resident.added > since:
+                if resident is None or resident.added > since or index not in resident.tiers:
                     continue
-                if index not in resident.tiers and (tier is not None or resident.num_stores):
-                    continue
-                tiers = resident.tiers.get(index, set())
+                tiers = resident.tiers[index]
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
                 if not tiers:
-                    resident.tiers.pop(index, None)
-                    if tier is None or self._all_tell:
-                        self._note_back(object_id, index)
-                        resident.lost.add(index)
-                        self._broken[object_id] = None  # else a silent tier may have it
+                    del resident.tiers[index]
+                    self._note_away(object_id, index)
+                if not resident.tiers and not resident.num_stores:  # nothing of it is left
+                    resident.away.clear()
+                    self._away.pop(object_id, None)
                 self._changed.append(object_id)
         self._wake()
 
@@ -166,14 +155,13 @@ class Residents(Observer):
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
                 if not known if resident is None else resident.added <= since:
-                    self._note_away(object_id, index)
+                    self._note_away(object_id, index)  # until it is found or stored
 
     def lose(self, keys: Sequence[BlockKey], *, since: float) -> None:
         """Note pieces that a load did not find, `since` as of `miss`."""
         if self.is_exact:
             self.discard(keys, since=since)
-        else:
-            self.miss(keys, since=since, known=False)
+        self.miss(keys, since=since, known=self.is_exact)
 
     def find(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were found."""
@@ -185,10 +173,8 @@ class Residents(Observer):
         """List the pieces that an object lacks: those that are gone or were not found lately."""
         with self._lock:
             resident = self._objects.get(object_id)
-            if resident is None:
-                return []
-            away = resident.away | (resident.lost if resident.tiers else set())
-            return [piece_key(object_id, index) for index in sorted(away)]
+            away = set() if resident is None else set(resident.away)
+        return [piece_key(object_id, index) for index in sorted(away)]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
         """Note an object that is being stored: LMCache is told of it after `end_store`."""
@@ -211,26 +197,6 @@ class Residents(Observer):
             resident = self._objects.get(object_id)
             known = {0} if resident is None else {0, *resident.tiers}
         return [piece_key(object_id, index) for index in sorted(known)]
-
-    def take_broken(self) -> list[BlockKey]:
-        """Take what is left of objects that lost a piece, once they are no longer being stored."""
-        with self._lock:
-            known = {each: self._objects[each] for each in self._broken if each in self._objects}
-            known = {each: resident for each, resident in known.items() if resident.lost}
-            self._broken = {each: None for each, of in known.items() if of.num_stores}
-            return [
-                piece_key(each, index)
-                for each, resident in known.items()
-                if each not in self._broken
-                for index in resident.tiers
-            ]
-
-    def put_back(self, broken: Iterable[BlockKey]) -> None:
-        """Put pieces back that were taken, and are not deleted."""
-        with self._lock:
-            for object_id, _ in map(piece_of, broken):
-                if object_id in self._objects and self._objects[object_id].tiers:
-                    self._broken[object_id] = None
 
     def deliver(self, stored: Tell, deleted: Tell) -> None:
         """Tell LMCache which objects came and which are gone since the last call.
@@ -266,17 +232,16 @@ class Residents(Observer):
 
         They are ordered by id, and begin after one.
         """
-        listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
-            self._put_in_order()
-            for at in range(bisect_right(self._listed, after), len(self._listed)):
-                resident = self._objects[self._listed[at]]
-                assert resident.key is not None
-                if model_name in {None, resident.key.model_name}:
-                    listed.append((self._listed[at], resident.key, resident.told_bytes))
-                    if len(listed) == number:
-                        break
-        return listed
+            told = [
+                (object_id, resident.key, resident.told_bytes)
+                for object_id, resident in self._objects.items()
+                if resident.key is not None
+                and resident.told_bytes
+                and object_id > after
+                and model_name in {None, resident.key.model_name}
+            ]
+        return nsmallest(number, told, key=itemgetter(0))
 
     @property
     def _all_tell(self) -> bool:
@@ -286,23 +251,6 @@ class Residents(Observer):
         if object_id not in self._objects:
             self._objects[object_id] = _Resident(object_key_of(object_id))
         return self._objects[object_id]
-
-    def _put_in_order(self) -> None:
-        """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
-        if len(self._relist) * 16 > len(self._listed):
-            told = (each for each, resident in self._objects.items() if resident.told_bytes)
-            self._listed = sorted(told)
-        else:
-            for object_id in self._relist:
-                at = bisect_left(self._listed, object_id)
-                is_listed = self._listed[at : at + 1] == [object_id]
-                resident = self._objects.get(object_id)
-                if resident is not None and resident.told_bytes:
-                    if not is_listed:
-                        self._listed.insert(at, object_id)
-                elif is_listed:
-                    del self._listed[at]
-        self._relist.clear()
 
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
@@ -321,10 +269,7 @@ class Residents(Observer):
     def _note_back(self, object_id: bytes, index: int) -> None:
         resident = self._objects.get(object_id)
         self._changed.append(object_id)
-        if resident is None:
-            return
-        resident.lost.discard(index)
-        if index in resident.away:
+        if resident is not None and index in resident.away:
             resident.away.discard(index)
             if not resident.away:
                 del self._away[object_id]
@@ -347,24 +292,10 @@ class Residents(Observer):
                         self.num_objects += not resident.told_bytes
                         resident.told_bytes = num_bytes
                         came.append((resident.key, num_bytes))
-                        self._relist.add(object_id)
                 elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
-                    self._relist.add(object_id)
                     self.num_objects -= 1
                 if not resident.is_known:
-                    self._forget(object_id, resident)
+                    del self._objects[object_id]
         return came, gone
-
-    def _forget(self, object_id: bytes, resident: _Resident) -> None:
-        """Forget an object; the latest that lost their pieces are remembered."""
-        if not resident.lost:
-            del self._objects[object_id]
-            return
-        self._gone[object_id] = None
-        self._gone.move_to_end(object_id)
-        if len(self._gone) > MAX_GONE:
-            oldest, _ = self._gone.popitem(last=False)
-            if oldest in self._objects and not self._objects[oldest].is_known:
-                del self._objects[oldest]
