@@ -11,7 +11,7 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ OF_NO_VALUE = (logging.Logger, types.ModuleType, type(typing.Any), typing.TypeVa
 
 GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
-"""Operations of Python's code that look a name up."""
+"""Operations of Python's code that look up a name."""
 
 
 class Unknown(Exception):  # noqa: N818 - found, not failed
@@ -47,16 +47,19 @@ class Code:
         names: Functions that are not what their names say, and those of no known package, by place;
             with what is there, or the hash of their bytes.
         values: Objects that functions of no known package read, by name.
-        links: What was looked up: where, by which name, and what was there.
+        links: What was looked up: in which namespace, by which name, and what was there.
+        bodies: Functions, and the code that each had.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    links: list[tuple[Any, str, Any]] = field(default_factory=list)
+    links: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    bodies: dict[types.FunctionType, types.CodeType] = field(default_factory=dict)
 
     def is_same(self) -> bool:
         """Whether everything that was looked up is still there."""
-        return all(_look_up(place, name) is found for place, name, found in self.links)
+        found = all(namespace.get(name) is value for namespace, name, value in self.links)
+        return found and all(each.__code__ is code for each, code in self.bodies.items())
 
 
 MAX_READ = 4096
@@ -116,10 +119,14 @@ class _Walk:
         if name not in ENTRIES and not any(name in vars(kind) for kind in bases):
             return
         for kind in bases:
-            found = _look_up(kind, name)
-            self.code.links.append((kind, name, found))
+            found = self._look_up(vars(kind), name)
             if found is not None and kind not in {object, torch.nn.Module}:
                 self._follow(f"{kind.__module__}.{kind.__qualname__}", name, found)
+
+    def _look_up(self, namespace: Mapping[str, Any], name: str) -> Any:
+        found = namespace.get(name)
+        self.code.links.append((namespace, name, found))
+        return found
 
     def _follow(self, place: str, name: str, value: Any) -> None:
         """Follow what code finds by a name at a place."""
@@ -149,7 +156,7 @@ class _Walk:
         while isinstance(function, types.FunctionType) and function not in self._seen:
             self._seen.add(function)
             code, module = function.__code__, where_written(function)[0]
-            self.code.links.append((function, "__code__", code))
+            self.code.bodies[function] = code
             if is_known(home) and not is_known(module) and not _is_standard(function):
                 raise Unknown(f"the function {code.co_qualname} of {module}")
             if is_known(module) or self._is_own(module):
@@ -187,16 +194,14 @@ class _Walk:
         """Follow globals, methods of the class, and what other modules of the package have."""
         modules: list[types.ModuleType] = []
         for name in filter(variables.__contains__, of_globals):
-            found = variables[name]
-            self.code.links.append((variables, name, found))
+            found = self._look_up(variables, name)
             self._follow(module, name, found)
             if isinstance(found, types.ModuleType) and self._is_own(found.__name__):
                 modules.append(found)
         for name in attributes:
             self._find_method(name)
             for other in modules:
-                if (found := _look_up(other, name)) is not None:
-                    self.code.links.append((other, name, found))
+                if (found := self._look_up(vars(other), name)) is not None:
                     self._follow(other.__name__, name, found)
 
     def _check_torch(self, name: str) -> None:
@@ -205,13 +210,12 @@ class _Walk:
             return
         self._seen.add(("torch", name))
         for place, at in OF_TORCH.items():
-            found = _look_up(at, name)
-            self.code.links.append((at, name, found))
+            found = self._look_up(vars(at), name)
             if isinstance(found, types.FunctionType):
                 module, written = where_written(inspect.unwrap(found))
                 if not is_known(where_written(found)[0]) or not is_known(module):
                     raise Unknown(f"the function {written} of {module}, as {place}.{name}")
-                self.code.links.append((found, "__code__", found.__code__))
+                self.code.bodies[found] = found.__code__
             elif callable(found) and not isinstance(found, type):
                 written = str(getattr(found, "__name__", name))
             else:
@@ -235,14 +239,6 @@ def _function_of(value: Any) -> Any:
     while not isinstance(value, (type, types.FunctionType)) and hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value
-
-
-def _look_up(place: Any, name: str) -> Any:
-    if isinstance(place, dict):
-        return place.get(name)
-    if isinstance(place, types.FunctionType):
-        return place.__code__
-    return vars(place).get(name)
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
