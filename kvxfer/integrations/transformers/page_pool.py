@@ -1,6 +1,6 @@
 """Pool of pages: the memory that pages pass through between a model's cache and a backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from types import MappingProxyType
@@ -20,6 +20,7 @@ USUAL_AXES = ("head", "token", "dim")
 MIN_PAGES = 2
 
 Axes = Mapping[str, tuple[str, ...]]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagePool:
@@ -56,7 +57,7 @@ class PagePool:
         except RuntimeError as exc:
             found = f"{self.num_pages} pages of {page_bytes:,} bytes"
             raise InvalidArgumentError("pool_bytes", found, "memory that can be had") from exc
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._views: list[KeysAndValues] = []
         start = 0
         for layer in layers:
             views = []
@@ -85,14 +86,12 @@ class PagePool:
 
     def take_in(self, past: Past, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Copy pages of a model's cache to the pool; `pages` count from the first token."""
+        layers = [(layer.keys, layer.values) for layer in past.layers]
         with torch.inference_mode():  # no gradients, and whatever mode the pool was made in
-            for (keys, values), layer in zip(self._views, past.layers, strict=True):
-                for page, slot in zip(pages, slots, strict=True):
-                    tokens = slice(page * self._tokens, (page + 1) * self._tokens)
-                    keys[slot].copy_(layer.keys[0, :, tokens])
-                    values[slot].copy_(layer.values[0, :, tokens])
+            for ours, theirs in self._pairs(layers, pages, slots):
+                ours.copy_(theirs)
 
-    def make_room(self, num_pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def make_room(self, num_pages: int) -> list[KeysAndValues]:
         """Allocate keys and values of each layer, on its device."""
         num_tokens = num_pages * self._tokens
 
@@ -105,17 +104,20 @@ class PagePool:
         ]
 
     def give_out(
-        self,
-        room: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        pages: Sequence[int],
-        slots: Sequence[int],
+        self, room: Sequence[KeysAndValues], pages: Sequence[int], slots: Sequence[int]
     ) -> None:
         """Copy pages of the pool to the keys and values of each layer."""
-        for views, tensors in zip(self._views, room, strict=True):
+        for ours, theirs in self._pairs(room, pages, slots):
+            theirs.copy_(ours)
+
+    def _pairs(
+        self, layers: Sequence[KeysAndValues], pages: Sequence[int], slots: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the memory of pages in the pool with that in the keys and values of each layer."""
+        for views, tensors in zip(self._views, layers, strict=True):
             for view, tensor in zip(views, tensors, strict=True):
                 for page, slot in zip(pages, slots, strict=True):
-                    tokens = slice(page * self._tokens, (page + 1) * self._tokens)
-                    tensor[0, :, tokens].copy_(view[slot])
+                    yield view[slot], tensor[0, :, page * self._tokens : (page + 1) * self._tokens]
 
 
 def _spec(layer: LayerShape, tokens_per_page: int) -> FullAttentionSpec:
