@@ -707,8 +707,8 @@ TABLE = """
 +            and address < 0
 --- kvxfer/integrations/lmcache/adapter.py
 @@ lmcache 200 an object that LMCache has locked is deleted
--                ids = [object_id_of(key) for key in keys if key not in self._pins]
-+                ids = [object_id_of(key) for key in keys]
+-                free = [key for key in keys if key not in self._pins]
++                free = list(keys)
 """
 """Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 

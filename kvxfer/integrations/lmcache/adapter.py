@@ -29,7 +29,6 @@ from kvxfer.integrations.lmcache.interface import (
     MemoryObj,
     ObjectKey,
 )
-from kvxfer.integrations.lmcache.object_keys import object_id_of
 from kvxfer.integrations.lmcache.object_store import ObjectStore, StoredObject
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import AdapterSettings
@@ -184,10 +183,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         try:
             with self._pins_lock:
                 self._drop_expired_pins()
-                ids = [object_id_of(key) for key in keys if key not in self._pins]
-            if ids and not (self._closed or self._objects.is_suspended):
-                deleting = self._objects.ask(partial(self._objects.delete, ids))
-                runtime.result(deleting, self._settings.timeout_s + 1)
+                free = [key for key in keys if key not in self._pins]
+            if free and not (self._closed or self._objects.is_suspended):
+                runtime.result(self._objects.delete(free), self._settings.timeout_s + 1)
             self._deliver()
         except Exception as exc:
             logger.warning("%d objects were not deleted", len(keys), exc_info=exc)

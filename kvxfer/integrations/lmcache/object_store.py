@@ -124,9 +124,9 @@ class ObjectStore:
         else:
             self._loop.submit(self._work(task, work))
 
-    def ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        """Begin any other call; it, too, ends by the deadline."""
-        return self._loop.submit(self._ask(call))
+    def delete(self, keys: Sequence[ObjectKey]) -> Future[None]:
+        """Begin to delete objects, as far as their pieces are known; it, too, ends in time."""
+        return self._loop.submit(self._delete(keys))
 
     def call_soon(self, func: Callable[[], object]) -> None:
         """Call a function on the event loop."""
@@ -170,9 +170,10 @@ class ObjectStore:
             task.end()
             await self._delete_pieces([each.key for each in pieces if each.of.index in useless])
 
-    async def delete(self, object_ids: Sequence[bytes]) -> None:
-        """Delete objects, as far as their pieces are known."""
-        await self._delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
+    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
+        ids = [object_id_of(key) for key in keys]
+        pieces = [piece for each in ids for piece in self._residents.keys_of(each)]
+        await self._calls.wait_for(self._settings.timeout_s, self._delete_pieces(pieces))
 
     async def _delete_pieces(self, keys: Sequence[BlockKey]) -> None:
         """Delete pieces, and note which of them are gone."""
@@ -188,9 +189,6 @@ class ObjectStore:
 
     async def _drain(self) -> None:
         await self._backend.drain()
-
-    async def _ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return await self._calls.wait_for(self._settings.timeout_s, call())
 
     async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = task.deadline - runtime.monotonic()
