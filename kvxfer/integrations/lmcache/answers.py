@@ -17,10 +17,7 @@ GRACE_S = 0.25
 
 
 class Answers:
-    """Answers to the tasks of one kind, each taken once; thread-safe.
-
-    An answer is kept before the file descriptor is signalled, so that whoever is woken finds it.
-    """
+    """Answers to the tasks of one kind, each taken once; thread-safe."""
 
     def __init__(self) -> None:
         self._notifier: Any = create_event_notifier()
@@ -38,7 +35,7 @@ class Answers:
         with self._lock:
             if self._closed:
                 return
-            self._given[task_id] = answer
+            self._given[task_id] = answer  # first: whoever is woken finds it
             self._notifier.notify()
 
     def take(self, task_id: int) -> Any:
@@ -91,12 +88,9 @@ class Task:
         return result
 
     def touch(self, func: Callable[[], object]) -> bool:
-        """Call a function that touches LMCache's memory, unless the task has ended.
+        """Call a function that touches LMCache's memory, unless the task has ended; return whether.
 
         LMCache reuses the memory once it has the answer: `end` waits for the function.
-
-        Returns:
-            Whether it was called.
         """
         with self._lock:
             if not self.ended:

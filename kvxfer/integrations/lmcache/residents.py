@@ -228,10 +228,7 @@ class Residents(Observer):
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
     ) -> list[tuple[bytes, ObjectKey, int]]:
-        """List some objects of a model, or of any, that LMCache was told of: id, key and bytes.
-
-        They are ordered by id, and begin after one.
-        """
+        """List objects that LMCache was told of, after an id and by id: id, key and bytes."""
         with self._lock:
             told = [
                 (object_id, resident.key, resident.told_bytes)

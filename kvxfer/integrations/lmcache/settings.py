@@ -43,11 +43,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> "AdapterSettings":
-        """Check the parameters that LMCache passes on.
-
-        Raises:
-            InvalidArgumentError: A parameter is missing, unknown or of no use.
-        """
+        """Check the parameters that LMCache passes on."""
         settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
             rule = "a name for the weights: their commit, quantization, overrides"

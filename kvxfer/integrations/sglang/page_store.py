@@ -42,9 +42,6 @@ class PageStore(RowStore):
 
     Loads and stores have rows of their own: SGLang has a thread for each. The memory of the rows is
     bounded by the settings, but there are two rows in each direction. The namespace has no groups.
-
-    Raises:
-        Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
     """
 
     def __init__(
@@ -114,9 +111,6 @@ class PageStore(RowStore):
         """Store pages of a pool, or load them; return for each whether that was done.
 
         `host_indices` has all rows of each page. A page that was not loaded stays as it was.
-
-        Raises:
-            InvalidArgumentError: The rows are not those of as many pages, or a key appears twice.
         """
         if not keys or not self._is_registered(name):
             return [False] * len(keys)
@@ -335,12 +329,7 @@ class CurrentStore:
 
 
 def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | None) -> list[int]:
-    """Find the pages that rows of a pool make up, page after page.
-
-    Raises:
-        InvalidArgumentError: There are not as many rows as these pages have, or a page does not
-            begin where pages do.
-    """
+    """Find the pages that rows of a pool make up, page after page."""
     num_rows = 0 if host_indices is None else host_indices.numel()
     if host_indices is None or num_rows != num_pages * rows_per_page:
         raise InvalidArgumentError("host_indices", num_rows, f"{num_pages} x {rows_per_page}")
