@@ -39,11 +39,7 @@ GENERATION_FIELDS = frozenset(
 
 
 def require_interface() -> None:
-    """Check that caches have what is used of them, whatever the release is called.
-
-    Raises:
-        UnsupportedEngineError: This release has another interface.
-    """
+    """Check that caches have what is used of them, whatever the release is called."""
     detail = "DynamicCache does not go on from the keys and values that its layers were given"
     tokens = torch.arange(2.0, device="cpu").reshape(1, 1, 2, 1)
     try:
@@ -68,10 +64,7 @@ def give_layer(past: Past, at: int, keys: torch.Tensor, values: torch.Tensor) ->
 
 
 def registered_functions(name: str) -> list[Any]:
-    """List the functions of an implementation, of attention, masks or experts, by its name.
-
-    Those that each model has, such as `eager` for attention, are not registered.
-    """
+    """List the functions, of attention, masks or experts, that are registered under a name."""
     places = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS)
     return [each[name] for each in places if name in each]
 

@@ -22,7 +22,6 @@ CHANGING_ROPES = ("dynamic", "longrope")
 Source: `transformers/modeling_rope_utils.py`, `dynamic_rope_update`.
 """
 
-
 WINDOW_MASKS = (
     "create_masks_for_generate",
     "create_sliding_window_causal_mask",
@@ -46,12 +45,7 @@ class LayerShape:
 
 
 def find_layers(model: Any) -> tuple[LayerShape, ...]:
-    """Find the shapes of a model's layers; runs the model on one token.
-
-    Raises:
-        InvalidArgumentError: The keys and values of a prefix cannot be kept, or do not depend on
-            the prefix alone; the error names the reason.
-    """
+    """Find the shapes of a model's layers, or refuse the model; runs it on one token."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise InvalidArgumentError("model", type(model).__name__, "a model with generate()")
@@ -78,12 +72,7 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
 
 
 def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:
-    """Count the tokens whose keys and values a cache has, all of them in every layer.
-
-    Raises:
-        InvalidArgumentError: The cache has several sequences or beams, drops tokens, or is that of
-            another model.
-    """
+    """Count the tokens whose keys and values a cache of the model has, the same in every layer."""
     if not isinstance(past, DynamicCache):
         raise InvalidArgumentError("past", type(past).__name__, "a DynamicCache, as load() returns")
     if not past.layers:

@@ -68,11 +68,7 @@ _read: dict[Any, Code] = {}
 
 
 def read_code(start: Any) -> Code:
-    """Read the code that runs for a class of modules, or for a function.
-
-    Raises:
-        Unknown: A function was put in another's place, or has values of its own.
-    """
+    """Read the code that runs for a class of modules, or for a function; it may be `Unknown`."""
     known = _read.get(start)
     if known is None or not known.is_same():
         known = _Walk(start).code

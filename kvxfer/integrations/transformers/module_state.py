@@ -9,7 +9,6 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,39 +52,37 @@ MAX_DEPTH = 12
 """Objects within objects that are looked into."""
 
 
-@dataclass(slots=True)
-class ModuleState:
-    """State of a model's modules: type, and every attribute that counts, of each by its name."""
+def read_state(
+    model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Read the state of a model's modules as it is now, with tensors that are no parameters.
 
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    obstacle: str = ""  # the first part that cannot be hashed, in words
-
-
-def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> ModuleState:
-    """Read the state of a model's modules as it is now, with tensors that are no parameters."""
+    Returns:
+        By the name of each module its type and every attribute that counts; and the first part that
+        cannot be hashed, in words.
+    """
     hooks = [getattr(torch_modules, name) for name in GLOBAL_HOOKS]
     calls = [where_written(vars(torch.nn.Module)[name])[0] for name in CALLS]
     is_altered = any(hooks) or {*calls} != {torch_modules.__name__}
-    state = ModuleState(obstacle="a hook of all modules" if is_altered else "")
+    state, obstacle = dict[str, dict[str, Any]](), "a hook of all modules" if is_altered else ""
     names = {id(each): name for name, each in model.named_modules()}  # the first of each
     encoder = _Encoder(names, hash_tensor)
     code = functools.cache(encoder.code)
     for name, module in model.named_modules(remove_duplicate=False):
         kind: type = type(module)
-        facts = state.facts[name] = {"type": [kind.__module__, kind.__qualname__]}
+        facts = state[name] = {"type": [kind.__module__, kind.__qualname__]}
         if (first := names[id(module)]) != name:
             facts["same as"] = first
             continue
         try:
             facts["code"] = code(kind)
             facts |= encoder.attributes(module)
-            facts |= encoder.attributes_of_tensors(module)
             _require_no_hooks(module)
         except Unknown as exc:
-            state.obstacle = state.obstacle or f"{exc} of {name or 'the model'}"
+            obstacle = obstacle or f"{exc} of {name or 'the model'}"
     if precision := _precision_of_products(model):
-        state.facts[PROCESS] = {"float32 products": precision}
-    return state
+        state[PROCESS] = {"float32 products": precision}
+    return state, obstacle
 
 
 def is_thread_altering(device: torch.device) -> bool:
@@ -100,16 +97,12 @@ def is_thread_altering(device: torch.device) -> bool:
 
 
 def require_unchanged(model: Any) -> None:
-    """Check that the modules are those that the configuration alone makes, so that files name them.
-
-    Raises:
-        InvalidArgumentError: A module or an attribute of one is another.
-    """
+    """Check that the modules are those that the configuration alone makes: files name these."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config)).eval()
     kinds = {name: type(module) for name, module in model.named_modules()}
     shape_of = lambda _, tensor: str(tuple(tensor.shape)).encode()  # noqa: E731 - without memory
-    ours, theirs = (read_state(each, shape_of).facts for each in (model, fresh))
+    ours, theirs = (read_state(each, shape_of)[0] for each in (model, fresh))
     for name in sorted(ours.keys() | theirs.keys()):
         mine, plain = ours.get(name, {}), theirs.get(name, {})
         for attribute in sorted(mine.keys() | plain.keys()):
@@ -136,18 +129,18 @@ class _Encoder:
         return found.names | self._encode_named(found.values)
 
     def attributes(self, module: Any) -> dict[str, Any]:
-        """Encode the attributes of a module that count."""
-        return self._encode_named({k: v for k, v in vars(module).items() if k not in HARMLESS})
-
-    def attributes_of_tensors(self, module: Any) -> dict[str, Any]:
-        """Encode the attributes of a module's own parameters and buffers, such as scales."""
-        found = {}
+        """Encode the attributes that count, of a module and of its tensors, such as scales."""
+        owners = [("", module)]
         for list_named in (module.named_parameters, module.named_buffers):
-            for name, tensor in list_named(recurse=False):
-                for attribute, value in getattr(tensor, "__dict__", {}).items():
-                    if attribute not in HARMLESS:
-                        found[f"{name}.{attribute}"] = value
-        return self._encode_named(found)
+            owners += [(f"{name}.", tensor) for name, tensor in list_named(recurse=False)]
+        return self._encode_named(
+            {
+                prefix + name: value
+                for prefix, owner in owners
+                for name, value in getattr(owner, "__dict__", {}).items()
+                if name not in HARMLESS
+            }
+        )
 
     def _encode_named(self, values: Mapping[str, Any]) -> dict[str, Any]:
         found = {}

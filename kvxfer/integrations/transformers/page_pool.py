@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from types import MappingProxyType
 
 import torch
 
@@ -24,14 +23,10 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagePool:
-    """Pool of pages in host memory, each in the order of the bytes that are stored.
+    """Pool of pages in host memory, pinned for a GPU; a transfer that is late touches nothing else.
 
-    A page has the keys and values of `tokens_per_page` tokens of every layer. The pool is in host
-    memory whatever device the model is on, pinned for a GPU: backends reach it, and a transfer
-    that is late touches nothing else.
-
-    It has two pages at least, however few bytes they may have together. The axes of keys, `k`, and
-    of values, `v`, are heads, tokens, dimensions unless they are given.
+    A page has the keys and values of `tokens_per_page` tokens of every layer. There are two pages
+    at least. The axes of keys, `k`, and of values, `v`, are `USUAL_AXES` unless they are given.
 
     Attributes:
         caches: The pool as KV caches, a block for each page.
@@ -43,11 +38,20 @@ class PagePool:
         layers: Sequence[LayerShape],
         tokens_per_page: int,
         num_bytes: int,
-        axes: Axes = MappingProxyType({}),
+        axes: Axes,
     ) -> None:
         self._layers, self._tokens = layers, tokens_per_page
         orders = {part: axes.get(part, USUAL_AXES) for part in ("k", "v")}
-        specs = [_spec(layer, tokens_per_page) for layer in layers]
+        specs = [
+            FullAttentionSpec(
+                tokens_per_block=tokens_per_page,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                head_dim_v=layer.head_dim_v,
+                dtype=layer.dtype,
+            )
+            for layer in layers
+        ]
         page_bytes = sum(spec.page_size_bytes for spec in specs)
         self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
@@ -118,13 +122,3 @@ class PagePool:
             for view, tensor in zip(views, tensors, strict=True):
                 for page, slot in zip(pages, slots, strict=True):
                     yield view[slot], tensor[0, :, page * self._tokens : (page + 1) * self._tokens]
-
-
-def _spec(layer: LayerShape, tokens_per_page: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        tokens_per_block=tokens_per_page,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        head_dim_v=layer.head_dim_v,
-        dtype=layer.dtype,
-    )

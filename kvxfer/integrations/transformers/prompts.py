@@ -63,11 +63,7 @@ those that it does not know to the model, which may compute anything of them."""
 
 
 def read_tokens(name: str, ids: Any) -> list[int]:
-    """Read the token ids of one sequence, `(1, num_tokens)` or `(num_tokens,)`.
-
-    Raises:
-        InvalidArgumentError: They are no token ids, or those of several sequences.
-    """
+    """Read the token ids of one sequence, `(1, num_tokens)` or `(num_tokens,)`."""
     found = _as_tensor(ids)
     if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int64, torch.int32):
         raise InvalidArgumentError(name, ids, "token ids, an integer tensor (1, num_tokens)")
@@ -79,11 +75,7 @@ def read_tokens(name: str, ids: Any) -> list[int]:
 
 
 def require_tensor(ids: Any) -> None:
-    """Check that token ids are as the model's `generate()` takes them, with a token at least.
-
-    Raises:
-        InvalidArgumentError: They are of another type or shape, or there is none.
-    """
+    """Check that token ids are as the model's `generate()` takes them, with a token at least."""
     num_tokens = len(read_tokens("input_ids", ids))
     found = f"shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ids
     if not num_tokens or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -102,10 +94,7 @@ def _as_tensor(given: Any) -> Any:
 def require_text(tokens: list[int], mask: Any, model: Any) -> None:
     """Check that a prompt is text without padding, so that its tokens say all about it.
 
-    Raises:
-        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound, as
-            those that the model has no embedding for; or the mask is none of a prompt, but says
-            which token sees which.
+    Tokens that the model has no embedding for may stand for an image or a sound.
     """
     if mask is not None:
         given, wanted = _as_tensor(mask), f"ones (1, {len(tokens)})"
@@ -156,9 +145,7 @@ def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
 def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
     """Check that `generate()` computes only what its cache lacks, by its arguments and the model's.
 
-    Raises:
-        InvalidArgumentError: A setting has it compute the whole prompt behind the cache, make a
-            cache of its own, or is not known to be harmless.
+    A setting that is not known to be harmless is refused.
     """
     given = settings.get("generation_config")
     if given is not None and not isinstance(given, GenerationConfig):
@@ -179,12 +166,7 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
 
 
 def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
-    """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone.
-
-    Raises:
-        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens, which
-            `generate()` would hand to the model; or as `require_prefix_used`.
-    """
+    """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone."""
     require_prefix_used(settings, model)
     for name in BEAMS:
         number = _setting(name, settings, model)

@@ -35,9 +35,6 @@ class Weights:
 
     Attributes:
         digest: 32 hexadecimal digits, of the weights as they were at first.
-
-    Raises:
-        InvalidArgumentError: A tensor has no bytes that can be read.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,11 +48,7 @@ class Weights:
     def find_change(self) -> str | None:
         """Return the digest of the weights as they are now; empty if they are those of the start.
 
-        Returns:
-            None while the model has a part that cannot be hashed, such as a hook; the log names it.
-
-        Raises:
-            InvalidArgumentError: A tensor has no bytes that can be read.
+        None while the model has a part that cannot be hashed, such as a hook; the log names it.
         """
         mark, obstacle = self._hash(_sum_up)
         if obstacle:
@@ -63,14 +56,13 @@ class Weights:
         return "" if mark == self._mark else self._hash(_read)[0]
 
     def _find_kind(self) -> tuple[Any, Any]:
-        """Find the data type and the device of the model, which pages of it are made for."""
         return getattr(self._model, "dtype", None), getattr(self._model, "device", None)
 
     def _hash(self, take: Callable[[str, torch.Tensor], bytes]) -> tuple[str, str]:
         """Hash the model, with `take` for each tensor; also name what cannot be hashed, if any."""
-        state = read_state(self._model, take)
-        is_another = self._find_kind() != self._kind
-        obstacle = "a conversion or move of the model" if is_another else state.obstacle
+        state, obstacle = read_state(self._model, take)
+        if self._find_kind() != self._kind:
+            obstacle = "a conversion or move of the model"
         if obstacle and obstacle != self._logged:
             text = "prefixes are neither found nor stored: %s may change keys and values"
             logger.warning(text, obstacle)
@@ -79,7 +71,7 @@ class Weights:
         named = [(several[0], tensor) for several, tensor in names]
         with DaemonThreads("kvxfer-weights", self._threads) as executor:
             parts = executor.map(lambda each: take(*each), named)
-            whole = xxhash.xxh3_128(json.dumps(state.facts, sort_keys=True).encode())
+            whole = xxhash.xxh3_128(json.dumps(state, sort_keys=True).encode())
             for (several, tensor), part in zip(names, parts, strict=True):
                 whole.update(f"{' '.join(several)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 whole.update(part)
@@ -118,9 +110,6 @@ def sum_in_place(tensor: torch.Tensor) -> bytes:
     Two passes over the tensor, on its device, and no copy of it. Whatever changes elements changes
     the sums, whatever exchanges some, rows or columns, too; but for changes that cancel out in
     every row and in every column. Another place in memory does not.
-
-    Returns:
-        A text of two integers.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     rows = tensor.contiguous().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
