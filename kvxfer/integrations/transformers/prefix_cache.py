@@ -34,10 +34,6 @@ from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.job import Direction
 
-DEFAULT_TOKENS_PER_PAGE = 128
-DEFAULT_TIMEOUT_S = 30.0
-DEFAULT_POOL_BYTES = 256 << 20
-
 
 class _Loaded(NamedTuple):
     """Prompt that a cache was loaded for, and how the weights had changed by then."""
@@ -84,8 +80,8 @@ class PrefixCache:
         revision: str = "",
         engine_keys: Literal["", "vllm"] | VLLMKeys = "",
         namespace: str = "",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        pool_bytes: int = DEFAULT_POOL_BYTES,
+        timeout_s: float | None = 30.0,
+        pool_bytes: int = 256 << 20,
         observers: Sequence[Observer] = (),
     ) -> None:
         require_interface()
@@ -120,7 +116,7 @@ class PrefixCache:
                 dtype=str(model.dtype).removeprefix("torch."),
                 config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
             )
-            self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
+            self.tokens_per_page = tokens_per_page or 128
         self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
         if self._vllm is not None:
             self._vllm.require_same_pages(self._pool.caches, self._pool.mappings)

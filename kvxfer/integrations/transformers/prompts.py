@@ -35,8 +35,6 @@ WHOLE_PROMPT: dict[str, object] = {
 With another value it computes the whole prompt behind the cache, and goes on with other tokens.
 Source: transformers/generation/utils.py, `_prefill`, `_assisted_decoding`."""
 OWN_CACHE = "cache_implementation"
-REPLACED = "hybrid"
-"""Value of `OWN_CACHE` that old checkpoints have, and with which `generate()` makes no cache."""
 HARMLESS = frozenset({
     # What `generate()` itself takes, besides its settings.
     "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
@@ -151,45 +149,41 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
     if given is not None and not isinstance(given, GenerationConfig):
         raise InvalidArgumentError("generation_config", _say(given), "a GenerationConfig, or None")
     for name, harmless in WHOLE_PROMPT.items():
-        value = _setting(name, settings, model)
-        is_open = value is None and name not in settings  # as an argument, None is a value
-        if not is_open and not _is_one_of(value, harmless):
-            wanted = f"{harmless}: it computes the whole prompt behind the prefix"
-            raise InvalidArgumentError(name, _say(value), wanted)
-    if not _is_one_of(value := _setting(OWN_CACHE, settings, model), None, REPLACED):
-        wanted = "None: generate() goes on from the cache that it is given"
-        raise InvalidArgumentError(OWN_CACHE, _say(value), wanted)
+        wanted = f"{harmless}: it computes the whole prompt behind the prefix"
+        allowed = (harmless,) if name in settings else (harmless, None)  # an argument may be None
+        _require_one_of(allowed, name, settings, model, wanted)
+    wanted = "None: generate() goes on from the cache that it is given"
+    allowed = (None, "hybrid")  # which old checkpoints have, and generate() makes no cache for
+    _require_one_of(allowed, OWN_CACHE, settings, model, wanted)
+    wanted = "none: it is not known whether keys and values stay those of the tokens"
     for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
-        if not _is_one_of(_setting(name, settings, model), None, False):
-            wanted = "none: it is not known whether keys and values stay those of the tokens"
-            raise InvalidArgumentError(name, _say(_setting(name, settings, model)), wanted)
+        _require_one_of((None, False), name, settings, model, wanted)
 
 
 def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
     """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone."""
     require_prefix_used(settings, model)
     for name in BEAMS:
-        number = _setting(name, settings, model)
-        if not _is_one_of(number, None, 1):
-            wanted = "1: beams and several sequences are not kept"
-            raise InvalidArgumentError(name, _say(number), wanted)
+        wanted = "1: beams and several sequences are not kept"
+        _require_one_of((None, 1), name, settings, model, wanted)
     for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
         if settings[name] is not None or name in {"past_key_values", CACHE_ARGUMENT}:
             raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
-
-
-def _is_one_of(value: object, *choices: object) -> bool:
-    """Whether a value is one of a few, whatever comparing it to them does."""
-    return any(value is each or (type(value) is type(each) and value == each) for each in choices)
 
 
 def _say(value: object) -> object:
     return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _setting(name: str, settings: dict[str, Any], model: Any) -> Any:
-    """Find a setting as `generate()` does: what a configuration leaves open is the model's."""
-    if name in settings:
-        return settings[name]
-    given = getattr(settings.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if given is None else given
+def _require_one_of(
+    allowed: tuple[object, ...], name: str, settings: dict[str, Any], model: Any, wanted: str
+) -> None:
+    """Check a setting, found as `generate()` does: what a configuration leaves open is the model's.
+
+    Values of other types are not compared: that may do anything.
+    """
+    value = getattr(settings.get("generation_config"), name, None)
+    value = getattr(model.generation_config, name, None) if value is None else value
+    value = settings.get(name, value)
+    if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
+        raise InvalidArgumentError(name, _say(value), wanted)
