@@ -703,8 +703,8 @@ TABLE = """
 -                move = staged.move(self._backend.load, keys, staged.blocks)
 +                move = self._backend.load(keys, staged.blocks)
 @@ lmcache 20 an object of another type is loaded
--            and ctypes.string_at(address, len(piece.head)) != piece.head
-+            and address < 0
+-                if ctypes.string_at(address, len(piece.head)) != piece.head:
++                if address < 0:
 --- kvxfer/integrations/lmcache/adapter.py
 @@ lmcache 200 an object that LMCache has locked is deleted
 -                free = [key for key in keys if key not in self._pins]

@@ -146,9 +146,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pin([key for key, found in zip(keys, done, strict=True) if found])
             return _bitmap(done)
 
-        return self._submit(
-            len(keys), self._found, answer, lambda task: self._objects.lookup(task, keys)
-        )
+        async def work(task: Task) -> None:
+            task.done[:] = await self._objects.lookup(task, keys)
+
+        return self._submit(len(keys), self._found, answer, work)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a lookup; None while there is none."""
@@ -254,13 +255,6 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """
         self._ready = True
         task_id = next(self._task_ids)
-
-        async def work_and_tell() -> None:
-            try:
-                await work(task)
-            finally:
-                self._deliver()
-
         with self._submission:
             deadline = runtime.monotonic() + self._settings.timeout_s
             task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
@@ -268,7 +262,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 self._deadlines.watch(task)
         try:
             if num_keys and not self._closed:
-                self._objects.begin(task, work_and_tell)
+                self._objects.begin(task, work, self._deliver)
             else:
                 task.end()
         except Exception as exc:

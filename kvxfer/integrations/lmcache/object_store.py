@@ -38,6 +38,9 @@ HEADER = struct.Struct(">8sQ16s")
 
 FORM = b"KVXLMC02"
 
+Work = Callable[[Task], Coroutine[Any, Any, None]]
+"""What is done for a task."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,12 +120,12 @@ class ObjectStore:
         self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
-    def begin(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def begin(self, task: Task, work: Work, before_answer: Callable[[], object]) -> None:
         """Begin the work on a task, and return at once. The task ends by the deadline."""
         if self.is_suspended:
             task.end()
         else:
-            self._loop.submit(self._work(task, work))
+            self._loop.submit(self._work(task, work, before_answer))
 
     def delete(self, keys: Sequence[ObjectKey]) -> Future[None]:
         """Begin to delete objects, as far as their pieces are known; it, too, ends in time."""
@@ -138,14 +141,10 @@ class ObjectStore:
         self._loop.stop()
         self._copies.close()
 
-    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> None:
-        """Find out which objects are there."""
-        task.done[:] = await self._lookup(task, keys)
-
     async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
         """Store the objects that are not there, once deletes of pieces of them have ended."""
         await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
-        there = await self._lookup(task, [each.key for each in objects])
+        there = await self.lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
         for each in new.values():
             self._residents.begin_store(each.key, each.num_bytes)
@@ -190,11 +189,11 @@ class ObjectStore:
     async def _drain(self) -> None:
         await self._backend.drain()
 
-    async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _work(self, task: Task, work: Work, before_answer: Callable[[], object]) -> None:
         left = task.deadline - runtime.monotonic()
         call = f"a task of {len(task.done)} objects"
         try:
-            await self._calls.wait_for(max(0.0, left), work())
+            await self._calls.wait_for(max(0.0, left), work(task))
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             # A task that waits for a buffer goes by what the backend answers to others.
@@ -204,9 +203,11 @@ class ObjectStore:
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
         finally:
+            before_answer()
             task.end()
 
-    async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
+    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Find out which objects are there."""
         ids = [object_id_of(key) for key in keys]
         needed = {
             each: dict.fromkeys([piece_key(each, 0), *self._residents.away_of(each)])
@@ -288,17 +289,13 @@ class ObjectStore:
     ) -> dict[Piece, Status]:
         """Copy pieces that have landed out of a buffer; return those that were not, and why."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
-        other = {
-            piece: Status.CORRUPT
-            for piece, address in zip(pieces, addresses, strict=True)
-            if statuses[piece] is Status.DONE
-            and ctypes.string_at(address, len(piece.head)) != piece.head
-        }
-        landed = [
-            index
-            for index, piece in enumerate(pieces)
-            if statuses[piece] is Status.DONE and piece not in other
-        ]
+        other, landed = dict[Piece, Status](), list[int]()
+        for index, (piece, address) in enumerate(zip(pieces, addresses, strict=True)):
+            if statuses[piece] is Status.DONE:
+                if ctypes.string_at(address, len(piece.head)) != piece.head:
+                    other[piece] = Status.CORRUPT
+                else:
+                    landed.append(index)
         if landed:
             memory, buffer = _sides(pieces, staged)
             if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):

@@ -280,8 +280,7 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                is_there = resident.is_there
-                if resident.key is not None and is_there:
+                if resident.key is not None and resident.is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
                         if resident.told_bytes:  # more of its files were listed
@@ -289,7 +288,7 @@ class Residents(Observer):
                         self.num_objects += not resident.told_bytes
                         resident.told_bytes = num_bytes
                         came.append((resident.key, num_bytes))
-                elif resident.key is not None and not is_there and resident.told_bytes:
+                elif resident.key is not None and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
                     self.num_objects -= 1
