@@ -78,18 +78,16 @@ LOSSY_KERNELS = frozenset({"flashmla_sparse_q8"})
 """Kernels that count all the same: they compute attention in FP8, whatever the data type.
 
 Source: `_validate_flashmla_sparse_q8_backend` of SGLang."""
-ADAPTERS = "lora_paths"
-"""The adapters that an engine was started with, of which SGLang's keys have name and path; those of
-one that is loaded later have a random id."""
 
 
 def started_adapters() -> list[tuple[str, str]]:
     """Digest the adapters that the engine was started with, by their names.
 
-    To be called while it starts: later the files may be those of another training.
+    SGLang's keys have their names and paths only; of one that is loaded later, a random id. To be
+    called while the engine starts: later the files may be those of another training.
     """
     settings = published_settings()
-    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
+    started = next((each.value for each in settings if each.name == "lora_paths"), None) or ()
     return sorted((str(each.lora_name), digest_adapter(each.lora_path)) for each in started)
 
 

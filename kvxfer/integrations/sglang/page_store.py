@@ -13,7 +13,7 @@ import torch
 from kvxfer import runtime
 from kvxfer.connect import open_backend, start_engine
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace, started_adapters
@@ -30,9 +30,6 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
 MIN_ROWS = 2
-
-LASTING = (InvalidArgumentError, UnsupportedEngineError)
-"""Errors of an opening that another attempt would end in, too."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,6 @@ class PageStore(RowStore):
         self._describers = [
             BlockDescriber(pages.caches, mappings=[mapping]) for pages, mapping in pools.values()
         ]
-        self._unregistered: set[str] = set()  # names that were asked for
         self._sizes = sizes = [mapping.num_bytes for mapping in mappings]
         row_bytes = aligned(max(sizes))
         num_rows = max(MIN_ROWS, settings.staging // row_bytes // len(Direction))
@@ -93,7 +89,7 @@ class PageStore(RowStore):
         self, keys: Sequence[str], names: Sequence[str], deadline: float
     ) -> dict[str, list[bool]]:
         """Look up pages under the same keys in some pools, with one question to the backend."""
-        known = [name for name in names if self._is_registered(name)]
+        known = [name for name in names if name in self._names]
         groups = [self._names.index(name) for name in known]
         found = iter(
             self.lookup([_block_key(k, group) for group in groups for k in keys], deadline)
@@ -112,7 +108,8 @@ class PageStore(RowStore):
 
         `host_indices` has all rows of each page. A page that was not loaded stays as it was.
         """
-        if not keys or not self._is_registered(name):
+        if name not in self._names:
+            logger.error("nothing is stored of the pool %s, which was not registered", name)
             return [False] * len(keys)
         group = self._names.index(name)
         pages = _page_ids(self._pages[group].rows_per_page, len(keys), host_indices)
@@ -138,20 +135,14 @@ class PageStore(RowStore):
             logger.warning("the storage cannot be closed: %r", exc)
         self._copy_engine.close()
 
-    def _is_registered(self, name: str) -> bool:
-        if name not in self._names and name not in self._unregistered:
-            self._unregistered.add(name)
-            logger.error("nothing is stored of the pool %s, which was not registered", name)
-        return name in self._names
-
 
 class CurrentStore:
     """Store of all host pools that an engine has at present, of the weights that it has.
 
     It is opened on a thread of its own, so whoever needs it waits no longer than its deadline. An
-    opening that failed is tried again after a pause, unless its error lasts. Once the engine has
-    other weights, another pool, or a pool over other memory, the store is taken out of use; the
-    next opening closes it, and opens another one. Thread-safe.
+    opening that failed is tried again after a pause. Once the engine has other weights, another
+    pool, or a pool over other memory, the store is taken out of use; the next opening closes it,
+    and opens another one. Thread-safe.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
@@ -166,7 +157,6 @@ class CurrentStore:
         self._former: list[PageStore] = []
         self._opening: Future[None] | None = None
         self._is_late = False  # nobody waits for an opening that others waited for in vain
-        self._refused: Any = None  # version whose opening ended in an error that lasts
         self._pause = Pause(settings.pause_s)
         self._closed = False
         self._num_purges = 0
@@ -244,7 +234,7 @@ class CurrentStore:
     def _begin_opening(self) -> Future[None] | None:
         """Begin to open the store, or find out that this has begun; None: there is none to open."""
         with self._lock:
-            is_done = self._store is not None or self._refused == self._version or self._closed
+            is_done = self._store is not None or self._closed
             if self._opening is not None or is_done or not self._pools:
                 return self._opening
             opening = self._opening = Future[None]()
@@ -268,8 +258,7 @@ class CurrentStore:
     def _open(self, opening: Future[None]) -> None:
         """Open the store; whoever waits gets its error.
 
-        After an error that lasts there never is one. After any other one nobody waits for the next
-        attempt: it is the backend that lets them wait.
+        After an error nobody waits for the next attempt: it is the backend that lets them wait.
         """
         failure: BaseException | None = None
         try:
@@ -291,13 +280,9 @@ class CurrentStore:
             version, pools = self._version, dict(self._pools)
         for each in former:
             each.close()
-        try:
-            revision = self._settings.revision
-            namespace = page_namespace(self._config, revision, [*pools], self._adapters)
-            store = PageStore(pools, namespace, self._settings, self._rank)
-        except LASTING:
-            self._refused = version
-            raise
+        revision = self._settings.revision
+        namespace = page_namespace(self._config, revision, [*pools], self._adapters)
+        store = PageStore(pools, namespace, self._settings, self._rank)
         num_purges = 0
         while not self._publish(store, version, num_purges):
             num_purges = self._num_purges
