@@ -84,8 +84,7 @@ def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:
         what = f"{len(found)} layers" if at is None else f"layer {at}: {found[at]}"
         wanted = f"{len(layers)} layers" if at is None else str(layers[at])
         raise InvalidArgumentError("past", what, f"{wanted}, as the model has")
-    counts = {layer.keys.shape[2] for layer in past.layers}
-    counts |= {layer.values.shape[2] for layer in past.layers}
+    counts = {part.shape[2] for layer in past.layers for part in (layer.keys, layer.values)}
     if len(counts) > 1:
         raise InvalidArgumentError("past", f"{sorted(counts)} tokens", "as many in every layer")
     return int(counts.pop())

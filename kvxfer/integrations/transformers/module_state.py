@@ -207,17 +207,13 @@ class _Encoder:
             facts = config_facts(config)
             for name in ("_attn_implementation", "_experts_implementation"):
                 if (chosen := getattr(config, name, None)) is not None:
-                    functions = registered_functions(chosen)
-                    facts[name] = [chosen, [self._encode_chosen(chosen, f) for f in functions]]
+                    try:
+                        functions = [self._encode(each, 0) for each in registered_functions(chosen)]
+                    except Unknown as exc:
+                        raise Unknown(f"{chosen!r}, {exc}") from exc
+                    facts[name] = [chosen, functions]
             self._configs[id(config)] = hash_text(repr(sorted(facts.items())))
         return self._configs[id(config)]
-
-    def _encode_chosen(self, name: str, function: Any) -> Any:
-        """Encode the function that a registry has under a name."""
-        try:
-            return self._encode(function, 0)
-        except Unknown as exc:
-            raise Unknown(f"{name!r}, {exc}") from exc
 
 
 def _require_no_hooks(module: Any) -> None:

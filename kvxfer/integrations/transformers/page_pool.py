@@ -16,7 +16,6 @@ from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 USUAL_AXES = ("head", "token", "dim")
-MIN_PAGES = 2
 
 Axes = Mapping[str, tuple[str, ...]]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -53,7 +52,7 @@ class PagePool:
             for layer in layers
         ]
         page_bytes = sum(spec.page_size_bytes for spec in specs)
-        self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
+        self.num_pages = max(2, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
         try:
             size = self.num_pages, page_bytes
