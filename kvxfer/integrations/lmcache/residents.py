@@ -29,31 +29,14 @@ Tell = Callable[[list[ObjectKey], list[int]], object]
 
 @dataclass(slots=True)
 class _Resident:
-    """Object of which the backend has some piece.
-
-    Attributes:
-        away: Pieces that are gone or were not found, and were neither found nor stored since.
-        added: Number of the `add` that named one of its pieces last.
-    """
+    """Object of which the backend has some piece."""
 
     key: ObjectKey | None  # None where nobody has told it
     tiers: dict[int, set[str]] = field(default_factory=dict)  # that have each piece
     num_bytes: int = 0  # 0 where only its pieces are known
     told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
     num_stores: int = 0  # that have not ended
-    away: set[int] = field(default_factory=set)
-    added: int = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether some piece of it is there, is being stored or may come back."""
-        return bool(self.tiers or self.num_stores or self.away)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it counts as there: so it does while a tier that tells has what was not found."""
-        untold = (index for index in self.away if self.tiers.get(index, set()) <= {NOT_TOLD})
-        return 0 in self.tiers and next(untold, None) is None
+    added: int = 0  # number of the `add` that named one of its pieces last
 
 
 class Residents(Observer):
@@ -83,7 +66,8 @@ class Residents(Observer):
         self.is_exact = False
         self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
-        self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
+        # Pieces that are gone or were not found, and not found or stored since; the latest last.
+        self._away = OrderedDict[bytes, set[int]]()
         self._telling: set[str] = set()
         self._changed: deque[bytes] = deque()
         self._asks: list[AskGauges] = []
@@ -113,10 +97,12 @@ class Residents(Observer):
         """
         with self._lock:
             self.num_adds += 1
+            is_doubted = tier == NOT_TOLD and len(self._telling) >= self.num_tiers
             for object_id, index in map(piece_of, keys):
-                resident = self._resident(object_id)
+                if (resident := self._objects.get(object_id)) is None:
+                    resident = self._objects[object_id] = _Resident(object_key_of(object_id))
                 tiers = resident.tiers.get(index, set())
-                if tier == NOT_TOLD and not tiers and index in resident.away and self._all_tell:
+                if is_doubted and not tiers and index in self._away.get(object_id, ()):
                     continue
                 resident.added = self.num_adds
                 if tier != NOT_TOLD or not tiers:
@@ -141,7 +127,6 @@ class Residents(Observer):
                     del resident.tiers[index]
                     self._note_away(object_id, index)
                 if not resident.tiers and not resident.num_stores:  # nothing of it is left
-                    resident.away.clear()
                     self._away.pop(object_id, None)
                 self._changed.append(object_id)
         self._wake()
@@ -172,9 +157,8 @@ class Residents(Observer):
     def away_of(self, object_id: bytes) -> list[BlockKey]:
         """List the pieces that an object lacks: those that are gone or were not found lately."""
         with self._lock:
-            resident = self._objects.get(object_id)
-            away = set() if resident is None else set(resident.away)
-        return [piece_key(object_id, index) for index in sorted(away)]
+            away = sorted(self._away.get(object_id, ()))
+        return [piece_key(object_id, index) for index in away]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
         """Note an object that is being stored: LMCache is told of it after `end_store`."""
@@ -240,35 +224,23 @@ class Residents(Observer):
             ]
         return nsmallest(number, told, key=itemgetter(0))
 
-    @property
-    def _all_tell(self) -> bool:
-        return len(self._telling) >= self.num_tiers
-
-    def _resident(self, object_id: bytes) -> _Resident:
-        if object_id not in self._objects:
-            self._objects[object_id] = _Resident(object_key_of(object_id))
-        return self._objects[object_id]
-
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
         self._changed.append(object_id)
-        self._resident(object_id).away.add(index)
-        self._away[object_id] = None
+        self._away.setdefault(object_id, set()).add(index)
         self._away.move_to_end(object_id)
         if len(self._away) > MAX_AWAY:
             oldest, _ = self._away.popitem(last=False)
-            forgotten = self._objects[oldest]
-            told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
-            forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
-            forgotten.away.clear()
             self._changed.append(oldest)
+            if (forgotten := self._objects.get(oldest)) is not None:
+                told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
+                forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
 
     def _note_back(self, object_id: bytes, index: int) -> None:
-        resident = self._objects.get(object_id)
         self._changed.append(object_id)
-        if resident is not None and index in resident.away:
-            resident.away.discard(index)
-            if not resident.away:
+        if index in (away := self._away.get(object_id, set())):
+            away.discard(index)
+            if not away:
                 del self._away[object_id]
 
     def _take_changes(self) -> tuple[list[tuple[ObjectKey, int]], list[tuple[ObjectKey, int]]]:
@@ -280,7 +252,10 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                if resident.key is not None and resident.is_there:
+                away = self._away.get(object_id, ())
+                # A piece that was not found counts as there while a tier that tells has it.
+                found = (resident.tiers.get(index, set()) - {NOT_TOLD} for index in away)
+                if resident.key is not None and 0 in resident.tiers and all(found):
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
                         if resident.told_bytes:  # more of its files were listed
@@ -292,6 +267,6 @@ class Residents(Observer):
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
                     self.num_objects -= 1
-                if not resident.is_known:
+                if not (resident.tiers or resident.num_stores or away):
                     del self._objects[object_id]
         return came, gone

@@ -10,8 +10,6 @@ from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.units import MAX_DURATION_S, ByteSize
 
-LAYOUT = "LMCache objects in pieces, form 1"
-
 UNIT_BYTES = 4096
 """Bytes that the last piece of an object is filled up to a multiple of."""
 
@@ -65,7 +63,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return Namespace(
             model="lmcache",
             revision=self.revision,
-            layout=LAYOUT,
+            layout="LMCache objects in pieces, form 1",
             groups=(GroupIdentity(page_sizes_bytes=(UNIT_BYTES,)),),
             blocks_per_chunk=self.piece // UNIT_BYTES,
         )
