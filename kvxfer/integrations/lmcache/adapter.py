@@ -77,7 +77,6 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         super().__init__(max_capacity_bytes=int(settings.capacity))
         self._settings = settings
         self._task_ids = itertools.count()
-        self._submission = runtime.lock()
         # How often, and until when; in that order.
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = runtime.lock()
@@ -89,7 +88,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._residents = Residents(settings.piece, settings.namespace.fingerprint, self._wake)
             self._objects = ObjectStore(self._open_told, settings, self._residents)
             opened.callback(self._close_store)
-            self._deadlines = opened.enter_context(closing(Deadlines()))
+            self._deadlines = opened.enter_context(closing(Deadlines(settings.timeout_s)))
             self._objects.start()
             self._opened = opened.pop_all()
 
@@ -223,10 +222,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     def close(self) -> None:
         """Answer all tasks and close the backend, within a deadline; may be called again."""
-        with self._submission:
-            if self._closed:
-                return
-            self._closed = True
+        self._closed = True
         self._opened.close()
 
     def _open_told(self) -> Backend:
@@ -255,11 +251,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """
         self._ready = True
         task_id = next(self._task_ids)
-        with self._submission:
-            deadline = runtime.monotonic() + self._settings.timeout_s
-            task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
-            if not self._closed:
-                self._deadlines.watch(task)
+        task = self._deadlines.begin(num_keys, lambda ended: answers.give(task_id, answer(ended)))
         try:
             if num_keys and not self._closed:
                 self._objects.begin(task, work, self._deliver)
