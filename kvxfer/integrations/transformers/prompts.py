@@ -150,11 +150,12 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
         raise InvalidArgumentError("generation_config", _say(given), "a GenerationConfig, or None")
     for name, harmless in WHOLE_PROMPT.items():
         wanted = f"{harmless}: it computes the whole prompt behind the prefix"
-        allowed = (harmless,) if name in settings else (harmless, None)  # an argument may be None
+        # As an argument, None is a value.
+        allowed = (harmless,) if name in settings else (harmless, None)
         _require_one_of(allowed, name, settings, model, wanted)
     wanted = "None: generate() goes on from the cache that it is given"
-    allowed = (None, "hybrid")  # which old checkpoints have, and generate() makes no cache for
-    _require_one_of(allowed, OWN_CACHE, settings, model, wanted)
+    # Old checkpoints have "hybrid", with which generate() makes no cache.
+    _require_one_of((None, "hybrid"), OWN_CACHE, settings, model, wanted)
     wanted = "none: it is not known whether keys and values stay those of the tokens"
     for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
         _require_one_of((None, False), name, settings, model, wanted)
