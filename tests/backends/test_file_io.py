@@ -146,3 +146,16 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     assert (tmp_path / "new").read_bytes() == memory.gather((0, 16)) == stored
     os.close(folder_fd)
     engine.close()
+
+
+@pytest.mark.skipif(not has_uring(), reason="needs io_uring")
+def test_a_kernel_that_cannot_cut_files_in_a_ring_writes_those_with_padding_by_plain_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvxfer.backends.file.io.uring.FTRUNCATE", 255)  # of no kernel
+    memory, folder_fd = Memory(PAGE).fill(), os.open(tmp_path, os.O_RDONLY)
+    new = NewFile(folder_fd, b"new.tmp", b"new", memory.vector((0, 16)), 9)
+    with contextlib.closing(UringFileIO()) as engine:
+        assert engine.write_named([new], 0, durable=False) == [9]
+    os.close(folder_fd)
+    assert (tmp_path / "new").read_bytes() == memory.gather((0, 9))

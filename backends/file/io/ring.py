@@ -31,7 +31,7 @@ OPERATION = np.dtype(
 )
 """`struct io_uring_sqe`, 64 bytes."""
 
-READV, WRITEV, FSYNC, OPENAT, CLOSE, RENAMEAT = 1, 2, 3, 18, 19, 35
+READV, WRITEV, FSYNC, OPENAT, CLOSE, RENAMEAT, FTRUNCATE = 1, 2, 3, 18, 19, 35, 55
 FIXED_FILE, LINK, HARD_LINK = 1 << 0, 1 << 2, 1 << 3
 RENAME_NOREPLACE = 1 << 0
 
@@ -55,7 +55,7 @@ _SINGLE_MMAP = 1 << 0
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same numbers on every architecture
 _ENTER_GETEVENTS = 1
 _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
-_REGISTER_FILES2, _REGISTER_SPARSE = 13, 1
+_REGISTER_PROBE, _REGISTER_FILES2, _REGISTER_SPARSE = 8, 13, 1
 _SQES_OFFSET = 0x10000000
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -69,6 +69,9 @@ class Ring:
         num_operations: Most operations of one `run`, a power of two.
         num_files: Slots for files that are opened and closed by operations.
 
+    Attributes:
+        last_opcode: Largest opcode that the kernel knows.
+
     Raises:
         OSError: The kernel has no io_uring, an old one, or does not permit it.
     """
@@ -81,6 +84,9 @@ class Ring:
             # Sparse: the slots are filled by OPENAT. struct io_uring_rsrc_register.
             register = np.array([num_files, _REGISTER_SPARSE, 0, 0, 0, 0, 0, 0], np.uint32)
             _call(_REGISTER, self._fd, _REGISTER_FILES2, register.ctypes.data, register.nbytes)
+            probe = np.zeros(16, np.uint8)  # struct io_uring_probe, without a list of operations
+            _call(_REGISTER, self._fd, _REGISTER_PROBE, probe.ctypes.data, 0)
+            self.last_opcode = int(probe[0])
         except BaseException:
             os.close(self._fd)
             raise

@@ -24,6 +24,7 @@ from kvxfer.backends.file.io.ring import (
     CLOSE,
     FIXED_FILE,
     FSYNC,
+    FTRUNCATE,
     HARD_LINK,
     LINK,
     OPENAT,
@@ -40,7 +41,7 @@ StringAddresses = NDArray[np.int64]
 
 MAX_THREADS = 4
 """Threads beyond which calls wait for the GIL; the ring keeps enough files in flight."""
-_RING_ENTRIES = 8 * MAX_FILES  # a power of two, and room for the five steps of a file
+_RING_ENTRIES = 8 * MAX_FILES  # a power of two, and room for the six steps of a file
 
 
 class UringFileIO(FileIO):
@@ -66,12 +67,13 @@ class UringFileIO(FileIO):
         return super().read_named(files, flags) if ring is None else _read_by(ring, files, flags)
 
     def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
-        """See `FileIO.write_named`; files with padding, which must be cut off, by plain calls."""
+        """See `FileIO.write_named`."""
         ring = self._ring() if self._has_noreplace else None
         pieces = np.concatenate([file.vector for file in files])
-        if ring is None or sum(file.size_bytes for file in files) != int(pieces[:, 1].sum()):
+        padded = sum(file.size_bytes for file in files) != int(pieces[:, 1].sum())
+        if ring is None or (padded and ring.last_opcode < FTRUNCATE):  # before Linux 6.9
             return super().write_named(files, flags, durable=durable)
-        codes = _write_by(ring, files, pieces, flags, durable=durable)
+        codes = _write_by(ring, files, pieces, flags, padded=padded, durable=durable)
         self._has_noreplace &= -errno.EINVAL not in codes
         results: list[Result] = []
         for file, code in zip(files, codes, strict=True):
@@ -129,23 +131,32 @@ def _read_by(ring: Ring, files: Sequence[NamedFile], flags: int) -> list[Result]
 
 
 def _write_by(
-    ring: Ring, files: Sequence[NewFile], pieces: IOVector, flags: int, *, durable: bool
+    ring: Ring,
+    files: Sequence[NewFile],
+    pieces: IOVector,
+    flags: int,
+    *,
+    padded: bool,
+    durable: bool,
 ) -> list[int]:
     """Make, write and name files; return 0 for each that has its name, which no short one gets."""
     assert len(files) <= MAX_FILES
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
     starts = _starts(names)
-    steps = np.zeros((count, 5 if durable else 4), OPERATION)
+    steps = np.zeros((count, 4 + padded + durable), OPERATION)
     opening, writing, naming, closing = steps[:, 0], steps[:, 1], steps[:, -2], steps[:, -1]
     _open_into_slots(opening, folders, starts[:count], CREATE_FLAGS | flags)
     opening["length"] = FILE_MODE
     writing["opcode"], writing["flags"] = WRITEV, FIXED_FILE | LINK
     writing["fd"] = np.arange(count)
     _point_at(writing, pieces, files)
+    steps[:, 2:-2]["flags"], steps[:, 2:-2]["fd"] = FIXED_FILE | LINK, writing["fd"][:, None]
+    if padded:
+        steps[:, 2]["opcode"] = FTRUNCATE
+        steps[:, 2]["offset"] = [file.size_bytes for file in files]
     if durable:
-        syncing = steps[:, 2]
-        syncing["opcode"], syncing["flags"], syncing["fd"] = FSYNC, FIXED_FILE | LINK, writing["fd"]
+        steps[:, -3]["opcode"] = FSYNC
     naming["opcode"], naming["flags"] = RENAMEAT, HARD_LINK
     naming["fd"] = naming["length"] = folders
     naming["op_flags"] = RENAME_NOREPLACE
