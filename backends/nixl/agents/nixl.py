@@ -545,6 +545,10 @@ class NixlThread:
         with contextlib.suppress(*self._errors):  # the error that led here says more
             self._agent.deregister_memory(registered)
 
+    def list_plugins(self) -> list[str]:
+        """See `NixlAgent.plugins`."""
+        return sorted(self._agent.get_plugin_list())
+
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
         opaque = self._agent.get_agent_metadata()
@@ -679,6 +683,11 @@ class NixlAgent(TransferAgent):
     def __repr__(self) -> str:
         peers = sorted(self._thread.peers.regions)
         return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
+
+    @property
+    def plugins(self) -> list[str]:
+        """Names of the plug-ins that NIXL finds."""
+        return self._thread.call(self._thread.list_plugins)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
