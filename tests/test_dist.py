@@ -98,7 +98,7 @@ BARE_COMMANDS = {
     ("gc", "STORE"): "",
     ("inspect", "STORE"): "",
     ("vllm-args", "host://?capacity=1GiB"): "",
-    ("replay", "--synthetic", "rag", "--set", "requests=50"): "",
+    ("replay", "--synthetic", "rag,requests=50"): "",
     ("explain", "cmpl-1", "--journal", "STORE"): "files of a journal",
     ("doctor",): "",
     ("bench", "host://?capacity=128MiB", "--seconds", "0.01s"): "",

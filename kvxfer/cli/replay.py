@@ -1,7 +1,6 @@
 """Command `kvxfer replay`: replays a trace on simulated caches, to plan the real ones."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +11,7 @@ from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:
     from kvxfer.replay import Machine, Trace
-    from kvxfer.storage.eviction.policies import PolicyName
 
-POLICIES = ("lru", "arc")
-KINDS = ("multi-turn", "agentic", "rag")
 SHARES = (64, 32, 16, 8, 4, 2, 1)
 MAX_BYTES_PER_TOKEN = 10**12
 PREFILL_TOKENS_PER_S = 1e-3, 1e12
@@ -38,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     report = replay.Report(
         trace=replay.summarise(trace),
         machine=machine,
-        capacities=replay.plan_capacities(trace, machine, *_grid(arguments, trace, machine)),
+        capacities=replay.plan_capacities(trace, machine, _capacities(arguments, trace, machine)),
         lists=[replay.plan_list(trace, machine, backend) for backend in arguments.backend],
         recommendation=replay.recommend(trace, machine, budget) if budget else None,
     )
@@ -55,17 +51,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("trace", type=Path, nargs="?", help="file in Mooncake's format, a request a line")
-    add("--synthetic", choices=KINDS, help="make a trace instead of reading one")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="size of --synthetic")
+    add("--synthetic", metavar="KIND,...", help="make a trace, as agentic or rag,requests=500")
     add("--seed", type=int, default=0, help="seed of --synthetic")
-    add("--save", type=Path, metavar="FILE", help="write the trace, as --synthetic made it")
     add("--tokens-per-block", type=int, metavar="N", help="in place of what the trace says")
     add("--bytes-per-token", type=int, metavar="N", help="bytes of keys and values of a token")
     add("--model", type=Path, metavar="DIR", help="model whose config.json tells these bytes")
-    add("--policies", default=",".join(POLICIES), help="eviction policies, separated by commas")
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
-    sizes.add_argument("--blocks", metavar="N,...", help="capacities in blocks instead")
+    add("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
     add("--backend", nargs="+", action="append", default=[], metavar="URL", help="a list of tiers")
     add("--budget", metavar="TIER=SIZE,...", help="recommend a list, as host=64GiB,file=1TiB")
     add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
@@ -81,23 +72,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _trace(arguments: argparse.Namespace) -> "Trace":
-    from kvxfer.replay import make_synthetic, parse_workload, read_trace, write_trace
+    from kvxfer.replay import make_synthetic, parse_workload, read_trace
     from kvxfer.telemetry.trace_recorder import MAX_TOKENS_PER_BLOCK
 
     tokens = arguments.tokens_per_block
     _require("tokens_per_block", tokens, 1, MAX_TOKENS_PER_BLOCK)
     if arguments.synthetic is None:
-        trace = read_trace(arguments.trace, tokens_per_block=tokens)
-    else:
-        settings = {
-            name: value for name, _, value in (each.partition("=") for each in arguments.set)
-        }
-        workload = parse_workload(arguments.synthetic, settings)
-        sizes = {} if tokens is None else {"tokens_per_block": tokens}
-        trace = make_synthetic(workload, seed=arguments.seed, **sizes)
-    if arguments.save is not None:
-        write_trace(arguments.save, trace)
-    return trace
+        return read_trace(arguments.trace, tokens_per_block=tokens)
+    sizes = {} if tokens is None else {"tokens_per_block": tokens}
+    return make_synthetic(parse_workload(arguments.synthetic), seed=arguments.seed, **sizes)
 
 
 def _machine(arguments: argparse.Namespace) -> "Machine":
@@ -116,36 +99,21 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     return Machine(bytes_per_token=per_token, prefill_tokens_per_s=speed, bandwidths=bandwidths)
 
 
-def _grid(
+def _capacities(
     arguments: argparse.Namespace, trace: "Trace", machine: "Machine"
-) -> "tuple[list[PolicyName], list[int], list[int | None]]":
-    """Find what to compare: the policies, and the capacities in blocks and in bytes, if known."""
+) -> list[tuple[int, int | None]]:
+    """Find the capacities to compare, in blocks, and in bytes where these are known."""
     from kvxfer.replay import plan_tiers
 
-    policies: list[PolicyName] = []
-    for name in arguments.policies.split(","):
-        if name not in POLICIES:
-            raise InvalidArgumentError("policies", name, f"some of {', '.join(POLICIES)}")
-        policies.append(name)
-    needed = arguments.capacities is not None or machine.bytes_per_token
-    block = machine.block_size_bytes(trace.tokens_per_block) if needed else 0
-    if arguments.capacities is not None:
-        sizes = [
-            int(ByteSize.parse(text, name="capacities")) for text in arguments.capacities.split(",")
-        ]
-        slots = [plan_tiers(f"host://?capacity={size}", block)[0].num_slots for size in sizes]
-        return policies, slots, [*sizes]
-    if arguments.blocks is not None:
-        slots = [_positive("blocks", text) for text in arguments.blocks.split(",")]
-    else:
+    if arguments.capacities is None:
+        block = machine.bytes_per_token and machine.block_size_bytes(trace.tokens_per_block)
         slots = sorted({max(1, trace.num_unique // share) for share in SHARES})
-    return policies, slots, [number * block or None for number in slots]
-
-
-def _positive(name: str, text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,17}", text, re.ASCII):
-        raise InvalidArgumentError(name, text, "positive integers, separated by commas")
-    return int(text)
+        return [(number, number * block if block else None) for number in slots]
+    block = machine.block_size_bytes(trace.tokens_per_block)
+    sizes = [
+        int(ByteSize.parse(text, name="capacities")) for text in arguments.capacities.split(",")
+    ]
+    return [(plan_tiers(f"host://?capacity={size}", block)[0].num_slots, size) for size in sizes]
 
 
 def _require(name: str, value: float | None, least: float, most: float) -> None:

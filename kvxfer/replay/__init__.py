@@ -11,16 +11,21 @@ from kvxfer.replay.plan import (
 )
 from kvxfer.replay.report import Report, format_report, summarise
 from kvxfer.replay.simulation import Medium, TierPlan, simulate
-from kvxfer.replay.synthetic import make_synthetic
+from kvxfer.replay.synthetic import (
+    WORKLOADS,
+    Agentic,
+    MultiTurn,
+    Rag,
+    make_synthetic,
+    parse_workload,
+)
 from kvxfer.replay.trace import (
     Trace,
     TraceError,
     count_ceiling,
     make_trace,
     read_trace,
-    write_trace,
 )
-from kvxfer.replay.workload import WORKLOADS, Agentic, MultiTurn, Rag, Workload, parse_workload
 
 __all__ = [
     "DEFAULT_BANDWIDTHS",
@@ -34,7 +39,6 @@ __all__ = [
     "TierPlan",
     "Trace",
     "TraceError",
-    "Workload",
     "bytes_per_token",
     "count_ceiling",
     "format_report",
@@ -49,5 +53,4 @@ __all__ = [
     "recommend",
     "simulate",
     "summarise",
-    "write_trace",
 ]

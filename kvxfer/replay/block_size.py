@@ -23,11 +23,7 @@ _BYTES_OF_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 
 def bytes_per_token(model: Path) -> int:
     """Compute the bytes of a token's keys and values, of all layers, from a model's `config.json`.
 
-    Args:
-        model: Folder of the model, or the file itself.
-
     Raises:
-        OSError: The file cannot be read.
         InvalidArgumentError: It is no configuration of a model with attention in every layer, whose
             bytes grow with the prompt.
     """
@@ -62,12 +58,7 @@ def _bytes_per_token(path: Path, config: Any) -> int:
 def plan_tiers(
     backend: BackendChoice | Sequence[BackendChoice], block_size_bytes: int
 ) -> list[TierPlan]:
-    """Plan the tiers of a `backend` list: how many blocks fit in each.
-
-    Raises:
-        InvalidArgumentError: A backend is unknown, or neither host memory nor files nor object
-            storage, or not one block fits.
-    """
+    """Plan the tiers of a `backend` list: how many blocks fit in each."""
     choices = [backend] if isinstance(backend, (str, Mapping)) else backend
     return [_plan_tier(choice, block_size_bytes) for choice in choices]
 

@@ -23,7 +23,7 @@ from kvxfer.units import ByteSize, format_size
 PEERS = NixlConfig(address="localhost:1")
 """Connections of an engine where nothing else is configured."""
 
-COUNTS = ("holders", "engines", "replicas", "groups", "connections", "max_connections")
+COUNTS = ("holders", "engines", "replicas", "groups", "max_connections")
 MAX_COUNT = 10**6
 WEIGHTS_AT_A_TIME = 1 << 21
 """Weights of keys that are ranked together, so that they fit in the caches of a processor."""
@@ -38,12 +38,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         groups: Groups that holders and engines are divided into, and that share nothing.
-        connections: Connections of an engine to a holder: 1 where NIXL moves the bytes, up to 5
-            through sockets.
         routing: Engine of a request: any one, or the one that has most of its prompt.
-
-    Raises:
-        InvalidArgumentError: Names the size that cannot be used, and its value.
     """
 
     holders: int = 1000
@@ -52,7 +47,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     engine_capacity: ByteSize = ByteSize(4 << 30)
     replicas: int = 1
     groups: int = 1
-    connections: int = 1
     max_connections: int = PEERS.max_connections
     routing: Literal["spread", "prefix"] = "spread"
 
@@ -69,16 +63,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def num_connections(self) -> int:
-        """Connections of all engines of a group to one of its holders."""
-        return -(-self.engines // self.groups) * self.connections
+        """Connections to a holder: one of each engine of its group, where NIXL moves the bytes."""
+        return -(-self.engines // self.groups)
 
 
 def parse_fleet(text: str) -> Fleet:
-    """Make a fleet of a text such as `holders=1000,engines=10000`.
-
-    Raises:
-        InvalidArgumentError: There is no such size, or it is out of range.
-    """
+    """Make a fleet of a text such as `holders=1000,engines=10000`."""
     settings = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
     return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)
 
@@ -86,16 +76,12 @@ def parse_fleet(text: str) -> Fleet:
 class SimulatedHolders(SimulatedTier):
     """Holders of one group, as the lower tier of all of its engines.
 
-    Args:
-        names: Numbers of the holders in their fleet, which decide what is placed where.
-        replicas: Holders that have a block.
-        num_slots: Blocks that fit into a holder.
+    The numbers of holders in their fleet decide what is placed where.
 
     Attributes:
         placement: Place in `stores` of each holder of a block, the first choice first; int32
             `(replicas, num_blocks)`.
-        num_lookups: Lookups that each holder has answered.
-        num_stores: Batches that each holder was asked to store.
+        num_messages: Messages of lookups and of batches to store, at each holder.
     """
 
     def __init__(
@@ -104,7 +90,7 @@ class SimulatedHolders(SimulatedTier):
         plan = TierPlan("host", "lru", num_slots)
         super().__init__(plan)
         self.stores = [SimulatedTier(plan) for _ in names]
-        self.num_lookups, self.num_stores = [0] * len(names), [0] * len(names)
+        self.num_messages = [0] * len(names)
         keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
         endpoints = [Endpoint(f"holder-{name}", 7000) for name in names]
         step = max(1, WEIGHTS_AT_A_TIME // len(endpoints))
@@ -122,7 +108,7 @@ class SimulatedHolders(SimulatedTier):
     def lookup(self, blocks: Sequence[int]) -> list[int]:
         """Ask the holders of blocks."""
         for home in set(self.placement[:, blocks].ravel().tolist()):
-            self.num_lookups[home] += 1
+            self.num_messages[home] += MESSAGES_OF_A_LOOKUP
         return super().lookup(blocks)
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
@@ -144,7 +130,7 @@ class SimulatedHolders(SimulatedTier):
                 by_home[home].append(block)
         for home, each in by_home.items():
             self.stores[home].store(each)
-            self.num_stores[home] += 1
+            self.num_messages[home] += MESSAGES_OF_A_STORE
 
 
 def make_holders(fleet: Fleet, num_slots: int, num_blocks: int) -> list[SimulatedHolders]:
@@ -155,11 +141,7 @@ def make_holders(fleet: Fleet, num_slots: int, num_blocks: int) -> list[Simulate
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
-    """Choose the engine of each request: any one, or the one that has most of the prompt.
-
-    Raises:
-        InvalidArgumentError: The seed is negative.
-    """
+    """Choose the engine of each request: any one, or the one that has most of the prompt."""
     seed = require_integer("seed", seed)
     engines: list[int] = (
         np.random.default_rng(seed).integers(fleet.engines, size=trace.num_requests).tolist()
@@ -215,7 +197,6 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         hits_own: Hits in the memory of engines.
         hits_holders: Hits at holders.
         hits_pool: Hits in one pool as large as all holders, of the same engines.
-        num_connections: Connections that a holder needs, for all engines of its group.
         holders: Figures of holders; without those of a second for a trace of one moment.
     """
 
@@ -229,11 +210,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) -> FleetReport:
-    """Replay a trace on a fleet.
-
-    Raises:
-        InvalidArgumentError: The size of a block is not known, or not one fits.
-    """
+    """Replay a trace on a fleet."""
     block = machine.block_size_bytes(trace.tokens_per_block)
     num_own, num_slots = (
         plan_tiers(f"host://?capacity={capacity}", block)[0].num_slots
@@ -264,19 +241,14 @@ def _spreads(
         np.array([getattr(store, name) for group in groups for store in group.stores])
         for name in ("num_read", "num_written", "num_evicted")
     )
-    lookups = np.concatenate([group.num_lookups for group in groups])
-    stores = np.concatenate([group.num_stores for group in groups])
-    connections = np.full(fleet.holders, fleet.num_connections)
-    messages = MESSAGES_OF_A_LOOKUP * lookups + MESSAGES_OF_A_STORE * stores
-    heartbeats = MESSAGES_OF_A_HEARTBEAT * connections / fleet.connections / PEERS.heartbeat_s
+    messages = np.concatenate([group.num_messages for group in groups])
+    heartbeats = MESSAGES_OF_A_HEARTBEAT * fleet.num_connections / PEERS.heartbeat_s
     figures = {
         "blocks kept": written - evicted,
-        "requests/s": (lookups + stores) / seconds,
         "messages/s of requests": messages / seconds,
-        "messages/s of heartbeats": heartbeats,
+        "messages/s of heartbeats": np.full(fleet.holders, heartbeats),
         "bytes/s read": read * block / seconds,
         "bytes/s written": written * block / seconds,
-        "connections": connections,
     }
     return [
         Spread(name, float(each.mean()), float(np.percentile(each, 99)), float(each.max()))

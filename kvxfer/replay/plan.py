@@ -45,11 +45,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     bandwidths: dict[Medium, float] = msgspec.field(default_factory=lambda: {**DEFAULT_BANDWIDTHS})
 
     def block_size_bytes(self, tokens_per_block: int) -> int:
-        """Compute the bytes of a block.
-
-        Raises:
-            InvalidArgumentError: Those of a token are not known.
-        """
+        """Compute the bytes of a block, if those of a token are known."""
         if self.bytes_per_token is None:
             raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
         return tokens_per_block * self.bytes_per_token
@@ -73,8 +69,7 @@ class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     """One capacity of one policy, in host memory alone.
 
     Attributes:
-        capacity_bytes: Capacity, None where it was given in blocks of unknown size.
-        num_slots: Blocks that fit.
+        capacity_bytes: Capacity, None where the size of a block is not known.
         hit_rate: Share of all blocks of the trace that are hits.
         first_token_s: Seconds by which the first token of a request comes sooner, on average.
     """
@@ -127,23 +122,19 @@ class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_capacities(
-    trace: Trace,
-    machine: Machine,
-    policies: Sequence[PolicyName],
-    slots: Sequence[int],
-    capacities: Sequence[int | None],
+    trace: Trace, machine: Machine, capacities: Sequence[tuple[int, int | None]]
 ) -> list[CapacityRow]:
-    """Plan host memory alone, for each policy and capacity in blocks, and in bytes where known."""
+    """Plan host memory alone, for each policy and capacity: its blocks, and its bytes if known."""
     rows, ceiling = [], count_ceiling(trace)
-    for policy in policies:
-        for num_slots, capacity in zip(slots, capacities, strict=True):
+    for policy in POLICIES:
+        for num_slots, num_bytes in capacities:
             num_hits = ceiling
             if num_slots < trace.num_unique:  # else nothing is evicted
                 num_hits = simulate(trace, [TierPlan("host", policy, num_slots)])[0].num_hits
             rows.append(
                 CapacityRow(
                     policy=policy,
-                    capacity_bytes=capacity,
+                    capacity_bytes=num_bytes,
                     num_slots=num_slots,
                     num_hits=num_hits,
                     hit_rate=num_hits / trace.num_references,
@@ -154,12 +145,7 @@ def plan_capacities(
 
 
 def plan_list(trace: Trace, machine: Machine, backend: Sequence[str]) -> TiersRow:
-    """Plan a list of tiers, as the `backend` of an engine has it.
-
-    Raises:
-        InvalidArgumentError: A backend is unknown or not one block fits, or the size of a block is
-            not known.
-    """
+    """Plan a list of tiers, as the `backend` of an engine has it."""
     plans = plan_tiers(backend, machine.block_size_bytes(trace.tokens_per_block))
     tiers, hits = simulate(trace, plans), Counter[Medium]()
     for tier in tiers:
@@ -200,12 +186,7 @@ def _tier_row(trace: Trace, machine: Machine, tier: SimulatedTier) -> TierRow:
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """Recommended list of tiers.
-
-    Attributes:
-        budget: The budget, in bytes.
-        row: The list, and what it gives; None where no tier is worth anything.
-    """
+    """Recommended list of tiers within a budget of bytes; none where no tier is worth anything."""
 
     budget: dict[Medium, int]
     row: TiersRow | None
@@ -213,11 +194,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_budget(text: str) -> dict[Medium, ByteSize]:
-    """Parse a budget such as `host=64GiB,file=1TiB`.
-
-    Raises:
-        InvalidArgumentError: It is no such text.
-    """
+    """Parse a budget such as `host=64GiB,file=1TiB`."""
     budget: dict[Medium, ByteSize] = {}
     wanted = "host=SIZE, file=SIZE or both, such as 'host=64GiB,file=1TiB'"
     for part in text.split(","):
@@ -236,9 +213,6 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     tokens saved where a prefill speed is stated, else the most hits. What is simpler wins where it
     gives as good as that. Then each capacity is halved, that of files first, as long as as good as
     all is left.
-
-    Raises:
-        InvalidArgumentError: Not one block fits, or the size of a block is not known.
     """
     block = machine.block_size_bytes(trace.tokens_per_block)
     rows: dict[tuple[str, ...], TiersRow] = {}

@@ -12,11 +12,7 @@ from kvxfer.units import format_size
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Trace in numbers; those of `Trace`.
-
-    Attributes:
-        ceiling: Share of the blocks that are hits of a cache that never evicts.
-    """
+    """Trace in numbers; `ceiling` is the share of hits of a cache that never evicts."""
 
     name: str
     num_requests: int
@@ -29,13 +25,7 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of a replay.
-
-    Attributes:
-        capacities: Host memory alone, by policy and capacity.
-        lists: Lists of tiers that were asked for.
-        recommendation: Recommended list, where a budget was given.
-    """
+    """Report of a replay: host memory alone, lists of tiers, and the best one for a budget."""
 
     trace: TraceSummary
     machine: Machine

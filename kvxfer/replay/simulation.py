@@ -15,13 +15,7 @@ Medium = Literal["host", "file", "object"]
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier of a list.
-
-    Attributes:
-        medium: Backend: host memory, files or object storage.
-        policy: Eviction policy; `none` for object storage, which evicts nothing.
-        num_slots: Blocks that fit; 0 for object storage, which has no bound.
-    """
+    """One tier of a list; object storage evicts nothing, and has no bound: 0 slots."""
 
     medium: Medium
     policy: PolicyName | Literal["none"]
@@ -43,8 +37,9 @@ class SimulatedTier:
         self.plan = plan
         self.num_hits = self.num_promoted = 0
         self.num_read = self.num_written = self.num_evicted = 0
-        policy = POLICIES["lru" if plan.policy == "none" else plan.policy]
-        self._index = BlockIndex(plan.num_slots, policy(plan.num_slots))
+        kind = POLICIES["lru" if plan.policy == "none" else plan.policy]
+        self._policy = kind(plan.num_slots)
+        self._index = BlockIndex(plan.num_slots, self._policy)
 
     def __contains__(self, block: object) -> bool:
         """Whether a block is there; not a use of it."""
@@ -57,7 +52,7 @@ class SimulatedTier:
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
         """Read blocks that are there; the first is used last. A copy to a lower tier is no use."""
         if is_use:
-            self._index.touch(_as_keys(blocks))
+            self._touch(_as_keys(blocks))
         self.num_read += len(blocks)
 
     def store(self, blocks: Sequence[int]) -> None:
@@ -66,6 +61,45 @@ class SimulatedTier:
         self._index.finish_store(plan.keys, stored=True)
         self.num_written += len(plan.keys)
         self.num_evicted += len(plan.evicted)
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        self._index.touch(keys)
+
+
+class SimulatedFiles(SimulatedTier):
+    """Files, which evict for a whole batch before any of it is there: to ARC another order."""
+
+    def __init__(self, plan: TierPlan) -> None:
+        super().__init__(plan)
+        self._files: set[BlockKey] = set()
+
+    def __contains__(self, block: object) -> bool:
+        """See `SimulatedTier`."""
+        return block in self._files
+
+    def store(self, blocks: Sequence[int]) -> None:
+        """See `SimulatedTier`."""
+        keys, policy = _as_keys(blocks), self._policy
+        there = [key for key in keys if key in self._files]
+        self._touch(there)
+        for key in there:
+            policy.hold(key)
+        new = [key for key in keys if key not in self._files]
+        missing = len(self._files) + len(new) - self.plan.num_slots
+        evicted = {policy.evict() for _ in range(min(missing, len(policy)))}
+        self._files -= evicted
+        new = new[: self.plan.num_slots - len(self._files)]
+        for key in new:
+            policy.admit(key)
+        self._files.update(new)
+        for key in (*there, *reversed(new)):
+            policy.release(key)
+        self.num_written += len(new)
+        self.num_evicted += len(evicted)
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        for key in reversed(keys):
+            self._policy.touch(key)
 
 
 def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
@@ -76,7 +110,9 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
     included.
     """
     tiers = [
-        SimulatedTier(replace(plan, num_slots=trace.num_unique) if plan.policy == "none" else plan)
+        (SimulatedFiles if plan.medium == "file" else SimulatedTier)(
+            replace(plan, num_slots=trace.num_unique) if plan.policy == "none" else plan
+        )
         for plan in plans
     ]
     engine = SimulatedTiers(tiers)
@@ -143,23 +179,32 @@ class SimulatedTiers:
     def _store(self, blocks: Sequence[int]) -> None:
         """Store blocks in the first tier with room, and write the new ones to those below it."""
         there = set(self._first.lookup(blocks))
-        left = list(blocks)
-        for tier in self._lower:
+        left, old = list(blocks), set(there)
+        taken: list[tuple[int, list[int]]] = []
+        for index, tier in enumerate(self._lower, start=1):
             held = tier.lookup([block for block in left if block not in there])
             if held:
                 tier.store(held)
+                taken.append((index, held))
+                old.update(held)
                 left = [block for block in left if block not in tier or block in there]
         for index, tier in enumerate(self._tiers):
-            if not left:
-                return
-            tier.store(left)
-            stored = [block for block in left if block in tier]
-            for target in self._tiers[index + 1 :]:
-                target.lookup([block for block in stored if block in there])
-                if missing := [block for block in stored if block not in target]:
-                    tier.load(missing, is_use=False)
-                    target.store(missing)
-            left = [block for block in left if block not in tier]
+            if left:
+                tier.store(left)
+                taken.append((index, [block for block in left if block in tier]))
+                left = [block for block in left if block not in tier]
+        # Copies are made in the background, after what the first tier had no room for.
+        for target_index, target in enumerate(self._lower, start=1):
+            for index, stored in taken:
+                if index < target_index:
+                    target.lookup([block for block in stored if block in old])  # holders count it
+                    self._copy(stored, self._tiers[index], target)
+
+    def _copy(self, blocks: Sequence[int], source: SimulatedTier, target: SimulatedTier) -> None:
+        missing = [block for block in blocks if block in source and block not in target]
+        if missing:
+            source.load(missing, is_use=False)
+            target.store(missing)
 
 
 def _as_keys(blocks: Sequence[int]) -> Sequence[BlockKey]:

@@ -1,60 +1,157 @@
 """Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvxfer.checks import require_integer
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.trace import Trace, TraceError, make_trace
-from kvxfer.replay.workload import WORKLOADS, Agentic, MultiTurn, Rag, Workload
+from kvxfer.settings import convert_settings
 from kvxfer.telemetry.trace_recorder import TraceLine
 
 MAX_BLOCKS = 50_000_000
 """Most blocks of all prompts together, some gigabytes of this process."""
 
+_SIZES: Mapping[str, tuple[float, float]] = {
+    "requests": (1, 10**7),
+    "requests_per_s": (1e-6, 1e9),
+    "forks": (0, 1),
+    "popularity": (0, 20),
+    **dict.fromkeys(("system_tokens", "task_tokens"), (0, 10**7)),
+    "think_s": (0, 1e9),
+    **dict.fromkeys(("system_prompts", "turns", "documents", "retrieved"), (1, 10**6)),
+}
+"""Least and most of each size; of other numbers of tokens those below."""
 
-def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int = 64) -> Trace:
+_TOKENS = 1, 10**7
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of all workloads; lengths and times are averages, except `system_tokens`.
+
+    Attributes:
+        system_tokens: Tokens of what a prompt begins with, the same for all that have it.
+        output_tokens: Tokens of an answer.
+
+    Raises:
+        InvalidArgumentError: A size is out of range.
+    """
+
+    requests: int = 5000
+    requests_per_s: float = 2
+    system_tokens: int = 1000
+    output_tokens: int = 400
+
+    def __post_init__(self) -> None:
+        """Check that sizes are within what can be computed."""
+        for name in self.__struct_fields__:
+            least, most = _SIZES.get(name, _TOKENS)
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InvalidArgumentError(name, value, f"{least:,} to {most:,}")
+
+
+class MultiTurn(Workload, frozen=True, kw_only=True):
+    """Chats: each prompt is the chat so far, behind one of a few system prompts.
+
+    Attributes:
+        task_tokens: Tokens with which a chat begins, behind the system prompt; 0 for none.
+        turns: Turns of a chat and its forks.
+        user_tokens: Tokens of a question, or of what a tool returns.
+        think_s: Seconds from an answer to the next question.
+        forks: Share of the turns after which a second chat goes on from the same prompt.
+    """
+
+    system_prompts: int = 4
+    task_tokens: int = 0
+    turns: float = 5
+    user_tokens: int = 400
+    think_s: float = 60
+    forks: float = 0
+
+
+class Agentic(MultiTurn, frozen=True, kw_only=True):
+    """Agents: chats with tools, of long instructions and many short turns, that fork."""
+
+    system_tokens: int = 8000
+    output_tokens: int = 150
+    system_prompts: int = 3
+    task_tokens: int = 500
+    turns: float = 15
+    user_tokens: int = 800
+    think_s: float = 5
+    forks: float = 0.05
+
+
+class Rag(Workload, frozen=True, kw_only=True):
+    """Retrieval: documents of very different popularity, and a question after them.
+
+    Attributes:
+        retrieved: Documents of a prompt.
+        popularity: Exponent of Zipf's law by which documents are chosen.
+    """
+
+    system_tokens: int = 500
+    output_tokens: int = 300
+    documents: int = 2000
+    document_tokens: int = 2000
+    retrieved: int = 3
+    popularity: float = 1.1
+    question_tokens: int = 60
+
+
+WORKLOADS: Mapping[str, type[MultiTurn | Rag]] = {
+    "multi-turn": MultiTurn,
+    "agentic": Agentic,
+    "rag": Rag,
+}
+"""Kinds of synthetic traces by their names."""
+
+
+def parse_workload(text: str) -> MultiTurn | Rag:
+    """Make a workload of a text such as `multi-turn,requests=1500,think_s=300`."""
+    kind, *sizes = text.split(",")
+    if kind not in WORKLOADS:
+        raise InvalidArgumentError("synthetic", text, f"one of {', '.join(WORKLOADS)}, and sizes")
+    settings = {name: value for name, _, value in (size.partition("=") for size in sizes)}
+    what = f"sizes of {kind}"
+    return convert_settings("synthetic", settings, WORKLOADS[kind], what=what, shown_as=text)
+
+
+def make_synthetic(
+    workload: MultiTurn | Rag, *, seed: int = 0, tokens_per_block: int = 64
+) -> Trace:
     """Make a synthetic trace; the same arguments give the same trace.
 
     Only whole blocks have numbers, as in engines: the tokens behind the last one are computed.
-
-    Raises:
-        InvalidArgumentError: The seed is negative.
-        TraceError: The prompts are too short for a block, or have more than `MAX_BLOCKS`.
     """
     seed = require_integer("seed", seed)
-    kind = next(name for name, each in WORKLOADS.items() if isinstance(workload, each))
+    kind = next(name for name, each in WORKLOADS.items() if type(workload) is each)
     name = f"synthetic {kind}, seed {seed}"
-    source = np.random.default_rng(seed)
-    blocks = _Blocks(name, tokens_per_block)
+    source, prompts = np.random.default_rng(seed), _Prompts(name, tokens_per_block)
     if isinstance(workload, Rag):
-        return make_trace(name, list(_rag(workload, source, blocks)))
-    return make_trace(name, list(_sessions(workload, source, blocks)))
+        return make_trace(name, list(_retrieve(workload, source, prompts)))
+    return make_trace(name, list(_chat(workload, source, prompts)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """Prompt as a chain of blocks, and what is behind the last whole one.
-
-    Attributes:
-        blocks: Number of each whole block.
-        tail: Pieces of text behind them: `(text, first token, tokens)`.
-    """
+    """Prompt: the number of each whole block, and the texts that begin behind the last one."""
 
     blocks: tuple[int, ...] = ()
-    tail: tuple[tuple[int, int, int], ...] = ()
+    tail: tuple[int, ...] = ()
     num_tokens: int = 0
 
 
 @dataclass(slots=True)
-class _Blocks:
-    """Numbers of blocks: equal ones for equal texts up to their end.
+class _Prompts:
+    """Prompts of a trace: equal blocks up to where their texts are equal.
 
     Attributes:
-        num_texts: Texts that were made so far.
         num_used: Blocks of all requests so far.
     """
 
@@ -62,28 +159,26 @@ class _Blocks:
     tokens_per_block: int
     num_texts: int = 0
     num_used: int = 0
-    _numbers: dict[Any, int] = field(default_factory=dict)
+    _numbers: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
 
     def new_text(self) -> int:
         """Return the number of a text that occurs nowhere else."""
         self.num_texts += 1
         return self.num_texts
 
-    def append(self, prompt: _Prompt, text: int, num_tokens: int) -> _Prompt:
-        """Append a text of so many tokens to a prompt."""
-        chain, tail = list(prompt.blocks), prompt.tail
-        first, size = 0, self.tokens_per_block
-        num_tail = sum(piece[2] for piece in tail)
-        self._require_room(len(self._numbers) + (num_tail + num_tokens) // size)
-        while num_tail + num_tokens - first >= size:
-            taken = size - num_tail
-            parent = chain[-1] if chain else -1
-            name = (parent, *tail, (text, first, taken))
-            chain.append(self._numbers.setdefault(name, len(self._numbers)))
-            first, tail, num_tail = first + taken, (), 0
-        if first < num_tokens:
-            tail = (*tail, (text, first, num_tokens - first))
-        return _Prompt(tuple(chain), tail, prompt.num_tokens + num_tokens)
+    def append(self, prompt: _Prompt, num_tokens: int, text: int | None = None) -> _Prompt:
+        """Append a text, by default a new one; its tokens are always as many."""
+        num_tokens += prompt.num_tokens
+        num_blocks = num_tokens // self.tokens_per_block
+        self._require_room(len(self._numbers) + num_blocks - len(prompt.blocks))
+        blocks = [*prompt.blocks]
+        tail = (*prompt.tail, self.new_text() if text is None else text)
+        while len(blocks) < num_blocks:
+            # The block before tells which text goes on, and from where.
+            name = blocks[-1] if blocks else -1, tail
+            blocks.append(self._numbers.setdefault(name, len(self._numbers)))
+            tail = ()
+        return _Prompt(tuple(blocks), tail, num_tokens)
 
     def request(self, arrival_s: float, prompt: _Prompt, output_tokens: int) -> TraceLine:
         """Make the line of a request in a trace."""
@@ -108,49 +203,36 @@ def _tokens(source: np.random.Generator, mean: float) -> int:
     return 1 + int(source.exponential(max(mean - 1, 0)))
 
 
-def _sessions(
-    workload: MultiTurn | Agentic, source: np.random.Generator, blocks: _Blocks
-) -> Iterator[TraceLine]:
-    """Make the requests of chats, or of agents, which are chats with a task that fork."""
-    if isinstance(workload, MultiTurn):
-        num_heads, num_requests = workload.system_prompts, workload.turns
-        input_tokens, pause_s = workload.user_tokens, workload.think_s
-        task_tokens, forks = 0, 0.0
-    else:
-        num_heads, num_requests = workload.agents, workload.steps
-        input_tokens, pause_s = workload.tool_tokens, workload.tool_s
-        task_tokens, forks = workload.task_tokens, workload.forks
-    heads = [
-        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
-        for _ in range(num_heads)
-    ]
-    ends = 1 - (1 - 1 / num_requests) / (1 + forks)
-    between_s = num_requests / workload.requests_per_s
-    next_session_s = source.exponential(between_s)
+def _chat(chats: MultiTurn, source: np.random.Generator, prompts: _Prompts) -> Iterator[TraceLine]:
+    """Make the requests of all chats, in the order of their arrival."""
+    heads = [prompts.append(_Prompt(), chats.system_tokens) for _ in range(chats.system_prompts)]
+    ends = 1 - (1 - 1 / chats.turns) / (1 + chats.forks)
+    between_s = chats.turns / chats.requests_per_s
+    next_chat_s = source.exponential(between_s)
     waiting: list[tuple[float, int, _Prompt]] = []
-    for number in range(workload.requests):
-        if not waiting or next_session_s < waiting[0][0]:
-            arrival_s, head = next_session_s, heads[source.integers(len(heads))]
-            if task_tokens:
-                task = _tokens(source, task_tokens)
-                head = blocks.append(head, blocks.new_text(), task)
-            next_session_s += source.exponential(between_s)
+    for number in range(chats.requests):
+        if not waiting or next_chat_s < waiting[0][0]:
+            arrival_s, head = next_chat_s, heads[source.integers(len(heads))]
+            if chats.task_tokens:
+                head = prompts.append(head, _tokens(source, chats.task_tokens))
+            next_chat_s += source.exponential(between_s)
         else:
             arrival_s, _, head = heapq.heappop(waiting)
-        prompt = blocks.append(head, blocks.new_text(), _tokens(source, input_tokens))
-        answer = _tokens(source, workload.output_tokens)
+        prompt = prompts.append(head, _tokens(source, chats.user_tokens))
+        num_answered = _tokens(source, chats.output_tokens)
         if source.random() >= ends:
-            num_next = 2 if forks and source.random() < forks else 1
-            later = blocks.append(prompt, blocks.new_text(), answer)
+            num_next = 2 if chats.forks and source.random() < chats.forks else 1
+            later = prompts.append(prompt, num_answered)
             for index in range(num_next):
-                pause = source.exponential(pause_s)
-                heapq.heappush(waiting, (arrival_s + pause, 2 * number + index, later))
-        yield blocks.request(arrival_s, prompt, answer)
+                pause_s = source.exponential(chats.think_s)
+                heapq.heappush(waiting, (arrival_s + pause_s, 2 * number + index, later))
+        yield prompts.request(arrival_s, prompt, num_answered)
 
 
-def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterator[TraceLine]:
-    system = blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
-    texts = [blocks.new_text() for _ in range(workload.documents)]
+def _retrieve(workload: Rag, source: np.random.Generator, prompts: _Prompts) -> Iterator[TraceLine]:
+    """Make requests of documents that were found, and a question behind them."""
+    system = prompts.append(_Prompt(), workload.system_tokens)
+    texts = [prompts.new_text() for _ in range(workload.documents)]
     lengths = [_tokens(source, workload.document_tokens) for _ in texts]
     weights = np.arange(1, workload.documents + 1) ** -float(workload.popularity)
     weights /= weights.sum()
@@ -160,7 +242,6 @@ def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterato
         arrival_s += source.exponential(1 / workload.requests_per_s)
         prompt = system
         for document in source.choice(workload.documents, number, replace=False, p=weights):
-            prompt = blocks.append(prompt, texts[document], lengths[document])
-        question = _tokens(source, workload.question_tokens)
-        prompt = blocks.append(prompt, blocks.new_text(), question)
-        yield blocks.request(arrival_s, prompt, _tokens(source, workload.output_tokens))
+            prompt = prompts.append(prompt, lengths[document], texts[document])
+        prompt = prompts.append(prompt, _tokens(source, workload.question_tokens))
+        yield prompts.request(arrival_s, prompt, _tokens(source, workload.output_tokens))

@@ -23,11 +23,7 @@ PIPE_TIMEOUT_S = 30.0
 
 
 class TraceError(KVXferError, ValueError):
-    """Trace that cannot be replayed.
-
-    Attributes:
-        source: Name of the trace, with the line where there is one.
-    """
+    """Trace that cannot be replayed, named with the line where there is one."""
 
     def __init__(self, source: str, problem: str) -> None:
         self.source = source
@@ -44,7 +40,6 @@ class Trace:
         tokens_per_block: Tokens of a block.
         timestamps_ms: float64 `(num_requests,)`, ascending.
         input_lengths: int64 `(num_requests,)`, tokens of each prompt.
-        output_lengths: int64 `(num_requests,)`, tokens that were generated.
         block_ids: int64 `(num_references,)`, 0 to `num_unique` - 1, numbered as they first occur.
         bounds: int64 `(num_requests + 1,)`; request r has `block_ids[bounds[r]:bounds[r + 1]]`.
     """
@@ -53,7 +48,6 @@ class Trace:
     tokens_per_block: int
     timestamps_ms: NDArray[np.float64]
     input_lengths: NDArray[np.int64]
-    output_lengths: NDArray[np.int64]
     block_ids: NDArray[np.int64]
     bounds: NDArray[np.int64]
 
@@ -85,13 +79,7 @@ class Trace:
 
 
 def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
-    """Read a trace: a JSON object in each line, see `TraceLine`; `tokens_per_block` overrides it.
-
-    Raises:
-        OSError: The file cannot be read.
-        TraceError: A line is not a request, there is no block in any of them, or the file is a pipe
-            without a writer.
-    """
+    """Read a trace, a `TraceLine` in each line; `tokens_per_block` overrides that of the lines."""
     decoder = msgspec.json.Decoder(TraceLine)
     lines: list[TraceLine] = []
     numbers: list[int] = []
@@ -116,11 +104,7 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
 
 
 def _open_readable(path: str, flags: int) -> int:
-    """Open a file; for a pipe wait until there is something in it, but not for ever.
-
-    Raises:
-        TraceError: Nobody wrote into the pipe.
-    """
+    """Open a file; for a pipe wait until there is something in it, but not for ever."""
     opened = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISFIFO(os.fstat(opened).st_mode):
         poll = select.poll()
@@ -143,10 +127,6 @@ def make_trace(
 
     Blocks have the tokens that the requests say, unless others are given; errors name the lines,
     which are counted where no numbers are given.
-
-    Raises:
-        TraceError: There is no block in any request, a block occurs twice in one, a prompt has more
-            or fewer blocks than tokens for them, or requests have blocks of different sizes.
     """
     if not any(line.hash_ids for line in lines):
         raise TraceError(name, "no request has a block in `hash_ids`")
@@ -169,7 +149,6 @@ def make_trace(
         tokens_per_block=tokens_per_block or int(sizes[0]),
         timestamps_ms=timestamps[order],
         input_lengths=np.array([line.input_length for line in lines], np.int64),
-        output_lengths=np.array([line.output_length for line in lines], np.int64),
         block_ids=_number_by_occurrence(ids),
         bounds=bounds,
     )
@@ -197,24 +176,6 @@ def known_heads(trace: Trace, previous: NDArray[np.int64]) -> NDArray[np.int64]:
 def count_ceiling(trace: Trace) -> int:
     """Count the hits of a cache that never evicts: known blocks at the head of each prompt."""
     return int(known_heads(trace, previous_references(trace)).sum())
-
-
-def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace in Mooncake's format, with our field `tokens_per_block`.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    with path.open("wb") as file:
-        for index, blocks in enumerate(trace.requests()):
-            line = TraceLine(
-                timestamp=float(trace.timestamps_ms[index]),
-                input_length=int(trace.input_lengths[index]),
-                output_length=int(trace.output_lengths[index]),
-                hash_ids=blocks,
-                tokens_per_block=trace.tokens_per_block,
-            )
-            file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _number_by_occurrence(ids: NDArray[np.int64]) -> NDArray[np.int64]:

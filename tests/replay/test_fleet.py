@@ -57,19 +57,18 @@ def test_a_trace_of_one_moment_has_no_figures_of_a_second() -> None:
     trace = trace_of([[0, 1], [0, 1]], seconds_apart=0)
     report = study_fleet(trace, Machine(bytes_per_token=16384), parse_fleet(SMALL))
     names = [row.name for row in report.holders]
-    assert names == ["blocks kept", "messages/s of heartbeats", "connections"]
+    assert names == ["blocks kept", "messages/s of heartbeats"]
 
 
 def test_every_engine_of_a_group_is_connected_to_its_holders(chats: Trace) -> None:
-    fleet = parse_fleet(f"{SMALL},groups=5,connections=3,max_connections=29")
+    fleet = parse_fleet(f"{SMALL},groups=5,max_connections=9")
     report = study_fleet(chats, Machine(bytes_per_token=16384), fleet)
     rows = {row.name: row for row in report.holders}
-    assert report.num_connections == 30
-    assert rows["connections"].mean == rows["connections"].largest == 30
+    assert report.num_connections == 10
     assert rows["messages/s of heartbeats"].mean == pytest.approx(10)
-    refused = "refused  with max_connections=29: 30 connections at each"
+    refused = "refused  with max_connections=9: 10 connections at each"
     assert refused in format_fleet(report).splitlines()
-    enough = msgspec.structs.replace(fleet, max_connections=30)
+    enough = msgspec.structs.replace(fleet, max_connections=10)
     assert "refused" not in format_fleet(study_fleet(chats, Machine(bytes_per_token=16384), enough))
 
 
