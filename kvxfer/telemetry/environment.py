@@ -57,26 +57,22 @@ def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Obs
 def span_observers() -> list[Observer]:
     """Make the observer for spans, where OpenTelemetry's own variables ask for spans.
 
-    `OTEL_TRACES_EXPORTER` names exporters, and `OTEL_EXPORTER_OTLP_ENDPOINT` or
-    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` alone ask for that named `otlp`. Spans go where those of
-    the program go, if it has a tracer provider, else to these exporters. Where OpenTelemetry is
-    not installed there are none.
+    Spans go to the tracer provider of the program, such as `opentelemetry-instrument` makes it from
+    the same variables. Where OpenTelemetry is not installed there are none.
 
     Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
     """
-    names = [each.strip() for each in os.environ.get(EXPORTERS_VARIABLE, "").split(",")]
-    exporters = [each for each in names if each and each != "none"]
-    if names == [""] and any(os.environ.get(each) for each in ENDPOINT_VARIABLES):
-        exporters = ["otlp"]
-    if not exporters or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    is_asked = any(os.environ.get(each) for each in ENDPOINT_VARIABLES)
+    exporters = os.environ.get(EXPORTERS_VARIABLE, "").strip() or ("otlp" if is_asked else "none")
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if exporters == "none" or is_disabled:
         return []
     try:
-        from kvxfer.telemetry.spans import Spans, provider_of_process
+        from kvxfer.telemetry.spans import Spans
     except ImportError as exc:
         logger.info("no spans: OpenTelemetry is not installed: %s", exc)
         return []
-    with _opening:
-        return [Spans(provider_of_process(tuple(exporters)))]
+    return [Spans()]
 
 
 def _metrics_of_process() -> list["Metrics"]:

@@ -5,8 +5,7 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -17,7 +16,6 @@ from kvxfer import runtime
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.runtime import Pause
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Added, Event, Observer, Removed
 from kvxfer.telemetry.places import place_of
@@ -34,23 +32,19 @@ END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_REQUEST_BYTES = 64
 """Bytes of a part of a request for replay, which is a sequence number."""
 
-MAX_REPLAYS = 64
+MAX_REPLAYS = 16
 """Subscribers that are sent a replay at one time; further ones wait for their turn."""
-MAX_QUEUED_MESSAGES = 16
-"""Messages that wait in memory for one subscriber to take them."""
-BATCHES_PER_TURN = 64
-"""Batches that a subscriber is sent before it is the turn of others, and of new events."""
+MAX_QUEUED_MESSAGES = 64
+"""Messages that wait in memory for one subscriber of a replay, some 20 kB each."""
 REPLAY_TIMEOUT_S = 10.0
-"""Time after which a subscriber that takes nothing is given up."""
-MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.1
-"""Delays before retrying a subscriber whose queue was full."""
+"""Time after which a subscriber that takes nothing gets no more of its replay."""
+REPLAY_PAUSE_MS = 5
+"""Delay before retrying a subscriber whose queue was full."""
 
 HashForm: TypeAlias = Literal["int64", "bytes"]
 """Form of hashes: the last 8 bytes as a number, as vLLM has them by default, or all bytes."""
 
 Hash: TypeAlias = int | bytes
-Sent: TypeAlias = deque[tuple[int, bytes]]
-"""Batches that were sent last, and the sequence number of each, without a gap."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,115 +108,18 @@ class _Noted(NamedTuple):
     keys: Sequence[BlockKey]
 
 
-def pack(sequence: int) -> bytes:
-    """Write a sequence number as in messages."""
-    return sequence.to_bytes(SEQUENCE_BYTES, "big")
-
-
 @dataclass(slots=True)
 class _Replay:
-    """Replay to one subscriber.
-
-    Attributes:
-        took_s: When the subscriber took a message, on the clock of `runtime.monotonic`.
-        pause: Pause since it could take nothing.
-    """
+    """Replay to one subscriber, of what was sent before it asked."""
 
     next_sequence: int
     last_sequence: int
-    took_s: float
-    pause: Pause = field(default_factory=partial(Pause, MIN_PAUSE_S, MAX_PAUSE_S))
+    stop_s: float
 
 
-class EventReplays:
-    """Replays on one ROUTER socket, on one thread.
-
-    A subscriber that does not read costs `MAX_QUEUED_MESSAGES` in memory, and is given up after
-    `REPLAY_TIMEOUT_S`; others, and those who read slowly, are served meanwhile.
-
-    Args:
-        socket: The socket, which is not bound yet.
-        sent: Batches that can be asked for.
-    """
-
-    def __init__(self, socket: "zmq.Socket[bytes]", sent: Sent, topic: bytes) -> None:
-        # A message that a subscriber has no room for is an error, and is not dropped.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self.socket = socket
-        self._sent = sent
-        self._topic = topic
-        self._replays: dict[bytes, _Replay] = {}
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether a further subscriber may be sent a replay."""
-        return len(self._replays) < MAX_REPLAYS
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Time after which `go_on` is to be called; None where nothing is to be sent."""
-        now = runtime.monotonic()
-        return min((each.pause.left_s(now) for each in self._replays.values()), default=None)
-
-    def begin(self) -> None:
-        """Receive a request for the batches from a sequence number on.
-
-        A subscriber that asks again, though its replay has not ended, gets the new one alone.
-        """
-        try:
-            parts = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError as exc:  # whoever asked is gone
-            logger.debug("a request for replay cannot be read: %s", exc)
-            return
-        if len(parts) != 3:
-            logger.debug("a request for replay has %d parts, not 3", len(parts))
-            return
-        client, _, start = parts
-        last = self._sent[-1][0] if self._sent else -1
-        self._replays[client] = _Replay(int.from_bytes(start, "big"), last, runtime.monotonic())
-
-    def go_on(self) -> None:
-        """Send each subscriber what it takes now."""
-        for client, replay in list(self._replays.items()):
-            try:
-                has_ended = self._send(client, replay)
-            except zmq.ZMQError as exc:
-                has_ended = self._is_given_up(replay, exc)
-            if has_ended:
-                del self._replays[client]
-
-    def _send(self, client: bytes, replay: _Replay) -> bool:
-        """Send some batches; whether they were the last."""
-        for _ in range(BATCHES_PER_TURN):
-            first = self._sent[0][0] if self._sent else replay.last_sequence + 1
-            sequence = max(replay.next_sequence, first)  # what is no longer kept is left out
-            if sequence > replay.last_sequence:
-                self._send_message(client, replay, [b"", END_OF_REPLAY, b""])
-                return True
-            payload = self._sent[sequence - first][1]
-            self._send_message(client, replay, [self._topic, pack(sequence), payload])
-            replay.next_sequence = sequence + 1
-        return False
-
-    def _send_message(self, client: bytes, replay: _Replay, parts: list[bytes]) -> None:
-        self.socket.send_multipart([client, b"", *parts], zmq.NOBLOCK)
-        replay.took_s = runtime.monotonic()
-        replay.pause.reset()
-
-    def _is_given_up(self, replay: _Replay, exc: zmq.ZMQError) -> bool:
-        if exc.errno != zmq.EAGAIN:
-            logger.debug("a replay ends, since whoever asked is gone: %s", exc)
-            return True
-        if runtime.monotonic() - replay.took_s > REPLAY_TIMEOUT_S:
-            logger.debug(
-                "a replay ends, since whoever asked took nothing in %g s", REPLAY_TIMEOUT_S
-            )
-            return True
-        replay.pause.begin(runtime.monotonic())
-        return False
+def pack(sequence: int) -> bytes:
+    """Write a sequence number as in messages."""
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
 class EventPublisher(Observer):
@@ -272,12 +169,14 @@ class EventPublisher(Observer):
         self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
         self._lock = runtime.lock()
         self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
-        self._sent: Sent = deque(maxlen=buffer_batches)
+        # Batches that were sent last, and the sequence number of each, without a gap.
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
         self._next_sequence = 0
         self._closing = False
         self._is_woken = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._replays: EventReplays | None = None
+        self._asked: zmq.Socket[bytes] | None = None
+        self._replays: dict[bytes, _Replay] = {}  # by subscriber
         with contextlib.ExitStack() as opened:  # and closed again where not all can be opened
             self._wakes, self._wake = os.pipe()
             opened.callback(self._close_pipe)
@@ -289,9 +188,12 @@ class EventPublisher(Observer):
             self.endpoint = _bind("endpoint", self._publishing, endpoint)
             self.replay = ""
             if replay:
-                asked = self._context.socket(zmq.ROUTER)
-                self._replays = EventReplays(asked, self._sent, self._topic)
-                self.replay = _bind("replay", asked, replay)
+                self._asked = self._context.socket(zmq.ROUTER)
+                # A message that a subscriber has no room for is an error, and is not dropped.
+                self._asked.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._asked.set_hwm(MAX_QUEUED_MESSAGES)
+                self._asked.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                self.replay = _bind("replay", self._asked, replay)
             self._append(None, [])
             self._thread = runtime.start_thread(self._run, name="kvxfer-events")
             opened.pop_all()
@@ -342,20 +244,53 @@ class EventPublisher(Observer):
         """Send batches and replays until the end; the sockets belong to this thread."""
         poller = zmq.Poller()
         poller.register(self._wakes, zmq.POLLIN)
-        replays, is_last = self._replays, False
+        asked, is_last = self._asked, False
         while not is_last:
-            timeout_s = None
-            if replays is not None:
-                poller.register(replays.socket, zmq.POLLIN if replays.may_begin else 0)
-                timeout_s = replays.timeout_s
-            ready = dict(poller.poll(None if timeout_s is None else int(1000 * timeout_s)))
+            if asked is not None:
+                may_begin = len(self._replays) < MAX_REPLAYS
+                poller.register(asked, zmq.POLLIN if may_begin else 0)
+            ready = dict(poller.poll(REPLAY_PAUSE_MS if self._replays else None))
             if self._wakes in ready:
                 is_last = self._publish()
-            if replays is not None:
-                if replays.socket in ready:
-                    replays.begin()
-                replays.go_on()
+            if asked is not None:
+                if asked in ready:
+                    self._begin_replay(asked)
+                for client, replay in [*self._replays.items()]:
+                    if self._has_ended(asked, client, replay):
+                        del self._replays[client]
         self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _begin_replay(self, asked: "zmq.Socket[bytes]") -> None:
+        """Receive a request for the batches from a number on; it replaces an earlier one."""
+        try:
+            parts = asked.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # whoever asked is gone
+            logger.debug("a request for replay cannot be read: %s", exc)
+            return
+        if len(parts) != 3:
+            logger.debug("a request for replay has %d parts, not 3", len(parts))
+            return
+        client, _, start = parts
+        stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
+        self._replays[client] = _Replay(int.from_bytes(start, "big"), self._sent[-1][0], stop_s)
+
+    def _has_ended(self, asked: "zmq.Socket[bytes]", client: bytes, replay: _Replay) -> bool:
+        """Send a subscriber what it has room for; return whether that was all, or it is gone."""
+        first = self._sent[0][0]
+        try:
+            for sequence in range(max(first, replay.next_sequence), replay.last_sequence + 1):
+                payload = self._sent[sequence - first][1]
+                parts = [client, b"", self._topic, pack(sequence), payload]
+                asked.send_multipart(parts, zmq.NOBLOCK)
+                replay.next_sequence = sequence + 1
+                replay.stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
+            asked.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            is_full = exc.errno == zmq.EAGAIN and runtime.monotonic() < replay.stop_s
+            if not is_full:
+                logger.debug("a replay ends, since whoever asked is gone or reads nothing: %s", exc)
+            return not is_full
+        return True
 
     def _publish(self) -> bool:
         """Send what was noted; return whether there will be no more."""

@@ -75,8 +75,6 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     """First record of every file.
 
     Attributes:
-        version: Version of the format.
-        at_s: Seconds since the epoch.
         process: Host and number of the process, and the time at which it began.
         part: Number of this file among those of the process; the first are removed in time.
     """
@@ -104,12 +102,7 @@ class Source(msgspec.Struct, frozen=True, tag="source"):
 
 
 class Noted(msgspec.Struct, frozen=True, tag="event"):
-    """Event of an observer.
-
-    Attributes:
-        at_s: Seconds since the epoch.
-        event: The event. If all blocks of a batch have one outcome or tier, that is written once.
-    """
+    """Event of an observer. If all blocks of a batch have one outcome or tier, it stands once."""
 
     at_s: Time
     source: int
@@ -118,11 +111,7 @@ class Noted(msgspec.Struct, frozen=True, tag="event"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """Events that the journal could not take.
-
-    Attributes:
-        at_s: Time of the first of them.
-    """
+    """Events that the journal could not take, since the first of them."""
 
     at_s: Time
     num_events: int
@@ -148,11 +137,7 @@ class JournalFile:
 
 
 def list_files(folder: Path) -> list[JournalFile]:
-    """List the files of a journal, those of a process in order.
-
-    Raises:
-        InvalidArgumentError: The folder has no file of a journal, or cannot be read.
-    """
+    """List the files of a journal, those of a process in order."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
     except OSError as exc:
@@ -165,19 +150,6 @@ def list_files(folder: Path) -> list[JournalFile]:
     if not files:
         raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX}) in it")
     return sorted(files, key=lambda file: (file.began.process, file.began.part))
-
-
-def mark_alive(file: IO[bytes]) -> None:
-    """Lock the newest file of a process: whoever has the lock is alive."""
-    with contextlib.suppress(OSError):  # not every file system has locks
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def still_alive(file: IO[bytes]) -> None:
-    """Tell by the time of the file, too, now and then, for file systems without locks."""
-    with contextlib.suppress(OSError, ValueError):  # or it is closed
-        if runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
-            os.utime(file.fileno())
 
 
 def remove_ended(folder: Path, *, num_kept: int) -> None:
@@ -200,6 +172,7 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
 
 
 def _has_ended(path: Path) -> bool:
+    """Whether no process has its newest file locked, or has touched it where there are no locks."""
     with path.open("r+b") as file:  # NFS locks only what may be written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,11 +190,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:
-    """Append data; of what is written in part nothing stays, unless others appended behind it.
-
-    Raises:
-        OSError: The disk is full, also where it takes a part, or nothing.
-    """
+    """Append data; of what is written in part nothing stays, unless others appended behind it."""
     written = file.write(data)
     if written < len(data):
         end = file.tell()
@@ -295,9 +264,7 @@ class Journal:
     ) -> "JournalObserver":
         """Make the observer of one backend and the engine on top of it.
 
-        Args:
-            namespace: Namespace of their blocks.
-            engine: Name of the engine that they are a part of, where that has several processes.
+        An engine that has several processes gives its name to each.
         """
         with self._lock:
             number = next(self._numbers)
@@ -343,8 +310,10 @@ class Journal:
     def _run(self) -> None:
         while not self._wake.wait(WRITE_S):
             self.flush()
-            if self._file is not None:
-                still_alive(self._file)
+            with contextlib.suppress(OSError):
+                file = self._file
+                if file and runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
+                    os.utime(file.fileno())
         self.flush()
         with self._flushing:
             self._is_closed = True
@@ -446,7 +415,8 @@ class Journal:
         path = self._path(self._part)
         file = path.open("x+b", buffering=0)
         try:
-            mark_alive(file)
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
             append_whole(file, data)
         except BaseException:  # a file that does not say whose it is would be of no use
             file.close()
@@ -487,12 +457,7 @@ def _are_equal(values: Sequence[object]) -> bool:
 def journal_observers(
     namespace: Namespace | None = None, *, engine: str = ""
 ) -> list[JournalObserver]:
-    """Make the observer of the journal that `KVXFER_JOURNAL` names; none if it names none.
-
-    Args:
-        namespace: Namespace of the blocks that are observed.
-        engine: Name of their engine; see `Journal.observer`.
-    """
+    """Make the observer of the journal that `KVXFER_JOURNAL` names; none if it names none."""
     journal = _journal_of_process()
     return [] if journal is None else [journal.observer(namespace, engine=engine)]
 

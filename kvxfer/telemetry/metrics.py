@@ -96,13 +96,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """What an event adds to a metric.
-
-    Attributes:
-        name: One of `COUNTERS` or `HISTOGRAMS`.
-        value: Number, bytes or seconds.
-        labels: Values of its labels.
-    """
+    """What an event adds to one of `COUNTERS` or `HISTOGRAMS`: a number, bytes or seconds."""
 
     name: str
     value: float
@@ -218,12 +212,7 @@ class Metrics(Observer, Collector):
 def ask_all(
     asked: Sequence[tuple[str, AskGauges]], forget: Callable[[AskGauges], None] = lambda _: None
 ) -> dict[tuple[Gauge, str], float]:
-    """Ask for the state of tiers, and add up that of each tier.
-
-    Args:
-        asked: Names of tiers, and what tells their state; a failure of one is logged.
-        forget: Called with what tells nothing, since whoever told it is gone.
-    """
+    """Ask for the state of tiers, and add up that of each; who tells nothing is gone: `forget`."""
     values: dict[tuple[Gauge, str], float] = defaultdict(float)
     for tier, ask in asked:
         try:

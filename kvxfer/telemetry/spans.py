@@ -1,8 +1,5 @@
 """Spans of OpenTelemetry: an observer that makes one of each batch, move and lookup."""
 
-import functools
-import importlib.metadata
-import logging
 from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
@@ -11,11 +8,6 @@ from opentelemetry.trace import StatusCode, TracerProvider
 from kvxfer import runtime
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.observer import Ended, Event, LookedUp, Moved, Observer
-
-EXPORTER_GROUP = "opentelemetry_traces_exporter"
-"""Entry points of exporters, as of OpenTelemetry's SDK."""
-
-logger = logging.getLogger(__name__)
 
 _ERRORS = frozenset({Status.CORRUPT, Status.FAILED, Status.TIMED_OUT})
 
@@ -70,43 +62,3 @@ class Spans(Observer):
         if wrong is not None:
             span.set_status(StatusCode.ERROR, f"{wrong.status.value}: {wrong.reason}")
         span.end(now)
-
-
-@functools.cache
-def provider_of_process(exporters: tuple[str, ...]) -> TracerProvider | None:
-    """Make what gives spans to exporters, once for a process.
-
-    Args:
-        exporters: Their names, such as "otlp" or "console".
-
-    Returns:
-        None where the program has a tracer provider of its own, which is used then, or where there
-        is no exporter of these names: then there are no spans before the program has one.
-    """
-    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return None
-    try:
-        from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as exc:
-        logger.warning("spans go nowhere: pip install opentelemetry-sdk (%s)", exc)
-        return None
-    processors = []
-    for name in exporters:
-        found = tuple(importlib.metadata.entry_points(group=EXPORTER_GROUP, name=name))
-        if not found:
-            text = "spans do not go to %r: pip install opentelemetry-exporter-%s"
-            logger.warning(text, name, name)
-            continue
-        try:
-            exporter = found[0].load()()
-        except Exception as exc:  # noqa: BLE001 - of settings that it alone knows
-            logger.warning("spans do not go to %r: %r", name, exc)
-            continue
-        processors.append(BatchSpanProcessor(exporter))
-    if not processors:
-        return None
-    provider = SDKTracerProvider()
-    for each in processors:
-        provider.add_span_processor(each)
-    return provider

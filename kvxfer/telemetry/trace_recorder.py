@@ -65,8 +65,6 @@ class RecordedRequest:
 
     Attributes:
         arrival_s: Time of its arrival, in seconds since the epoch.
-        num_tokens: Tokens of its prompt.
-        tokens_per_block: Tokens of a block.
         block_hashes: Hash of each whole block of the prompt, chained, so equal for equal prefixes.
     """
 

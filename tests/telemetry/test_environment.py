@@ -99,14 +99,23 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
         open_backend("host://?capacity=1MiB", NAMESPACE)
 
 
-@pytest.mark.processes
-def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    printed, _ = told_by_engine(OTEL_TRACES_EXPORTER="console")
-    assert '"name": "kvxfer.store host"' in printed
-    assert '"name": "kvxfer.lookup"' in printed
-    _, logged = told_by_engine(OTEL_TRACES_EXPORTER="nowhere")
-    assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in logged
+@pytest.mark.parametrize(
+    ("variables", "has_spans"),
+    [
+        ({}, False),
+        ({"OTEL_TRACES_EXPORTER": "console"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_SDK_DISABLED": "True"}, False),
+    ],
+)
+def test_spans_are_made_where_opentelemetrys_variables_ask_for_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], *, has_spans: bool
+) -> None:
+    pytest.importorskip("opentelemetry.trace")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert bool(environment.span_observers()) == has_spans
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import events
 from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
 from kvxfer.testing.conformance.suite import make_keys
-from tests.telemetry.event_subscriber import EventSubscriber
+from tests.telemetry.event_subscriber import END, EventSubscriber
 
 ANY_PORT = "tcp://127.0.0.1:0"
 KEYS = make_keys(8)
@@ -56,32 +57,54 @@ def test_many_blocks_come_in_several_batches(
 
 
 @contextmanager
-def asking_in_vain(publisher: EventPublisher, number: int) -> Iterator[None]:
-    """Ask for replays of everything that nobody will read."""
+def asking(publisher: EventPublisher, number: int) -> Iterator[list["zmq.Socket[bytes]"]]:
+    """Ask for replays of everything, by sockets that take it only when they are read."""
     context = zmq.Context()
-    silent = [context.socket(zmq.DEALER) for _ in range(number)]
-    for each in silent:
+    sockets = [context.socket(zmq.DEALER) for _ in range(number)]
+    for each in sockets:
         each.setsockopt(zmq.RCVHWM, 1)
         each.connect(publisher.replay)
         each.send_multipart([b"", bytes(8)])
     try:
-        yield
+        yield sockets
     finally:
         context.destroy(linger=0)
 
 
-def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
-    publisher: EventPublisher, subscriber: EventSubscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, last = make_keys(BLOCKS_PER_BATCH), 1000
-    for _ in range(last):
+NUM_BATCHES = 1000
+
+
+@pytest.fixture
+def told(publisher: EventPublisher, subscriber: EventSubscriber) -> EventSubscriber:
+    keys = make_keys(BLOCKS_PER_BATCH)
+    for _ in range(NUM_BATCHES):
         publisher.note(Added("host", keys))
-    subscriber.read_until(lambda: subscriber._next == 1 + last)
+    subscriber.read_until(lambda: subscriber._next == 1 + NUM_BATCHES)
+    subscriber._next = 0
+    return subscriber
+
+
+def test_a_slow_subscriber_costs_little_memory_and_gets_its_whole_replay(
+    publisher: EventPublisher, told: EventSubscriber
+) -> None:
+    numbers: list[int] = []
+    with asking(publisher, 1) as (slow,):
+        assert slow.poll(5000)
+        time.sleep(0.3)
+        assert publisher._replays  # has more than the queues have room for
+        while numbers[-1:] != [END]:
+            assert slow.poll(5000)
+            numbers.append(int.from_bytes(slow.recv_multipart()[2], "big"))
+    assert numbers == [*range(1 + NUM_BATCHES), END]
+
+
+def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
+    publisher: EventPublisher, told: EventSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(events, "MAX_REPLAYS", 2)
     monkeypatch.setattr(events, "REPLAY_TIMEOUT_S", 0.5)
-    with asking_in_vain(publisher, 5):
-        subscriber._next = 0
-        assert len(subscriber.catch_up()) == 1 + last
+    with asking(publisher, 5):
+        assert len(told.catch_up()) == 1 + NUM_BATCHES
 
 
 def test_blocks_of_other_namespaces_are_not_told(

@@ -1,12 +1,15 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
+import errno
 import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -178,3 +181,28 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     alive.close()
     assert alive._process in processes
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
+
+
+def test_where_files_have_no_locks_those_of_the_last_day_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks"))
+    monkeypatch.setattr("kvxfer.telemetry.journal.fcntl.flock", refuse)
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 0)
+    alive, ended, last = (Journal(str(tmp_path)) for _ in range(3))
+    for journal in (alive, ended):
+        journal.observer()
+        journal.flush()
+    ended.close()
+    for file in list_files(tmp_path):
+        os.utime(file.path, (1, 1))
+    (path,) = (each.path for each in list_files(tmp_path) if each.began.process == alive._process)
+    deadline = time.monotonic() + 5
+    while path.stat().st_mtime == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    last.observer()
+    last.close()
+    alive.close()
+    processes = {file.began.process for file in list_files(tmp_path)}
+    assert processes == {alive._process, last._process}

@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode
 
 from kvxfer.connect import connect
 from kvxfer.storage.keys import Namespace
-from kvxfer.telemetry.spans import Spans, provider_of_process
+from kvxfer.telemetry.spans import Spans
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer.engine import TransferEngine
@@ -70,7 +70,3 @@ async def test_a_batch_that_failed_is_an_error(memory: BlockMemory) -> None:
     status = exported.spans()["kvxfer.store"].status
     assert status.status_code is StatusCode.ERROR
     assert (status.description or "").startswith("failed: ")
-
-
-def test_without_an_exporter_spans_wait_for_the_provider_of_the_program() -> None:
-    assert provider_of_process(("nowhere",)) is None
