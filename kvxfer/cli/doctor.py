@@ -17,11 +17,7 @@ MIN_TIMEOUT_S = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine this machine and what URLs name, or compare two engines.
-
-    Returns:
-        1 when something was found; 0 otherwise.
-    """
+    """Examine this machine and what URLs name, or compare two engines; return 1 for a finding."""
     parser = CommandLine(
         prog="kvxfer doctor",
         description="Find what silently costs hits or speed: on this machine, in the environment "

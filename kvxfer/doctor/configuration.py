@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,11 +27,7 @@ MAX_CHARACTERS = 300
 def read_configuration(path: str) -> dict[str, Any]:
     """Read the arguments of an engine, or its `kv_transfer_config` alone, from a file.
 
-    Returns:
-        The arguments, with underscores in their names and `kv_transfer_config` as a mapping.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or is neither.
+    Their names have underscores, and `kv_transfer_config` is a mapping.
     """
     form = "a file with the arguments of vllm serve, or its kv-transfer-config, as JSON"
     try:
@@ -56,17 +51,13 @@ def is_configuration(path: str) -> bool:
         found = json.loads(read_named_file(path).data)
     except (OSError, ValueError, RecursionError):
         return False
-    names = {str(name).replace("-", "_") for name in found} if isinstance(found, dict) else set()
-    return TRANSFER in names
+    return isinstance(found, dict) and TRANSFER in {name.replace("-", "_") for name in found}
 
 
 def read_backends(path: str) -> list[BackendChoice]:
     """Read every `backend` of a configuration, also those of connectors within another one.
 
     Of our connectors, as they find it: where it is not in the configuration, in the environment.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or has none.
     """
     found = list(_find_backends(read_configuration(path)[TRANSFER]))
     if not found:
@@ -75,46 +66,29 @@ def read_backends(path: str) -> list[BackendChoice]:
 
 
 def environment_backends() -> list[BackendChoice]:
-    """Read the `backend` that `KVXFER_BACKEND` or `KVXFER_CONFIG` gives to engines; may be none.
-
-    Raises:
-        InvalidArgumentError: The file of `KVXFER_CONFIG` cannot be read.
-    """
+    """Read the `backend` that `KVXFER_BACKEND` or `KVXFER_CONFIG` gives to engines; may be none."""
     return list(_find_backends({"kv_connector": CONNECTORS[0]}))
 
 
 def read_hash_name(path: str) -> str:
-    """Read the `--prefix-caching-hash-algo` of a configuration, or vLLM's default.
-
-    Raises:
-        InvalidArgumentError: It cannot be read.
-    """
+    """Read the `--prefix-caching-hash-algo` of a configuration, or vLLM's default."""
     return str(read_configuration(path).get("prefix_caching_hash_algo", DEFAULT_HASH))
 
 
 def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
-    """Find out which namespaces an engine will have, in a process of its own.
+    """Find out which namespaces an engine will have, by a file with its arguments.
 
-    Args:
-        path: File with its arguments.
-        timeout_s: Time that vLLM may take to read them and the configuration of the model.
-
-    Raises:
-        InvalidArgumentError: vLLM does not take them or is not installed, no connector of kvxfer is
-            in them, or the model cannot be identified.
+    A process of its own reads them: vLLM logs, and may end the process.
     """
-    arguments = read_configuration(path)
-    with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
-        given, answer = Path(folder, "given"), Path(folder, "answer")
-        given.write_bytes(msgspec.json.encode(arguments))
+    arguments = json.dumps(read_configuration(path)).encode()
+    with tempfile.NamedTemporaryFile(prefix="kvxfer-doctor-") as answer:
         try:
             done = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
-                [sys.executable, "-m", PROGRAM, given, answer],
+                [sys.executable, "-m", PROGRAM, "/dev/stdin", answer.name],
                 env={**os.environ, "VLLM_CONFIGURE_LOGGING": "0"},
+                input=arguments,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 timeout=timeout_s,
                 check=False,
             )
@@ -122,10 +96,10 @@ def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
             wanted = f"one that vLLM reads within {timeout_s:g} s"
             raise InvalidArgumentError("argument", path, wanted) from exc
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no reason"
             wanted = f"one that vLLM takes: {printable(last, MAX_CHARACTERS)}"
             raise InvalidArgumentError("argument", path, wanted)
-        return msgspec.json.decode(answer.read_bytes(), type=list[PlannedNamespace])
+        return msgspec.json.decode(answer.read(), type=list[PlannedNamespace])
 
 
 def _find_backends(value: Any) -> Iterator[BackendChoice]:

@@ -17,7 +17,7 @@ from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import machine, places
-from kvxfer.doctor.finding import Check, Finding, Severity, error
+from kvxfer.doctor.finding import Finding, Severity, error
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
@@ -35,14 +35,13 @@ Run: TypeAlias = Callable[[], Finding | Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCheck:
-    """Check that is to be made.
+class Check:
+    """Check that is to be made, by a name that stays the same from release to release.
 
-    Attributes:
-        num_steps: Times that its deadline may pass.
+    Its deadline may pass `num_steps` times.
     """
 
-    name: Check
+    name: str
     subject: str
     run: Run
     num_steps: int = 1
@@ -65,17 +64,11 @@ def examine(
         InvalidArgumentError: A URL or mapping cannot be used.
     """
     configs = [parse_backend(each)[1] for each in backends]
-    planned = list(_checks_of_machine(configs, hash_name))
-    planned += (check for each in configs for check in _checks_of_backend(each, timeout_s))
-    return run_checks(planned, timeout_s=timeout_s)
+    return run_checks([*plan_checks(configs, timeout_s, hash_name)], timeout_s=timeout_s)
 
 
-def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Finding]:
-    """Make all checks at once; what fails or does not end is a finding, too.
-
-    Returns:
-        All findings, the worst first.
-    """
+def run_checks(planned: Sequence[Check], *, timeout_s: float) -> list[Finding]:
+    """Make all checks at once; what fails or does not end is a finding, too; the worst is first."""
     threads = DaemonThreads("kvxfer-doctor", max(1, len(planned)))
     began = runtime.monotonic()
     running = [threads.submit(_collect, check) for check in planned]
@@ -92,55 +85,63 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _checks_of_machine(configs: Sequence[msgspec.Struct], hash_name: str) -> Iterator[PlannedCheck]:
-    """Plan the checks of a machine that is to have the memory of these backends."""
+def plan_checks(
+    configs: Sequence[msgspec.Struct], timeout_s: float, hash_name: str = DEFAULT_HASH
+) -> Iterator[Check]:
+    """List all checks: those of a machine that is to have some backends, and of each backend."""
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     lent_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
     needed = host_bytes + lent_bytes
-    checks: Iterable[tuple[Check, str, Run]] = (
-        (Check.HASH_SEED, "environment", partial(machine.check_hash_seed, hash_name=hash_name)),
-        (Check.OPEN_FILES, "limits", machine.check_open_files),
-        (Check.LOCKED_MEMORY, "limits", partial(machine.check_locked_memory, needed)),
-        (Check.CPUS, "control groups", machine.check_cpus),
-        (Check.MEMORY, "control groups", partial(machine.check_memory, needed)),
-        (Check.SHARED_MEMORY, str(SHARED_MEMORY), partial(machine.check_shared_memory, host_bytes)),
-        (Check.HUGE_PAGES, "kernel", machine.check_huge_pages),
-        (Check.PACKAGE, "packages", machine.check_packages),
-        (Check.NIXL, "package", machine.check_nixl),
-        (Check.CUDA, "driver", machine.check_cuda),
-        (Check.VLLM, "package", machine.check_vllm),
-        (Check.VLLM_PLUGIN, "package", machine.check_plugin),
-    )
-    return (PlannedCheck(*each) for each in checks)
+    shared = partial(machine.check_shared_memory, host_bytes)
+    yield Check("hash-seed", "environment", partial(machine.check_hash_seed, hash_name=hash_name))
+    yield Check("open-files", "limits", machine.check_open_files)
+    yield Check("locked-memory", "limits", partial(machine.check_locked_memory, needed))
+    yield Check("cpus", "control groups", machine.check_cpus)
+    yield Check("memory", "control groups", partial(machine.check_memory, needed))
+    yield Check("shared-memory", str(SHARED_MEMORY), shared)
+    yield Check("huge-pages", "kernel", machine.check_huge_pages)
+    yield Check("package", "packages", machine.check_packages)
+    yield Check("nixl", "package", machine.check_nixl)
+    yield Check("cuda", "driver", machine.check_cuda)
+    yield Check("vllm", "package", machine.check_vllm)
+    yield Check("vllm-plugin", "package", machine.check_plugin)
+    for config in configs:
+        yield from _checks_of_backend(config, timeout_s)
 
 
-def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[PlannedCheck]:
+def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Check]:
     match config:
+        case FileConfig():
+            url = f"file://{config.path}"
+            yield Check("store-folder", url, partial(places.check_folder, config))
+            yield Check("store-secret", url, partial(places.check_secret, config))
+            yield Check("store-space", url, partial(places.check_space, config))
+            yield Check("store-inodes", url, partial(places.check_inodes, config))
+            yield Check("store-medium", url, partial(places.check_medium, config))
+            yield Check("direct-io", url, partial(places.check_direct_io, config))
+            yield Check("io-uring", url, partial(places.check_io_uring, config))
         case NixlConfig() if config.discover:
             check = partial(places.check_discovery, config, timeout_s)
-            yield PlannedCheck(Check.DISCOVERY, config.discover, check)
+            yield Check("discovery", config.discover, check)
         case NixlConfig():
             hasty = places.hasten(config, timeout_s)
             for each in config.peers:
                 reach = partial(places.check_peer, hasty, each)
-                yield PlannedCheck(Check.PEER, f"nixl://{each}", reach, STEPS_OF_PEER)
-        case FileConfig():
-            for name, check_file in places.FILE_CHECKS.items():
-                yield PlannedCheck(name, f"file://{config.path}", partial(check_file, config))
+                yield Check("peer", f"nixl://{each}", reach, STEPS_OF_PEER)
         case PoolConfig():
-            check = partial(places.check_pool, config)
-            yield PlannedCheck(Check.POOL, f"pool://{config.path}", check)
+            yield Check("pool", f"pool://{config.path}", partial(places.check_pool, config))
         case ObjectConfig():
             hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
-            check = partial(places.check_bucket, hurried)
-            yield PlannedCheck(Check.BUCKET, config.url, check, STEPS_OF_BUCKET)
+            yield Check(
+                "bucket", config.url, partial(places.check_bucket, hurried), STEPS_OF_BUCKET
+            )
         case MooncakeConfig():
             short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
             check = partial(places.check_mooncake, short)
-            yield PlannedCheck(Check.MOONCAKE, f"mooncake://{config.address}", check)
+            yield Check("mooncake", f"mooncake://{config.address}", check)
 
 
-def _collect(check: PlannedCheck) -> list[Finding]:
+def _collect(check: Check) -> list[Finding]:
     try:
         found = check.run()
         results = [found] if isinstance(found, Finding) else list(found)
@@ -156,7 +157,7 @@ def _collect(check: PlannedCheck) -> list[Finding]:
     return [result.of(check.name, check.subject) for result in results]
 
 
-def _late(check: PlannedCheck, timeout_s: float) -> Finding:
+def _late(check: Check, timeout_s: float) -> Finding:
     longer_s = min(10 * timeout_s, MAX_TIMEOUT_S)
     return error(
         f"does not answer within {timeout_s * check.num_steps:.7g} s",

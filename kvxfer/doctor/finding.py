@@ -17,57 +17,22 @@ class Severity(enum.Enum):
     OK = "ok"
 
 
-class Check(enum.StrEnum):
-    """Names of the checks, which stay the same from release to release."""
-
-    HASH_SEED = "hash-seed"
-    OPEN_FILES = "open-files"
-    LOCKED_MEMORY = "locked-memory"
-    CPUS = "cpus"
-    MEMORY = "memory"
-    SHARED_MEMORY = "shared-memory"
-    HUGE_PAGES = "huge-pages"
-    PACKAGE = "package"
-    NIXL = "nixl"
-    CUDA = "cuda"
-    VLLM = "vllm"
-    VLLM_PLUGIN = "vllm-plugin"
-    STORE_FOLDER = "store-folder"
-    STORE_SECRET = "store-secret"  # noqa: S105 - the name of a check
-    STORE_SPACE = "store-space"
-    STORE_INODES = "store-inodes"
-    STORE_MEDIUM = "store-medium"
-    DIRECT_IO = "direct-io"
-    IO_URING = "io-uring"
-    PEER = "peer"
-    PEER_CARRIER = "peer-carrier"
-    DISCOVERY = "discovery"
-    POOL = "pool"
-    BUCKET = "bucket"
-    MOONCAKE = "mooncake"
-    SHARING = "sharing"
-
-
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one check.
+    """Result of one check; `of` names the check, and the thing that was examined, such as a URL.
 
     Attributes:
-        check: Name of the check; None until `of` names it.
-        subject: Thing that was examined, such as a URL; empty until `of` names it.
-        severity: See `Severity`.
-        found: What was found.
         why: What it costs; empty where all is well.
         mend: Line that mends it, as it is typed or written; empty where all is well.
     """
 
-    check: Check | None = None
+    check: str = ""
     subject: str = ""
     severity: Severity
     found: str
     why: str = ""
     mend: str = ""
 
-    def of(self, check: Check, subject: str = "") -> "Finding":
+    def of(self, check: str, subject: str = "") -> "Finding":
         """Name the check, and the thing that was examined, unless they have names already."""
         named = {"check": self.check or check, "subject": self.subject or subject}
         return msgspec.structs.replace(self, **named)

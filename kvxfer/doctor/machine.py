@@ -19,7 +19,7 @@ from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS
 from kvxfer.copy_engine.cuda_driver import CudaDriver
-from kvxfer.doctor.finding import Check, Finding, capacity_of, error, ok, warning
+from kvxfer.doctor.finding import Finding, capacity_of, error, ok, warning
 from kvxfer.engine_side.vllm_keys import (
     DEFAULT_HASH,
     DEFAULT_SEED_SINCE,
@@ -82,12 +82,9 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
 
 def check_huge_pages(root: Path = ROOT) -> Finding:
     """Check that memory may be in huge pages."""
-    text = read_or_empty(root / HUGE_PAGES)
-    chosen = re.search(r"\[(\w+)\]", text)
-    if chosen is None:
-        return ok("this kernel has none")
-    if chosen[1] != "never":
-        return ok(f"{chosen[1]}")
+    chosen = re.search(r"\[(\w+)\]", read_or_empty(root / HUGE_PAGES))
+    if chosen is None or chosen[1] != "never":
+        return ok(chosen[1] if chosen else "this kernel has none")
     return warning(
         f"/{HUGE_PAGES} is never",
         why="The page table of host memory is 512 times as long: copying, hashing and sending are "
@@ -200,11 +197,7 @@ def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Fi
 
 
 def _read_limit(root: Path, name: str) -> float:
-    """Read the soft limit of this process. Source: proc_pid_limits(5).
-
-    Raises:
-        OSError: The kernel does not say it.
-    """
+    """Read the soft limit of this process. Source: proc_pid_limits(5)."""
     for line in (root / "proc/self/limits").read_text().splitlines():
         if line.startswith(name):
             soft = line.removeprefix(name).split()[0]
@@ -250,9 +243,9 @@ def check_packages(find_version: FindVersion = importlib.metadata.version) -> It
     requirements = _requirements("")
     if not requirements:
         found, why = "runs from a folder, and is not installed", "What it needs was not examined."
-        yield warning(found, why=why, mend="pip install -e .").of(Check.PACKAGE, "kvxfer")
+        yield warning(found, why=why, mend="pip install -e .").of("package", "kvxfer")
     for name, wanted in map(_split, requirements):
-        yield _check_package(name, wanted, find_version).of(Check.PACKAGE, name)
+        yield _check_package(name, wanted, find_version).of("package", name)
 
 
 def _check_package(name: str, wanted: str, find_version: FindVersion) -> Finding:
@@ -310,8 +303,10 @@ def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Finding:
         agent = make_agent()
     except BackendUnavailableError as exc:
         return warning(str(exc), why=_WHY["nixl"], mend="pip install --force-reinstall nixl")
-    runtime.run(agent.aclose())
-    return ok("opens")
+    try:
+        return ok(f"opens, with plug-ins {', '.join(agent.plugins)}")
+    finally:
+        runtime.run(agent.aclose())
 
 
 def check_cuda(

@@ -3,7 +3,7 @@
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
-from kvxfer.doctor.finding import Check, Finding, capacity_of, error, ok, warning
+from kvxfer.doctor.finding import Finding, capacity_of, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -31,7 +31,6 @@ from kvxfer.errors import (
 )
 from kvxfer.extras import MissingExtraError
 from kvxfer.storage.integrity import read_secret
-from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
@@ -53,7 +52,7 @@ def check_folder(config: FileConfig) -> Finding:
         return error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
     if folder != path:
         return ok(f"will be made in {folder}")
-    return ok(f"can be written to, namespaces: {len(_namespaces(path))}")
+    return ok(f"can be written to, namespaces: {len([*BlockTree(path).namespaces()])}")
 
 
 def check_secret(config: FileConfig) -> Finding:
@@ -94,13 +93,18 @@ def check_inodes(config: FileConfig) -> Finding:
     found = os.statvfs(standing_folder(config))
     if not found.f_files:
         return ok("the file system makes as many as are needed")
-    chunk_bytes = _mean_chunk_bytes(_namespaces(Path(config.path)))
-    used = read_count(Path(config.path)) or 0
-    missing = max(0, config.capacity - used) // chunk_bytes if chunk_bytes else 0
-    if found.f_favail >= max(MIN_FREE_FILES, missing):
+    path, needed = Path(config.path), MIN_FREE_FILES
+    namespaces = BlockTree(path).namespaces() if path.is_dir() else ()
+    sizes = [
+        each.chunk_size_bytes(group) for each in namespaces for group in range(len(each.groups))
+    ]
+    if sizes:
+        missing_bytes = config.capacity - (read_count(path) or 0)
+        needed = max(needed, missing_bytes * len(sizes) // sum(sizes))
+    if found.f_favail >= needed:
         return ok(f"{found.f_favail} files can be made")
     return warning(
-        f"{found.f_favail} files can be made, {max(MIN_FREE_FILES, missing)} are needed",
+        f"{found.f_favail} files can be made, {needed} are needed",
         why="Each block is a file. Without inodes blocks are evicted, or none is stored, although "
         "there is space.",
         mend="mkfs.ext4 -i 65536 ...  # or XFS, which makes them as needed",
@@ -162,33 +166,10 @@ def check_io_uring(config: FileConfig) -> Finding:
     return ok("works")
 
 
-FILE_CHECKS: Mapping[Check, Callable[[FileConfig], Finding]] = {
-    Check.STORE_FOLDER: check_folder,
-    Check.STORE_SECRET: check_secret,
-    Check.STORE_SPACE: check_space,
-    Check.STORE_INODES: check_inodes,
-    Check.STORE_MEDIUM: check_medium,
-    Check.DIRECT_IO: check_direct_io,
-    Check.IO_URING: check_io_uring,
-}
-"""Checks of a store in files."""
-
-
 def standing_folder(config: FileConfig) -> Path:
     """Find the folder of the store, or the nearest one above that is there."""
     path = Path(config.path)
     return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
-def _namespaces(path: Path) -> list[Namespace]:
-    return [*BlockTree(path).namespaces()] if path.is_dir() else []
-
-
-def _mean_chunk_bytes(namespaces: list[Namespace]) -> int:
-    sizes = [
-        each.chunk_size_bytes(group) for each in namespaces for group in range(len(each.groups))
-    ]
-    return sum(sizes) // len(sizes) if sizes else 0
 
 
 PROBE = "kvxfer-doctor"
@@ -357,7 +338,7 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
         f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2f} ms; "
         f"{model!r}, namespace {fingerprint}"
     )
-    yield _judge_carrier(config, probe).of(Check.PEER_CARRIER)
+    yield _judge_carrier(config, probe).of("peer-carrier")
 
 
 def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:

@@ -1,9 +1,10 @@
 """Sharing: whether two engines, stores or descriptions have one namespace, else what differs."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote
 
 from kvxfer import runtime
@@ -11,8 +12,8 @@ from kvxfer.backends.file import BlockTree
 from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
-from kvxfer.doctor.examination import STEPS_OF_PEER, PlannedCheck, run_checks
-from kvxfer.doctor.finding import Check, Finding, error, ok
+from kvxfer.doctor.examination import STEPS_OF_PEER, Check, run_checks
+from kvxfer.doctor.finding import Finding, error, ok
 from kvxfer.doctor.places import hasten, refuse_peer
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
@@ -23,11 +24,11 @@ from kvxfer.errors import (
 )
 from kvxfer.integrations.vllm.common.planned_namespaces import HANDED_OVER, PlannedNamespace
 from kvxfer.kvcache.portable import CacheDescription, map_peers
+from kvxfer.pages.names import NAMESPACE_FILE
 from kvxfer.pages.texts import load_namespace
 from kvxfer.storage.keys import Difference, Namespace
 from kvxfer.text import printable
 
-NAMESPACE_FILE = "namespace.json"
 MAX_CHARACTERS = 300
 """Most characters of a value in a finding; `--json` has them, too."""
 
@@ -55,27 +56,17 @@ _MENDS = {
 }
 
 
-ALL_FIELDS = Namespace.__struct_fields__
-
-
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Engine, store or description that is compared.
+    """Engine, store or description that is compared, by the argument that names it.
 
-    Attributes:
-        name: Argument that names it.
-        namespaces: Its namespaces, as far as they are known: several of a store or a configuration,
-            none where nothing was stored or settled.
-        description: Description of the caches of an engine that lends them.
+    A store or a configuration may have several namespaces, and a holder none where no engine has
+    settled them. An engine that lends its caches has a description of them.
     """
 
     name: str
-    namespaces: tuple[PlannedNamespace, ...]
+    namespaces: Sequence[PlannedNamespace]
     description: bytes | None = None
-
-    def of(self, kind: str) -> "Party":
-        """Choose the namespaces of a kind."""
-        return replace(self, namespaces=tuple(n for n in self.namespaces if n.kind == kind))
 
     def name_of(self, chosen: PlannedNamespace) -> str:
         """Name one of the namespaces."""
@@ -87,7 +78,7 @@ class Party:
 
 def _known(namespace: Namespace) -> PlannedNamespace:
     """Make a namespace of which everything is known, and not what kind it is."""
-    return PlannedNamespace(kind="", namespace=namespace, fields=ALL_FIELDS)
+    return PlannedNamespace(kind="", namespace=namespace, fields=Namespace.__struct_fields__)
 
 
 def is_comparable(argument: str) -> bool:
@@ -109,10 +100,8 @@ def is_comparable(argument: str) -> bool:
 def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     """Find out whether two engines, stores or descriptions would share blocks.
 
-    Args:
-        arguments: Two arguments that are comparable.
-        timeout_s: Time for each step of a peer's handshake; vLLM has `STEPS_OF_VLLM` times as much
-            to read a configuration.
+    The time is that for each step of a peer's handshake; vLLM has `STEPS_OF_VLLM` times as much
+    to read a configuration.
 
     Raises:
         InvalidArgumentError: An argument names nothing that has a namespace.
@@ -127,7 +116,7 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
             return []
 
     num_steps = sum(STEPS_OF_PEER if _is_peer(each) else STEPS_OF_VLLM for each in arguments)
-    planned = PlannedCheck(Check.SHARING, " ".join(arguments), run, num_steps)
+    planned = Check("sharing", " ".join(arguments), run, num_steps)
     findings = run_checks([planned], timeout_s=timeout_s)
     for problem in refused:
         raise problem
@@ -148,7 +137,7 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
                 probe = runtime.run(probe_peer(config, endpoint))
             except (PeerError, BackendUnavailableError) as exc:
                 refused = refuse_peer(endpoint, exc)
-                findings.append(refused.of(Check.PEER, f"nixl://{endpoint}"))
+                findings.append(refused.of("peer", f"nixl://{endpoint}"))
             else:
                 known = () if probe.namespace is None else (_known(probe.namespace),)
                 parties.append(Party(argument, known, probe.description))
@@ -173,94 +162,76 @@ def _of_path(argument: str, timeout_s: float) -> Party:
     path = Path(unquote(parts.path) if parts.scheme == "file" else argument)
     if path.is_dir() and not (path / NAMESPACE_FILE).exists():
         try:
-            found = tuple(BlockTree(path).namespaces())
+            found = [*BlockTree(path).namespaces()]
         except OSError as exc:
             wanted = f"a store that can be read: {exc.strerror}"
             raise InvalidArgumentError("argument", argument, wanted) from exc
         if not found:
             raise InvalidArgumentError("argument", argument, "a store with namespaces in it")
-        return Party(argument, tuple(map(_known, found)))
+        return Party(argument, [*map(_known, found)])
     file = str(path / NAMESPACE_FILE if path.is_dir() else path)
     if is_configuration(file):
-        return Party(argument, tuple(plan_namespaces(file, timeout_s=timeout_s * STEPS_OF_VLLM)))
-    return Party(argument, (_known(load_namespace(file)),))
+        return Party(argument, plan_namespaces(file, timeout_s=timeout_s * STEPS_OF_VLLM))
+    return Party(argument, [_known(load_namespace(file))])
 
 
 def _compare(ours: Party, theirs: Party) -> list[Finding]:
+    """Compare namespaces of one kind where both have one, else those two that differ least."""
     for party in (ours, theirs):
         if not party.namespaces:
             return [ok(f"{party.name} takes the model of the first engine that connects")]
-    kinds = dict.fromkeys(each.kind for each in ours.namespaces)
-    common = [kind for kind in kinds if kind and theirs.of(kind).namespaces]
-    if not common:
-        return _compare_nearest(ours, theirs)
-    return [
-        finding for kind in common for finding in _compare_nearest(ours.of(kind), theirs.of(kind))
+    pairs = [*product(ours.namespaces, theirs.namespaces)]
+    alike = [pair for pair in pairs if pair[0].kind and pair[0].kind == pair[1].kind]
+    compared = [
+        [pair for pair in alike if pair[0].kind == kind]
+        for kind in dict.fromkeys(our.kind for our, _ in alike)
     ]
+    findings: list[Finding] = []
+    for each in compared or [pairs]:
+        our, their = min(each, key=lambda pair: len(_differences(*pair)))
+        names = ours.name_of(our), theirs.name_of(their)
+        differ = [_differ(difference, *names) for difference in _differences(our, their)]
+        findings += differ or _compare_caches(ours, theirs) or [ok(_agree(our, their))]
+    return findings
 
 
-def _compare_nearest(ours: Party, theirs: Party) -> list[Finding]:
-    """Compare those two namespaces that differ least."""
-    pairs = [_Pair.of(our, their) for our in ours.namespaces for their in theirs.namespaces]
-    nearest = min(pairs, key=lambda pair: len(pair.differences))
-    if not nearest.differences:
-        return _compare_caches(ours, theirs) or [ok(_agree(nearest))]
-    names = ours.name_of(nearest.ours), theirs.name_of(nearest.theirs)
-    return [_differ(each, *names) for each in nearest.differences]
+def _differences(ours: PlannedNamespace, theirs: PlannedNamespace) -> list[Difference]:
+    """List in what two namespaces differ, of what is known of both."""
+    known = {*ours.fields} & {*theirs.fields}
+    found = ours.namespace.differences(theirs.namespace)
+    keys = [
+        Difference(name, value, theirs.keys[name])
+        for name, value in ours.keys.items()
+        if name in theirs.keys and value != theirs.keys[name]
+    ]
+    return [*(each for each in found if _name_of_field(each) in known), *keys]
 
 
-class _Pair(NamedTuple):
-    """Two namespaces, the fields and keys known of both, and those in which they differ."""
-
-    ours: PlannedNamespace
-    theirs: PlannedNamespace
-    known: list[str]
-    differences: list[Difference]
-
-    @classmethod
-    def of(cls, ours: PlannedNamespace, theirs: PlannedNamespace) -> "_Pair":
-        fields = [each for each in ours.fields if _is_among(each, theirs.fields)]
-        fields += [
-            each for each in theirs.fields if each not in fields and _is_among(each, ours.fields)
-        ]
-        found = ours.namespace.differences(theirs.namespace)
-        keys = [name for name in ours.keys if name in theirs.keys]
-        pairs = [Difference(name, ours.keys[name], theirs.keys[name]) for name in keys]
-        return cls(
-            ours,
-            theirs,
-            [*fields, *keys],
-            [
-                *(each for each in found if _is_among(each.field, fields)),
-                *(each for each in pairs if each.ours != each.theirs),
-            ],
-        )
-
-
-def _agree(pair: _Pair) -> str:
-    ours, theirs = pair.ours, pair.theirs
-    what = f"{ours.kind}: " if ours.kind and ours.kind == theirs.kind else ""
+def _agree(ours: PlannedNamespace, theirs: PlannedNamespace) -> str:
+    kind = f"{ours.kind}: " if ours.kind and ours.kind == theirs.kind else ""
     model = printable(repr(ours.namespace.model), MAX_CHARACTERS)
-    said = f"{what}one namespace, {ours.namespace.fingerprint} of {model}"
-    if not set(ALL_FIELDS) <= set(pair.known):
-        said = f"{what}both of {model}, and equal in {', '.join(pair.known)}"
-    if unknown := list(dict.fromkeys(filter(None, (ours.unknown, theirs.unknown)))):
+    said = f"{kind}one namespace, {ours.namespace.fingerprint} of {model}"
+    both = {*theirs.fields, *theirs.keys}
+    known = [name for name in (*ours.fields, *ours.keys) if name in both]
+    if not {*Namespace.__struct_fields__} <= {*known}:
+        said = f"{kind}both of {model}, and equal in {', '.join(known)}"
+    if unknown := dict.fromkeys(filter(None, (ours.unknown, theirs.unknown))):
         said += f"; not known before an engine runs: {'; '.join(unknown)}"
     if HANDED_OVER not in (ours.kind, theirs.kind):  # which has keys of its own
         said += "; keys are the same where seeds of hashes (PYTHONHASHSEED) and salts are"
     return said
 
 
-def _is_among(field: str, known: Collection[str]) -> bool:
-    """Whether a field, or what it is a part of, is among those that are known."""
-    return any(field == each or field.startswith((f"{each}.", f"{each}[")) for each in known)
+def _name_of_field(difference: Difference) -> str:
+    """Name the field of a namespace of which a part differs, such as `parallel.tp_size`."""
+    return re.split(r"[.[]", difference.field)[0]
 
 
 def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
     field, ours, theirs = difference
     found = f"{_show(ours)} in {our_name}, {_show(theirs)} in {their_name}"
-    mend = _MENDS[field.split(".")[0].split("[")[0]]
-    return error(found, why=_WHY, mend=mend).of(Check.SHARING, printable(field))
+    mend = _MENDS[_name_of_field(difference)]
+    return error(found, why=_WHY, mend=mend).of("sharing", printable(field))
 
 
 def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:

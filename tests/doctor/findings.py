@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvxfer.doctor import Check, Finding, Severity, examine
+from kvxfer.doctor import Finding, Severity, examine
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 TIMEOUT_S = 20.0
@@ -20,11 +20,11 @@ def expect(finding: Finding, severity: Severity, *patterns: str) -> None:
 
 
 def find(
-    url: str, check: Check, timeout_s: float = TIMEOUT_S, *, subject: str | None = None
+    url: str, check: str, timeout_s: float = TIMEOUT_S, *, subject: str | None = None
 ) -> Finding:
     """Examine what a URL names; return the only finding of a check."""
     findings = examine([url], timeout_s=timeout_s)
-    (finding,) = (each for each in findings if each.check is check)
+    (finding,) = (each for each in findings if each.check == check)
     assert finding.subject == subject or subject is None
     return finding
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from kvxfer import runtime
-from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, error, ok, run_checks, warning
+from kvxfer.doctor import Check, Finding, Severity, error, ok, run_checks, warning
 from kvxfer.doctor.machine import (
     check_cpus,
     check_cuda,
@@ -217,9 +217,9 @@ def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:
     told = {"why": "w", "mend": "m"}
     several = [ok("a"), warning("b", **told), error("c", **told), error("d", **told)]
     runs: list[Any] = [lambda: iter(several), hang, fail]
-    findings = run_checks([PlannedCheck(Check.NIXL, "it", each) for each in runs], timeout_s=1.0)
+    findings = run_checks([Check("nixl", "it", each) for each in runs], timeout_s=1.0)
     may_end.set()
-    assert {(each.check, each.subject) for each in findings} == {(Check.NIXL, "it")}
+    assert {(each.check, each.subject) for each in findings} == {("nixl", "it")}
     *errors, second, last = findings
     assert [each.found for each in errors[:2]] == ["c", "d"]
     expect(errors[2], ERROR, "does not answer within 1 s")
@@ -232,6 +232,6 @@ def test_a_timeout_that_is_proposed_is_one_that_is_taken(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float
 ) -> None:
     monkeypatch.setattr(runtime, "result", mock.Mock(side_effect=TimeoutError))
-    (late,) = run_checks([PlannedCheck(Check.PEER, "it", list, 6)], timeout_s=timeout_s)
+    (late,) = run_checks([Check("peer", "it", list, 6)], timeout_s=timeout_s)
     proposed = late.mend.partition("--timeout ")[2].partition(" ")[0]
     assert timeout_s <= Duration.parse(proposed, maximum_s=86400.0)

@@ -10,7 +10,7 @@ import obstore
 import pytest
 
 from kvxfer.backends.nixl import Announcement
-from kvxfer.doctor import Check, Finding, Severity, examine
+from kvxfer.doctor import Finding, Severity, examine
 from tests import needs
 from tests.backends.etcd_server import EtcdServer
 from tests.backends.mooncake_servers import mooncake_cluster
@@ -36,7 +36,7 @@ def bucket() -> Iterator[ObjectServer]:
 
 def find_bucket(server: ObjectServer, timeout_s: float = TIMEOUT_S) -> Finding:
     url = f"s3://{BUCKET}/examined?endpoint={server.endpoint}&region=us-east-1"
-    return find(url, Check.BUCKET, timeout_s, subject=f"s3://{BUCKET}/examined/")
+    return find(url, "bucket", timeout_s, subject=f"s3://{BUCKET}/examined/")
 
 
 WRONG = {"AWS_ACCESS_KEY_ID": "somebodyelse", "AWS_SECRET_ACCESS_KEY": "their-secret"}
@@ -113,7 +113,7 @@ def test_an_etcd_that_does_not_answer_is_an_error(tmp_path: Path, fault: str) ->
 
 
 def find_holders(server: EtcdServer, timeout_s: float = TIMEOUT_S) -> Finding:
-    return find(f"nixl://?discover={server.url}", Check.DISCOVERY, timeout_s, subject=server.url)
+    return find(f"nixl://?discover={server.url}", "discovery", timeout_s, subject=server.url)
 
 
 # Mooncake
@@ -124,9 +124,9 @@ def find_holders(server: EtcdServer, timeout_s: float = TIMEOUT_S) -> Finding:
 def test_a_master_answers_and_a_frozen_one_does_not() -> None:
     with mooncake_cluster() as cluster:
         url = f"mooncake://{cluster.address}"
-        expect(find(url, Check.MOONCAKE, subject=url), OK)
+        expect(find(url, "mooncake", subject=url), OK)
         cluster.master.freeze()
-        expect(find(url, Check.MOONCAKE, 1.0), ERROR)
+        expect(find(url, "mooncake", 1.0), ERROR)
 
 
 # Host pools
@@ -137,18 +137,18 @@ def test_a_pool_that_nobody_serves_is_named_with_the_command_that_serves_it(
 ) -> None:
     path = tmp_path / "pool.sock"
     named = f"nobody serves {path}", f"--pool {path}"
-    expect(find(f"pool://{path}", Check.POOL), ERROR, *named, "No such file")
+    expect(find(f"pool://{path}", "pool"), ERROR, *named, "No such file")
     with socket.socket(socket.AF_UNIX) as abandoned:
         abandoned.bind(str(path))
-    expect(find(f"pool://{path}", Check.POOL), ERROR, *named, "refused")
+    expect(find(f"pool://{path}", "pool"), ERROR, *named, "refused")
     path.unlink()
     with running_pool(path):
-        expect(find(f"pool://{path}", Check.POOL), OK)
+        expect(find(f"pool://{path}", "pool"), OK)
     with socket.socket(socket.AF_UNIX) as stuck, socket.socket(socket.AF_UNIX) as waiting:
         stuck.bind(f"{path}2")
         stuck.listen(0)
         waiting.connect(f"{path}2")
-        expect(find(f"pool://{path}2", Check.POOL), ERROR, f"serves {path}2 accepts nobody")
+        expect(find(f"pool://{path}2", "pool"), ERROR, f"serves {path}2 accepts nobody")
     assert "refused" not in caplog.text, "no more than a connection was noticed"
 
 
@@ -174,7 +174,7 @@ def find_peer(
     """Examine a peer; return what was found of it, and of its carrier where it was reached."""
     findings = examine([f"nixl://{endpoint}{parameters}"], timeout_s=timeout_s)
     found = {each.check: each for each in findings if each.subject == f"nixl://{endpoint}"}
-    return found[Check.PEER], found.get(Check.PEER_CARRIER)
+    return found["peer"], found.get("peer-carrier")
 
 
 @pytest.mark.processes
