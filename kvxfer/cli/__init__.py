@@ -22,11 +22,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; an error is printed as one line.
-
-    Args:
-        argv: Arguments after the program's name; those of the process when it is None.
-    """
+    """Run one subcommand and return its exit status; an error is printed as one line."""
     parser = CommandLine(
         prog="kvxfer",
         description="Move KV-cache blocks.",

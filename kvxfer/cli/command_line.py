@@ -67,12 +67,7 @@ def wrap(text: str, head: str) -> list[str]:
 
 
 def exit_statuses(done: str, bad: str = "") -> str:
-    """Format the meaning of a command's exit statuses for its help.
-
-    Args:
-        done: Condition of status 0.
-        bad: Condition of status 1; empty if there is none.
-    """
+    """Format the meaning of a command's exit statuses 0 and 1, if it has that, for its help."""
     statuses = [f"0 {done}", f"1 {bad}" if bad else "", f"{FAILED} when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
 

@@ -56,11 +56,7 @@ class HTTPPages:
         self._log_at_s = 0.0
 
     async def __aenter__(self) -> Self:
-        """Begin to listen.
-
-        Raises:
-            BackendUnavailableError: The address is in use, or is not one of this machine.
-        """
+        """Begin to listen."""
         try:
             listening, self.endpoint = await listen_at(self.endpoint)
         except OSError as exc:

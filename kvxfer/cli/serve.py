@@ -134,11 +134,7 @@ def make_parser() -> CommandLine:
 
 
 def _require_for_pool(arguments: argparse.Namespace) -> None:
-    """Check that no option is given which has no meaning for a host pool.
-
-    Raises:
-        InvalidArgumentError: There is one.
-    """
+    """Refuse options that have no meaning for a host pool."""
     defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
     for name in ("lease", "timeout", *OF_PEERS):
         value = getattr(arguments, name)
@@ -204,13 +200,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
 
 
 def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
-    """Check the URL of a tier, which must not name this process itself: it would wait for itself.
-
-    Raises:
-        InvalidArgumentError: It is no URL of a backend, or that of this process.
-        MissingExtraError: The package of the backend is not installed.
-        BackendUnavailableError: It cannot be imported.
-    """
+    """Check the URL of a tier, which must not name this process: it would wait for itself."""
     from kvxfer.backends.mooncake import MooncakeConfig
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.object import ObjectConfig

@@ -134,11 +134,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def fsck(argv: Sequence[str]) -> int:
-    """Verify every block of a store.
-
-    Returns:
-        1 when a file is bad, also when it was repaired; 0 otherwise.
-    """
+    """Verify every block of a store; return 1 if a file is bad, also if it was repaired, else 0."""
     parser = CommandLine(
         prog="kvxfer fsck",
         description="Verify every block of a store.",
@@ -214,11 +210,7 @@ def _summary(report: Report) -> str:
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Show the content of a block file.
-
-    Returns:
-        1 when it is not a block file, or a seal or a checksum does not hold; 0 otherwise.
-    """
+    """Show the content of a block file; return 1 if it is none, or is not intact, else 0."""
     parser = CommandLine(
         prog="kvxfer inspect",
         description="Show the content of a block file, and whether it is intact.",
@@ -358,12 +350,7 @@ def _block_check(arguments: "argparse.Namespace") -> "BlockCheck":
 def _open_store(
     argument: str, split: Callable[[str], tuple[str, str]] | None = None
 ) -> "Iterator[tuple[BlockStore, str]]":
-    """Open a store, or that of a block file, whose path is split into a root and the path below.
-
-    Raises:
-        InvalidArgumentError: It is a URL, and not one of a bucket.
-        BackendUnavailableError: The client of the bucket cannot be opened.
-    """
+    """Open a store, or that of a block file, whose path is split into a root and the path below."""
     if "://" not in argument:
         from kvxfer.backends.file.folder_store import FolderStore
 

@@ -36,12 +36,7 @@ class Answer(StrEnum):
 
 
 class Cause(NamedTuple):
-    """Cause in one tier.
-
-    Attributes:
-        tier: Name of the tier; empty where it is none.
-        at_s: Seconds since the epoch; None where there is no such moment.
-    """
+    """Cause in one tier, or in none, at a moment in seconds since the epoch, if there is one."""
 
     answer: Answer
     tier: str
@@ -51,13 +46,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Block that is explained.
-
-    Attributes:
-        answer: Why it was found or missed; of several causes that of the slowest tier, which had it
-            last.
-        causes: What happened, tier by tier.
-    """
+    """Block that is explained, by a cause in each tier; the slowest, which had it last, answers."""
 
     key: BlockKey
     answer: Answer
@@ -186,13 +175,7 @@ def _how(each: Happening) -> str:
 
 @dataclass(slots=True)
 class Explainer:
-    """Explainer of blocks.
-
-    Attributes:
-        history: What the journals say.
-        place: The engine that looked for the blocks.
-        tiers: Its tiers, fastest first.
-    """
+    """Explainer of the blocks that the engine of a place looked for in its tiers."""
 
     history: History
     place: Place

@@ -65,8 +65,6 @@ class Happening(NamedTuple):
     """Thing that happened to one block.
 
     Attributes:
-        at_s: Seconds since the epoch.
-        place: Where it was noted.
         what: Status, operation, or reason of a removal.
         reason: Reason in words.
         namespace: Fingerprint of its namespace, where it is another one than the source's.
@@ -163,9 +161,6 @@ def read_history(
     """Read what the journals of a folder say of blocks, and of a request and its blocks.
 
     The request is named by a part of its name where no name is equal.
-
-    Raises:
-        InvalidArgumentError: The folder has no journal.
     """
     history, files = History(), list_files(folder)
     telling = _read_frame(history, files, request)

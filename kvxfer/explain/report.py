@@ -29,9 +29,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Run of blocks with equal answers.
 
     Attributes:
-        group: Their group.
         first, last: Positions of the first and the last one in the group, or among the keys.
-        answer: One word or two; see `Answer`.
         tier: Tier that gave them; empty for others.
         text: The answer in words.
         keys: Their keys in hexadecimal digits.
@@ -52,11 +50,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request: Name of the request; empty for keys.
         at_s: Time at which it was scheduled; of keys that of the last record.
-        num_blocks: Blocks in all.
         found: Blocks that each tier gave.
         missed: Blocks that were missed, by answer.
-        not_looked_up: Blocks that were not looked up.
-        runs: The blocks.
         notes: What is to be known of the journal.
     """
 
@@ -71,18 +66,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
-    """Explain a request, or blocks.
-
-    Args:
-        arguments: Name of a request, or a part of it that only one has; or keys of blocks in
-            hexadecimal digits.
-        folder: Folder of the journals.
+    """Explain a request by a part of its name, or blocks by their keys in hexadecimal digits.
 
     Returns:
         A report for each time that the request was seen, such as in several engines; one for keys.
-
-    Raises:
-        InvalidArgumentError: There is no such request or journal, or an argument is no key.
     """
     keys = [_parse_key(each) for each in arguments]
     if len(arguments) == 1:
