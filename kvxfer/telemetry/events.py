@@ -36,6 +36,8 @@ MAX_REPLAYS = 16
 """Subscribers that are sent a replay at one time; further ones wait for their turn."""
 MAX_QUEUED_MESSAGES = 64
 """Messages that wait in memory for one subscriber of a replay, some 20 kB each."""
+BATCHES_PER_TURN = 64
+"""Batches that a subscriber is sent before it is the turn of others, and of new events."""
 REPLAY_TIMEOUT_S = 10.0
 """Time after which a subscriber that takes nothing gets no more of its replay."""
 REPLAY_PAUSE_MS = 5
@@ -275,15 +277,19 @@ class EventPublisher(Observer):
         self._replays[client] = _Replay(int.from_bytes(start, "big"), self._sent[-1][0], stop_s)
 
     def _has_ended(self, asked: "zmq.Socket[bytes]", client: bytes, replay: _Replay) -> bool:
-        """Send a subscriber what it has room for; return whether that was all, or it is gone."""
+        """Send a subscriber some batches; return whether it has got all of them, or is gone."""
         first = self._sent[0][0]
+        begin = max(first, replay.next_sequence)
+        end = min(begin + BATCHES_PER_TURN, replay.last_sequence + 1)
         try:
-            for sequence in range(max(first, replay.next_sequence), replay.last_sequence + 1):
+            for sequence in range(begin, end):
                 payload = self._sent[sequence - first][1]
                 parts = [client, b"", self._topic, pack(sequence), payload]
                 asked.send_multipart(parts, zmq.NOBLOCK)
                 replay.next_sequence = sequence + 1
                 replay.stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
+            if end <= replay.last_sequence:
+                return False
             asked.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             is_full = exc.errno == zmq.EAGAIN and runtime.monotonic() < replay.stop_s

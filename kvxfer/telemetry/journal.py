@@ -310,7 +310,7 @@ class Journal:
     def _run(self) -> None:
         while not self._wake.wait(WRITE_S):
             self.flush()
-            with contextlib.suppress(OSError):
+            with self._flushing, contextlib.suppress(OSError):  # another flush may begin a file
                 file = self._file
                 if file and runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
                     os.utime(file.fileno())

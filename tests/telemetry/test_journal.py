@@ -14,9 +14,10 @@ from unittest import mock
 import msgspec
 import pytest
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import make_block_key
-from kvxfer.storage.observer import Added
+from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry.journal import Began, Journal, Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
@@ -206,3 +207,33 @@ def test_where_files_have_no_locks_those_of_the_last_day_are_kept(
     alive.close()
     processes = {file.began.process for file in list_files(tmp_path)}
     assert processes == {alive._process, last._process}
+
+
+def test_a_file_that_another_thread_replaces_does_not_end_the_thread_of_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(str(tmp_path), max_bytes=64 << 10)
+    observer, now, was_asked = journal.observer(), time.time, threading.Event()
+
+    def fill_the_file() -> None:
+        for _ in range(20):
+            observer.note(Added("host", [*make_keys(200)]))
+            journal.flush()
+
+    def wall_time() -> float:  # the thread of the journal has its file, and asks how old it is
+        if sys._getframe(1).f_code.co_name == "_run" and not was_asked.is_set():
+            was_asked.set()
+            other = threading.Thread(target=fill_the_file)
+            other.start()
+            other.join(0.5)
+        return now()
+
+    observer.note(Added("host", KEYS))
+    journal.flush()
+    monkeypatch.setattr(journal_module, "WRITE_S", 0.01)
+    monkeypatch.setattr(runtime, "wall_time", wall_time)
+    assert was_asked.wait(10)
+    observer.note(Removed("host", KEYS, Removal.EVICTED))
+    journal.close()
+    kinds = [record.kind for record in records(tmp_path) if isinstance(record, Noted)]
+    assert kinds[-1] == "Removed"
