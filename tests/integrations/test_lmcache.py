@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 import torch
@@ -43,9 +43,12 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, WrappingBackend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import (
+    Added,
     Observable,
     Observer,
     Operation,
+    Removal,
+    Removed,
     Reports,
 )
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -269,8 +272,7 @@ def test_damaged_files_are_misses_and_gone(
     assert bytes_of(loaded[1:]) == expected
     until(lambda: driver.lookup(keys) == [False, True])
     until(lambda: driver.adapter.get_usage().total_bytes_used == 200_000)
-    if damage != "remove":
-        until(lambda: not any(is_of(path, keys[0]) for path in tmp_path.rglob("*.safetensors")))
+    until(lambda: not any(is_of(path, keys[0]) for path in tmp_path.rglob("*.safetensors")))
 
 
 def test_found_objects_stay_until_they_are_unlocked_or_nobody_does_for_long(
@@ -357,18 +359,20 @@ def test_an_object_grows_by_the_pieces_that_are_listed_after_its_first() -> None
     assert sum(told) == 0
 
 
-def test_an_object_that_lost_a_piece_is_whole_once_it_is_stored_again() -> None:
+def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
     residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
-    pieces = [piece_key(object_id_of(key), index) for index in range(3)]
+    pieces = [piece_key(object_id_of(key), index) for index in range(2)]
     residents.add(pieces, tier="file")
-    for lost in (pieces[:1], pieces[1:2]):  # the second one while its object is being stored
-        if lost == pieces[1:2]:
-            residents.begin_store(key, 150_000)
+    for lost in (pieces[:1], pieces[1:]):  # the second one while its object is being stored
+        if lost == pieces[1:]:
+            residents.begin_store(key, 100_000)
         residents.discard(lost, tier="file")
-    assert residents.away_of(object_id_of(key)) == pieces[:2]
+    assert residents.take_broken() == []
     residents.add(pieces, tier="file")
     residents.end_store(key)
-    assert residents.away_of(object_id_of(key)) == []
+    assert residents.take_broken() == []
+    residents.discard(pieces[1:], tier="file")
+    assert residents.take_broken() == pieces[:1]
 
 
 def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() -> None:
@@ -379,17 +383,30 @@ def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() ->
     residents.begin_store(key, 100_000)
     residents.end_store(key)
     assert residents.away_of(object_id_of(key)) == pieces[1:]
+    assert residents.take_broken() == pieces[:1]
 
 
-def test_nothing_is_remembered_of_an_object_that_is_gone() -> None:
+def test_a_piece_that_a_tier_was_still_writing_when_its_object_went_is_deleted() -> None:
     residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
     pieces = [piece_key(object_id_of(key), index) for index in range(2)]
-    residents.add(pieces, tier="file")
-    residents.discard(pieces[1:], tier="file")
-    residents.discard(pieces[:1], tier="file")
+    residents.add(pieces, tier="host")
+    residents.discard(pieces, tier="host")
+    assert residents.take_broken() == []
     residents.deliver(Mock(), Mock())
-    assert not residents._objects
-    assert not residents._away
+    residents.add(pieces[:1], tier="file")  # the next tier, which the piece had been passed to
+    assert residents.take_broken() == pieces[:1]
+    residents.add(pieces, tier="host")  # stored again
+    assert residents.take_broken() == []
+
+
+def test_only_the_latest_objects_that_are_gone_are_remembered() -> None:
+    residents = Residents(65_536, "fingerprint", Mock())
+    with patch("kvxfer.integrations.lmcache.residents.MAX_GONE", 2):
+        for number in range(4):
+            residents.add([piece_key(object_id_of(make_key(number)), 0)], tier="host")
+            residents.discard([piece_key(object_id_of(make_key(number)), 0)], tier="host")
+            residents.deliver(Mock(), Mock())
+    assert [*residents._objects] == [object_id_of(make_key(number)) for number in (2, 3)]
 
 
 def test_an_object_that_is_gone_before_its_store_has_answered_is_not_told() -> None:
@@ -704,6 +721,37 @@ def test_a_late_load_does_not_write_to_memory_that_was_answered_for(
     again = [memory.allocate(SIZE), memory.allocate(SIZE)]
     assert driver.load(KEYS, again) == [True, True]  # the buffers are there again
     assert bytes_of(objects) == [bytes([7]) * SIZE] * 2
+
+
+@pytest.mark.parametrize("adapter", [{"pause_s": 1.0}], indirect=True, ids=["pause"])
+def test_pieces_left_over_go_after_a_pause(adapter: FaultyAdapter, memory: Memory) -> None:
+    driver, blocks = Driver(adapter), adapter.faulty.inner._blocks  # type: ignore[attr-defined]
+    driver.store(KEYS[:1], [memory.fill(SIZE, 1)])
+    pieces = list(blocks)
+    adapter.faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+    assert driver.lookup(KEYS) == [False, False]
+    adapter.observers[0].note(Added("dict", pieces))
+    adapter.observers[0].note(Removed("dict", [pieces.pop()], Removal.EVICTED))
+    adapter.faulty.rates = FaultRates()
+    until(lambda: adapter.report_status()["is_healthy"])
+    driver.store(KEYS[1:], [memory.fill(SIZE, 2)])
+    until(lambda: not blocks.keys() & {*pieces})
+
+
+def test_pieces_left_over_that_the_backend_kept_go_later(
+    adapter: FaultyAdapter, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, blocks = Driver(adapter), adapter.faulty.inner._blocks  # type: ignore[attr-defined]
+    driver.store(KEYS[:1], [memory.fill(SIZE, 1)])
+    pieces = list(blocks)
+    with monkeypatch.context() as patched:
+        kept = AsyncMock(return_value=[False] * (len(pieces) - 1))
+        patched.setattr(adapter.faulty.inner, "delete", kept)
+        adapter.observers[0].note(Added("dict", pieces))
+        adapter.observers[0].note(Removed("dict", [pieces.pop()], Removal.EVICTED))
+        until(lambda: kept.called)
+    driver.store(KEYS[1:], [memory.fill(SIZE, 2)])
+    until(lambda: not blocks.keys() & {*pieces})
 
 
 def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_context
 
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
-from kvxfer.integrations.sglang import KVXferStorage, page_store
+from kvxfer.integrations.sglang import KVXferStorage, pool_stores
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
@@ -51,7 +51,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
         made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=FaultRates()))
         return made[-1]
 
-    monkeypatch.setattr(page_store, "open_backend", open_faulty)
+    monkeypatch.setattr(pool_stores, "open_backend", open_faulty)
     yield made
     for each in made:
         each.release()
@@ -142,7 +142,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
     def num_stored() -> int:
         return sum(each["path"].endswith(".safetensors") for some in bucket.list() for each in some)
 
-    monkeypatch.setattr(page_store, "open_backend", open_bucket)
+    monkeypatch.setattr(pool_stores, "open_backend", open_bucket)
     with opened(pool, extra_config("s3://bucket")) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         for _ in range(2):
@@ -176,10 +176,10 @@ def test_a_pool_that_is_registered_over_other_memory_is_read_there(tmp_path: Pat
     fill(pool)
     with opened(pool, extra_config(file_url(tmp_path))) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        store = storage._store._store
+        stores = dict(storage._stores._stores)
         storage.register_mem_pool_host(pool)
         assert storage.batch_exists(KEYS) == 4
-        assert storage._store._store is store
+        assert storage._stores._stores == stores
         storage.register_mem_pool_host(other)
         assert storage.batch_get_v1(KEYS, rows_of(other)) == [True] * 4
     for page in PAGES:
@@ -230,7 +230,7 @@ class Door:
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     door = Door()
-    monkeypatch.setattr(page_store, "open_backend", door.pass_through)
+    monkeypatch.setattr(pool_stores, "open_backend", door.pass_through)
     yield door
     door.is_open.set()
 

@@ -686,12 +686,13 @@ TABLE = """
 -            payload = verified[start:]
 +            payload = verified
 --- kvxfer/integrations/lmcache/residents.py
+@@ lmcache 200 objects that are only away are deleted
+-        if self.is_exact:
++        if self.num_tiers:
 @@ lmcache 20 an object is told as gone twice
 -                    resident.told_bytes = 0
-@@ lmcache 100 a tier that lost a piece counts as having it
--                tiers -= tiers if tier is None else {tier, NOT_TOLD}
-@@ lmcache 100 an object is found of which a load did not find a piece
--                    self._note_away(object_id, index)  # until it is found or stored
+@@ lmcache 300 what is left of an object that lost a piece stays
+-                        self._broken[object_id] = None  # else a silent tier may have it
 --- kvxfer/integrations/lmcache/answers.py
 @@ lmcache 150 memory of LMCache's is touched after the answer
 -            if not self.ended:
@@ -703,12 +704,12 @@ TABLE = """
 -                move = staged.move(self._backend.load, keys, staged.blocks)
 +                move = self._backend.load(keys, staged.blocks)
 @@ lmcache 20 an object of another type is loaded
--                if ctypes.string_at(address, len(piece.head)) != piece.head:
-+                if address < 0:
+-            and ctypes.string_at(address, len(piece.head)) != piece.head
++            and address < 0
 --- kvxfer/integrations/lmcache/adapter.py
 @@ lmcache 200 an object that LMCache has locked is deleted
--                free = [key for key in keys if key not in self._pins]
-+                free = list(keys)
+-                ids = [object_id_of(key) for key in keys if key not in self._pins]
++                ids = [object_id_of(key) for key in keys]
 """
 """Faults of files, as in a patch; after `@@` scenario, seeds, name; only `-` lines: `pass`."""
 

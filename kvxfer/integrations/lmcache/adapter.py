@@ -29,6 +29,7 @@ from kvxfer.integrations.lmcache.interface import (
     MemoryObj,
     ObjectKey,
 )
+from kvxfer.integrations.lmcache.object_keys import object_id_of
 from kvxfer.integrations.lmcache.object_store import ObjectStore, StoredObject
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import AdapterSettings
@@ -77,6 +78,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         super().__init__(max_capacity_bytes=int(settings.capacity))
         self._settings = settings
         self._task_ids = itertools.count()
+        self._submission = runtime.lock()
         # How often, and until when; in that order.
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = runtime.lock()
@@ -88,7 +90,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._residents = Residents(settings.piece, settings.namespace.fingerprint, self._wake)
             self._objects = ObjectStore(self._open_told, settings, self._residents)
             opened.callback(self._close_store)
-            self._deadlines = opened.enter_context(closing(Deadlines(settings.timeout_s)))
+            self._deadlines = opened.enter_context(closing(Deadlines()))
             self._objects.start()
             self._opened = opened.pop_all()
 
@@ -145,10 +147,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pin([key for key, found in zip(keys, done, strict=True) if found])
             return _bitmap(done)
 
-        async def work(task: Task) -> None:
-            task.done[:] = await self._objects.lookup(task, keys)
-
-        return self._submit(len(keys), self._found, answer, work)
+        return self._submit(
+            len(keys), self._found, answer, lambda task: self._objects.lookup(task, keys)
+        )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a lookup; None while there is none."""
@@ -183,9 +184,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         try:
             with self._pins_lock:
                 self._drop_expired_pins()
-                free = [key for key in keys if key not in self._pins]
-            if free and not (self._closed or self._objects.is_suspended):
-                runtime.result(self._objects.delete(free), self._settings.timeout_s + 1)
+                ids = [object_id_of(key) for key in keys if key not in self._pins]
+            if ids and not (self._closed or self._objects.is_suspended):
+                deleting = self._objects.ask(partial(self._objects.delete, ids))
+                runtime.result(deleting, self._settings.timeout_s + 1)
             self._deliver()
         except Exception as exc:
             logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
@@ -222,7 +224,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     def close(self) -> None:
         """Answer all tasks and close the backend, within a deadline; may be called again."""
-        self._closed = True
+        with self._submission:
+            if self._closed:
+                return
+            self._closed = True
         self._opened.close()
 
     def _open_told(self) -> Backend:
@@ -251,10 +256,21 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """
         self._ready = True
         task_id = next(self._task_ids)
-        task = self._deadlines.begin(num_keys, lambda ended: answers.give(task_id, answer(ended)))
+
+        async def work_and_tell() -> None:
+            try:
+                await work(task)
+            finally:
+                self._deliver()
+
+        with self._submission:
+            deadline = runtime.monotonic() + self._settings.timeout_s
+            task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
+            if not self._closed:
+                self._deadlines.watch(task)
         try:
             if num_keys and not self._closed:
-                self._objects.begin(task, work, self._deliver)
+                self._objects.begin(task, work_and_tell)
             else:
                 task.end()
         except Exception as exc:
@@ -276,10 +292,15 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pins.popitem(last=False)
 
     def _wake(self) -> None:
-        """Deliver what tiers told, on the event loop."""
+        """Deliver what tiers told, and delete what is left of objects, on the event loop."""
         if self._ready:
             with suppress(KVXferError):  # it was closed
-                self._objects.call_soon(self._deliver)
+                self._objects.call_soon(self._tidy)
+
+    def _tidy(self) -> None:
+        self._deliver()
+        if not self._objects.is_suspended and (broken := self._residents.take_broken()):
+            self._objects.ask(partial(self._objects.delete_broken, broken))
 
     def _deliver(self) -> None:
         self._residents.deliver(

@@ -17,7 +17,10 @@ GRACE_S = 0.25
 
 
 class Answers:
-    """Answers to the tasks of one kind, each taken once; thread-safe."""
+    """Answers to the tasks of one kind, each taken once; thread-safe.
+
+    An answer is kept before the file descriptor is signalled, so that whoever is woken finds it.
+    """
 
     def __init__(self) -> None:
         self._notifier: Any = create_event_notifier()
@@ -35,7 +38,7 @@ class Answers:
         with self._lock:
             if self._closed:
                 return
-            self._given[task_id] = answer  # first: whoever is woken finds it
+            self._given[task_id] = answer
             self._notifier.notify()
 
     def take(self, task_id: int) -> Any:
@@ -88,9 +91,12 @@ class Task:
         return result
 
     def touch(self, func: Callable[[], object]) -> bool:
-        """Call a function that touches LMCache's memory, unless the task has ended; return whether.
+        """Call a function that touches LMCache's memory, unless the task has ended.
 
         LMCache reuses the memory once it has the answer: `end` waits for the function.
+
+        Returns:
+            Whether it was called.
         """
         with self._lock:
             if not self.ended:
@@ -112,20 +118,17 @@ class Task:
 class Deadlines:
     """Thread that ends tasks at their deadline, also when an event loop is blocked."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._changed = runtime.condition()
         self._closed = False
         runtime.start_thread(self._run, name="kvxfer-lmcache-deadlines")
 
-    def begin(self, num_keys: int, answer: Callable[[Task], object]) -> Task:
-        """Begin a task, whose deadline is later than those of all before."""
+    def watch(self, task: Task) -> None:
+        """Watch a task; each has a later deadline than those before."""
         with self._changed:
-            task = Task(num_keys, runtime.monotonic() + self._timeout_s, answer)
             self._tasks.append(task)
             self._changed.notify()
-            return task
 
     def close(self) -> None:
         """End all tasks now, and the thread."""

@@ -8,6 +8,7 @@ from kvxfer.extras import installed_version
 
 SUPPORTED = "0.5.6"
 
+
 try:
     from lmcache.lmcache_native import Bitmap
     from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey

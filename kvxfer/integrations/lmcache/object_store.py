@@ -38,9 +38,6 @@ HEADER = struct.Struct(">8sQ16s")
 
 FORM = b"KVXLMC02"
 
-Work = Callable[[Task], Coroutine[Any, Any, None]]
-"""What is done for a task."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -120,16 +117,16 @@ class ObjectStore:
         self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
-    def begin(self, task: Task, work: Work, before_answer: Callable[[], object]) -> None:
+    def begin(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begin the work on a task, and return at once. The task ends by the deadline."""
         if self.is_suspended:
             task.end()
         else:
-            self._loop.submit(self._work(task, work, before_answer))
+            self._loop.submit(self._work(task, work))
 
-    def delete(self, keys: Sequence[ObjectKey]) -> Future[None]:
-        """Begin to delete objects, as far as their pieces are known; it, too, ends in time."""
-        return self._loop.submit(self._delete(keys))
+    def ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        """Begin any other call; it, too, ends by the deadline."""
+        return self._loop.submit(self._ask(call))
 
     def call_soon(self, func: Callable[[], object]) -> None:
         """Call a function on the event loop."""
@@ -141,10 +138,14 @@ class ObjectStore:
         self._loop.stop()
         self._copies.close()
 
+    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> None:
+        """Find out which objects are there."""
+        task.done[:] = await self._lookup(task, keys)
+
     async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
         """Store the objects that are not there, once deletes of pieces of them have ended."""
         await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
-        there = await self.lookup(task, [each.key for each in objects])
+        there = await self._lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
         for each in new.values():
             self._residents.begin_store(each.key, each.num_bytes)
@@ -167,33 +168,44 @@ class ObjectStore:
         useless = {piece.of.index for piece, status in statuses.items() if status is Status.CORRUPT}
         if useless:
             task.end()
-            await self._delete_pieces([each.key for each in pieces if each.of.index in useless])
+            await self.delete_pieces([each.key for each in pieces if each.of.index in useless])
 
-    async def _delete(self, keys: Sequence[ObjectKey]) -> None:
-        ids = [object_id_of(key) for key in keys]
-        pieces = [piece for each in ids for piece in self._residents.keys_of(each)]
-        await self._calls.wait_for(self._settings.timeout_s, self._delete_pieces(pieces))
+    async def delete(self, object_ids: Sequence[bytes]) -> None:
+        """Delete objects, as far as their pieces are known."""
+        await self.delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
 
-    async def _delete_pieces(self, keys: Sequence[BlockKey]) -> None:
-        """Delete pieces, and note which of them are gone."""
+    async def delete_broken(self, broken: Sequence[BlockKey]) -> None:
+        """Delete what is left of objects that lost a piece; what cannot be is tried again."""
+        kept = set(broken)
+        try:
+            kept = await self.delete_pieces(broken)
+        finally:
+            self._residents.put_back(kept)
+
+    async def delete_pieces(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Delete pieces, and note which of them are gone; return those that may stay."""
         keys = list(dict.fromkeys(keys))
         if not keys:
-            return
+            return set()
         first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
         async with self._deletes.acquire(list(first)):
             since = self._residents.num_adds
             _, kept = await delete_from(self._backend, keys)
         if gone := [key for key in keys if key not in kept]:  # else nothing has changed
             self._residents.discard(gone, since=since)
+        return kept
 
     async def _drain(self) -> None:
         await self._backend.drain()
 
-    async def _work(self, task: Task, work: Work, before_answer: Callable[[], object]) -> None:
+    async def _ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await self._calls.wait_for(self._settings.timeout_s, call())
+
+    async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = task.deadline - runtime.monotonic()
         call = f"a task of {len(task.done)} objects"
         try:
-            await self._calls.wait_for(max(0.0, left), work(task))
+            await self._calls.wait_for(max(0.0, left), work())
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             # A task that waits for a buffer goes by what the backend answers to others.
@@ -203,11 +215,9 @@ class ObjectStore:
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
         finally:
-            before_answer()
             task.end()
 
-    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Find out which objects are there."""
+    async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
         ids = [object_id_of(key) for key in keys]
         needed = {
             each: dict.fromkeys([piece_key(each, 0), *self._residents.away_of(each)])
@@ -289,13 +299,17 @@ class ObjectStore:
     ) -> dict[Piece, Status]:
         """Copy pieces that have landed out of a buffer; return those that were not, and why."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
-        other, landed = dict[Piece, Status](), list[int]()
-        for index, (piece, address) in enumerate(zip(pieces, addresses, strict=True)):
-            if statuses[piece] is Status.DONE:
-                if ctypes.string_at(address, len(piece.head)) != piece.head:
-                    other[piece] = Status.CORRUPT
-                else:
-                    landed.append(index)
+        other = {
+            piece: Status.CORRUPT
+            for piece, address in zip(pieces, addresses, strict=True)
+            if statuses[piece] is Status.DONE
+            and ctypes.string_at(address, len(piece.head)) != piece.head
+        }
+        landed = [
+            index
+            for index, piece in enumerate(pieces)
+            if statuses[piece] is Status.DONE and piece not in other
+        ]
         if landed:
             memory, buffer = _sides(pieces, staged)
             if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):

@@ -1,12 +1,11 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
 import sys
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from math import inf
-from operator import itemgetter
 
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import ObjectKey
@@ -20,6 +19,9 @@ NOT_TOLD = ""
 MAX_AWAY = 1 << 14
 """Most objects of which a piece was not found that are remembered, those of others, too."""
 
+MAX_GONE = 1 << 14
+"""Most objects that are gone and remembered: a lower tier may still be writing a piece of them."""
+
 DELIVERY_S = 1.0
 """Time for which a thread waits for its turn to tell LMCache."""
 
@@ -29,22 +31,41 @@ Tell = Callable[[list[ObjectKey], list[int]], object]
 
 @dataclass(slots=True)
 class _Resident:
-    """Object of which the backend has some piece."""
+    """Object of which the backend has some piece.
+
+    Attributes:
+        away: Pieces that were not found lately, although nobody has said that they are gone.
+        lost: Pieces that are gone, and were neither found nor stored since.
+        added: Number of the `add` that named one of its pieces last.
+    """
 
     key: ObjectKey | None  # None where nobody has told it
     tiers: dict[int, set[str]] = field(default_factory=dict)  # that have each piece
     num_bytes: int = 0  # 0 where only its pieces are known
     told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
     num_stores: int = 0  # that have not ended
-    added: int = 0  # number of the `add` that named one of its pieces last
+    away: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    added: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether some piece of it is there, is being stored or may come back."""
+        return bool(self.tiers or self.num_stores or self.away)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it counts as there: so it does while a tier that tells has what was not found."""
+        untold = (index for index in self.away if self.tiers.get(index, set()) <= {NOT_TOLD})
+        return 0 in self.tiers and next(untold, None) is None
 
 
 class Residents(Observer):
     """Objects that the backend has. An object is there if its piece 0 is, which is stored last.
 
-    An object of which a piece is gone, or was not found, is not there until the piece is found or
-    stored again. Nothing of it is deleted: the piece may only be away, since its tier is paused or
-    its peer is gone for a while, and tiers evict what nobody loads.
+    A piece that is not found may only be away: its tier is paused, or the peer that has it is gone
+    for a while. So the object is not there until the piece is found or stored again, and nothing of
+    it is deleted: only what a tier tells to be gone is, where every tier tells what it has.
 
     Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
 
@@ -66,10 +87,13 @@ class Residents(Observer):
         self.is_exact = False
         self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
-        # Pieces that are gone or were not found, and not found or stored since; the latest last.
-        self._away = OrderedDict[bytes, set[int]]()
+        self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
+        self._gone = OrderedDict[bytes, None]()  # objects that had no piece left, the latest last
         self._telling: set[str] = set()
+        self._listed: list[bytes] = []  # ids in order, but for those below
+        self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
+        self._broken: dict[bytes, None] = {}
         self._asks: list[AskGauges] = []
         self._lock = runtime.lock()
         self._delivery = runtime.lock()
@@ -97,17 +121,16 @@ class Residents(Observer):
         """
         with self._lock:
             self.num_adds += 1
-            is_doubted = tier == NOT_TOLD and len(self._telling) >= self.num_tiers
             for object_id, index in map(piece_of, keys):
-                if (resident := self._objects.get(object_id)) is None:
-                    resident = self._objects[object_id] = _Resident(object_key_of(object_id))
-                tiers = resident.tiers.get(index, set())
-                if is_doubted and not tiers and index in self._away.get(object_id, ()):
+                resident = self._resident(object_id)
+                if tier == NOT_TOLD and index in resident.lost and self._all_tell:
                     continue
-                resident.added = self.num_adds
-                if tier != NOT_TOLD or not tiers:
-                    resident.tiers[index] = tiers | {tier}
+                tiers, resident.added = resident.tiers, self.num_adds
+                if tier != NOT_TOLD or index not in tiers:
+                    tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
+                if resident.lost:
+                    self._broken[object_id] = None
             if tier != NOT_TOLD:
                 self._telling.add(tier)
         self._wake()
@@ -119,15 +142,18 @@ class Residents(Observer):
         with self._lock:
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
-                if resident is None or resident.added > since or index not in resident.tiers:
+                if resident is None or resident.added > since:
                     continue
-                tiers = resident.tiers[index]
+                if index not in resident.tiers and (tier is not None or resident.num_stores):
+                    continue
+                tiers = resident.tiers.get(index, set())
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
                 if not tiers:
-                    del resident.tiers[index]
-                    self._note_away(object_id, index)
-                if not resident.tiers and not resident.num_stores:  # nothing of it is left
-                    self._away.pop(object_id, None)
+                    resident.tiers.pop(index, None)
+                    if tier is None or self._all_tell:
+                        self._note_back(object_id, index)
+                        resident.lost.add(index)
+                        self._broken[object_id] = None  # else a silent tier may have it
                 self._changed.append(object_id)
         self._wake()
 
@@ -140,13 +166,14 @@ class Residents(Observer):
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
                 if not known if resident is None else resident.added <= since:
-                    self._note_away(object_id, index)  # until it is found or stored
+                    self._note_away(object_id, index)
 
     def lose(self, keys: Sequence[BlockKey], *, since: float) -> None:
         """Note pieces that a load did not find, `since` as of `miss`."""
         if self.is_exact:
             self.discard(keys, since=since)
-        self.miss(keys, since=since, known=self.is_exact)
+        else:
+            self.miss(keys, since=since, known=False)
 
     def find(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were found."""
@@ -157,8 +184,11 @@ class Residents(Observer):
     def away_of(self, object_id: bytes) -> list[BlockKey]:
         """List the pieces that an object lacks: those that are gone or were not found lately."""
         with self._lock:
-            away = sorted(self._away.get(object_id, ()))
-        return [piece_key(object_id, index) for index in away]
+            resident = self._objects.get(object_id)
+            if resident is None:
+                return []
+            away = resident.away | (resident.lost if resident.tiers else set())
+            return [piece_key(object_id, index) for index in sorted(away)]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
         """Note an object that is being stored: LMCache is told of it after `end_store`."""
@@ -181,6 +211,26 @@ class Residents(Observer):
             resident = self._objects.get(object_id)
             known = {0} if resident is None else {0, *resident.tiers}
         return [piece_key(object_id, index) for index in sorted(known)]
+
+    def take_broken(self) -> list[BlockKey]:
+        """Take what is left of objects that lost a piece, once they are no longer being stored."""
+        with self._lock:
+            known = {each: self._objects[each] for each in self._broken if each in self._objects}
+            known = {each: resident for each, resident in known.items() if resident.lost}
+            self._broken = {each: None for each, of in known.items() if of.num_stores}
+            return [
+                piece_key(each, index)
+                for each, resident in known.items()
+                if each not in self._broken
+                for index in resident.tiers
+            ]
+
+    def put_back(self, broken: Iterable[BlockKey]) -> None:
+        """Put pieces back that were taken, and are not deleted."""
+        with self._lock:
+            for object_id, _ in map(piece_of, broken):
+                if object_id in self._objects and self._objects[object_id].tiers:
+                    self._broken[object_id] = None
 
     def deliver(self, stored: Tell, deleted: Tell) -> None:
         """Tell LMCache which objects came and which are gone since the last call.
@@ -212,35 +262,71 @@ class Residents(Observer):
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
     ) -> list[tuple[bytes, ObjectKey, int]]:
-        """List objects that LMCache was told of, after an id and by id: id, key and bytes."""
+        """List some objects of a model, or of any, that LMCache was told of: id, key and bytes.
+
+        They are ordered by id, and begin after one.
+        """
+        listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
-            told = [
-                (object_id, resident.key, resident.told_bytes)
-                for object_id, resident in self._objects.items()
-                if resident.key is not None
-                and resident.told_bytes
-                and object_id > after
-                and model_name in {None, resident.key.model_name}
-            ]
-        return nsmallest(number, told, key=itemgetter(0))
+            self._put_in_order()
+            for at in range(bisect_right(self._listed, after), len(self._listed)):
+                resident = self._objects[self._listed[at]]
+                assert resident.key is not None
+                if model_name in {None, resident.key.model_name}:
+                    listed.append((self._listed[at], resident.key, resident.told_bytes))
+                    if len(listed) == number:
+                        break
+        return listed
+
+    @property
+    def _all_tell(self) -> bool:
+        return len(self._telling) >= self.num_tiers
+
+    def _resident(self, object_id: bytes) -> _Resident:
+        if object_id not in self._objects:
+            self._objects[object_id] = _Resident(object_key_of(object_id))
+        return self._objects[object_id]
+
+    def _put_in_order(self) -> None:
+        """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
+        if len(self._relist) * 16 > len(self._listed):
+            told = (each for each, resident in self._objects.items() if resident.told_bytes)
+            self._listed = sorted(told)
+        else:
+            for object_id in self._relist:
+                at = bisect_left(self._listed, object_id)
+                is_listed = self._listed[at : at + 1] == [object_id]
+                resident = self._objects.get(object_id)
+                if resident is not None and resident.told_bytes:
+                    if not is_listed:
+                        self._listed.insert(at, object_id)
+                elif is_listed:
+                    del self._listed[at]
+        self._relist.clear()
 
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
         self._changed.append(object_id)
-        self._away.setdefault(object_id, set()).add(index)
+        self._resident(object_id).away.add(index)
+        self._away[object_id] = None
         self._away.move_to_end(object_id)
         if len(self._away) > MAX_AWAY:
             oldest, _ = self._away.popitem(last=False)
+            forgotten = self._objects[oldest]
+            told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
+            forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
+            forgotten.away.clear()
             self._changed.append(oldest)
-            if (forgotten := self._objects.get(oldest)) is not None:
-                told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
-                forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
 
     def _note_back(self, object_id: bytes, index: int) -> None:
+        resident = self._objects.get(object_id)
         self._changed.append(object_id)
-        if index in (away := self._away.get(object_id, set())):
-            away.discard(index)
-            if not away:
+        if resident is None:
+            return
+        resident.lost.discard(index)
+        if index in resident.away:
+            resident.away.discard(index)
+            if not resident.away:
                 del self._away[object_id]
 
     def _take_changes(self) -> tuple[list[tuple[ObjectKey, int]], list[tuple[ObjectKey, int]]]:
@@ -252,10 +338,8 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                away = self._away.get(object_id, ())
-                # A piece that was not found counts as there while a tier that tells has it.
-                found = (resident.tiers.get(index, set()) - {NOT_TOLD} for index in away)
-                if resident.key is not None and 0 in resident.tiers and all(found):
+                is_there = resident.is_there
+                if resident.key is not None and is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
                         if resident.told_bytes:  # more of its files were listed
@@ -263,10 +347,24 @@ class Residents(Observer):
                         self.num_objects += not resident.told_bytes
                         resident.told_bytes = num_bytes
                         came.append((resident.key, num_bytes))
-                elif resident.key is not None and resident.told_bytes:
+                        self._relist.add(object_id)
+                elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
+                    self._relist.add(object_id)
                     self.num_objects -= 1
-                if not (resident.tiers or resident.num_stores or away):
-                    del self._objects[object_id]
+                if not resident.is_known:
+                    self._forget(object_id, resident)
         return came, gone
+
+    def _forget(self, object_id: bytes, resident: _Resident) -> None:
+        """Forget an object; the latest that lost their pieces are remembered."""
+        if not resident.lost:
+            del self._objects[object_id]
+            return
+        self._gone[object_id] = None
+        self._gone.move_to_end(object_id)
+        if len(self._gone) > MAX_GONE:
+            oldest, _ = self._gone.popitem(last=False)
+            if oldest in self._objects and not self._objects[oldest].is_known:
+                del self._objects[oldest]

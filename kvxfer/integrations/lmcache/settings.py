@@ -10,6 +10,8 @@ from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.units import MAX_DURATION_S, ByteSize
 
+LAYOUT = "LMCache objects in pieces, form 1"
+
 UNIT_BYTES = 4096
 """Bytes that the last piece of an object is filled up to a multiple of."""
 
@@ -41,7 +43,11 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> "AdapterSettings":
-        """Check the parameters that LMCache passes on."""
+        """Check the parameters that LMCache passes on.
+
+        Raises:
+            InvalidArgumentError: A parameter is missing, unknown or of no use.
+        """
         settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
             rule = "a name for the weights: their commit, quantization, overrides"
@@ -63,7 +69,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return Namespace(
             model="lmcache",
             revision=self.revision,
-            layout="LMCache objects in pieces, form 1",
+            layout=LAYOUT,
             groups=(GroupIdentity(page_sizes_bytes=(UNIT_BYTES,)),),
             blocks_per_chunk=self.piece // UNIT_BYTES,
         )

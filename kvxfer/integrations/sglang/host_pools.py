@@ -66,7 +66,11 @@ class HostPages:
 
 
 def read_pool(name: str, pool: Any) -> HostPages:
-    """Read the pages of a host pool, which has this name in SGLang, or refuse its kind."""
+    """Read the pages of a host pool, which has this name in SGLang.
+
+    Raises:
+        LayoutError: The pool is of a kind that is not known, or not as that kind is known.
+    """
     kind = type(pool).__name__
     if kind not in _KINDS or not type(pool).__module__.startswith("sglang."):
         known = ", ".join(sorted(_KINDS))

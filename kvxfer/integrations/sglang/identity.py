@@ -8,8 +8,6 @@ from typing import Any
 from kvxfer.engine_side.adapter_files import digest_adapter
 from kvxfer.engine_side.weight_files import hash_text
 from kvxfer.integrations.sglang.interface import (
-    DRAFT,
-    MODEL,
     HiCacheStorageConfig,
     PublishedSetting,
     published_settings,
@@ -19,8 +17,10 @@ from kvxfer.storage.keys import Namespace
 FORMAT = 1
 """Version of what the plug stores under a key."""
 
-# Of the groups MODEL and DRAFT every setting counts that is not listed here as harmless: also one
-# that a later release adds or renames, unless it is as that release declares it.
+MODEL, DRAFT = "model", "spec"
+"""SGLang's groups of settings whose every setting counts, but for those that are listed here as
+harmless: one that a later release adds or renames counts, too, unless it is as that release
+declares it."""
 
 NAMED = frozenset({
     "weight_version", "revision", "json_model_override_args", "model_impl", "dtype", "quantization",
@@ -74,20 +74,27 @@ DESCRIBED = frozenset({
 """Fields of what SGLang knows of an engine; one that a later release adds counts, unless it is as
 that release declares it."""
 
+KERNEL = "_backend"
 LOSSY_KERNELS = frozenset({"flashmla_sparse_q8"})
 """Kernels that count all the same: they compute attention in FP8, whatever the data type.
 
 Source: `_validate_flashmla_sparse_q8_backend` of SGLang."""
+ADAPTERS = "lora_paths"
+"""The adapters that an engine was started with, of which SGLang's keys have name and path; those of
+one that is loaded later have a random id."""
 
 
 def started_adapters() -> list[tuple[str, str]]:
     """Digest the adapters that the engine was started with, by their names.
 
-    SGLang's keys have their names and paths only; of one that is loaded later, a random id. To be
-    called while the engine starts: later the files may be those of another training.
+    To be called while it starts: later the files may be those of another training.
+
+    Raises:
+        UnsupportedEngineError: This release has its settings in another way.
+        InvalidArgumentError: An adapter is no folder whose files can be read.
     """
-    settings = published_settings()
-    started = next((each.value for each in settings if each.name == "lora_paths"), None) or ()
+    settings = published_settings(MODEL, DRAFT)
+    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
     return sorted((str(each.lora_name), digest_adapter(each.lora_path)) for each in started)
 
 
@@ -104,11 +111,14 @@ def page_namespace(
     have layers of their own, and ranks of context parallelism a part of each page's bytes, so
     they are named here; what tensor parallelism divides the mappings describe. So are the pools: a
     draft model may have layers of the same shape.
+
+    Raises:
+        UnsupportedEngineError: This release has its settings in another way.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "pools": list(pools),
-        "settings": _counting(published_settings()),
+        "settings": _counting(published_settings(MODEL, DRAFT)),
         "adapters": list(adapters),
     }
     facts |= {
@@ -144,6 +154,6 @@ def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
         return False
     if setting.group in {MODEL, DRAFT}:
         return drafting or setting.group == MODEL
-    if setting.name.endswith("_backend"):
+    if setting.name.endswith(KERNEL):
         return str(setting.value) in LOSSY_KERNELS
     return not LOSSY_WORDS.isdisjoint(setting.name.split("_"))

@@ -11,8 +11,6 @@ from kvxfer.extras import installed_version
 
 SUPPORTED = "0.5.20 to 0.5.23"
 
-MODEL, DRAFT = "model", "spec"
-"""SGLang's groups of the settings of a model, and of its draft model."""
 
 try:
     from sglang.srt import runtime_context
@@ -41,10 +39,12 @@ class PublishedSetting:
     is_default: bool  # what the release declares where nobody asks for anything
 
 
-def published_settings() -> list[PublishedSetting]:
+def published_settings(*required: str) -> list[PublishedSetting]:
     """List all settings of the engine of this process; none outside of an engine.
 
-    A release that has no such groups, or tells its settings in another way, is refused.
+    Raises:
+        UnsupportedEngineError: The release lacks a group that is required, or does not tell its
+            settings in this way.
     """
     context = runtime_context.get_context()
     try:
@@ -53,7 +53,7 @@ def published_settings() -> list[PublishedSetting]:
         return []
     places = namespace_of(declared)
     groups = {place.partition(".")[0] for place in places.values()}
-    if missing := [group for group in (MODEL, DRAFT) if group not in groups]:
+    if missing := [group for group in required if group not in groups]:
         raise _unsupported(f"its settings have no group {' and no group '.join(missing)}")
     defaults = {field.name: field.default for field in record_fields(declared)}
     try:

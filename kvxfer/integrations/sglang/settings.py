@@ -44,7 +44,12 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
-    """Read and check the settings."""
+    """Read and check the settings.
+
+    Raises:
+        InvalidArgumentError: `interface_v1` is not set, a setting is unknown or of no use, or
+            blocks outlive the process without a `revision`; the error names it.
+    """
     given = dict(extra_config or {})
     if not given.get("interface_v1"):
         rule = "1: through SGLang's older interface every page would be copied once more"

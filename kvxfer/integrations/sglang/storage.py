@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from kvxfer import runtime
 from kvxfer.engine_side.plug import Plug
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.face import count_leading
 from kvxfer.integrations.sglang.interface import (
     SUPPORTED,
@@ -19,8 +21,9 @@ from kvxfer.integrations.sglang.interface import (
     PoolTransferResult,
     StorageMetrics,
 )
-from kvxfer.integrations.sglang.page_store import CurrentStore
+from kvxfer.integrations.sglang.pool_stores import PageStore, PoolStores
 from kvxfer.integrations.sglang.settings import read_settings
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
 
 KV = str(PoolName.KV)
@@ -62,7 +65,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         del kwargs
         self._config = storage_config
         self._settings = read_settings(storage_config.extra_config)
-        self._store = CurrentStore(storage_config, self._settings)
+        self._stores = PoolStores(storage_config, self._settings)
         self._stats = StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -73,13 +76,13 @@ class KVXferStorage(Plug, HiCacheStorage):
             InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
         """
         super().register_mem_pool_host(mem_pool_host)
-        self._store.register(KV, mem_pool_host)
+        self._stores.register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Announce another pool of a hybrid model; errors as `register_mem_pool_host`."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != KV:
-            self._store.register(str(host_pool_name), host_pool)
+            self._stores.register(str(host_pool_name), host_pool)
 
     def on_host_pools_registered(self) -> None:
         """Open the backend.
@@ -90,7 +93,7 @@ class KVXferStorage(Plug, HiCacheStorage):
             BackendUnavailableError: The backend cannot start.
             UnsupportedEngineError: This release of SGLang tells its settings in another way.
         """
-        self._store.open()
+        self._stores.open()
 
     def batch_exists(self, keys: list[str], *_: Any, **__: Any) -> int:
         """Count the leading pages that are there: one question for all keys."""
@@ -167,7 +170,7 @@ class KVXferStorage(Plug, HiCacheStorage):
 
     def clear(self) -> None:
         """Forget every page of this model: none that was stored before will be found."""
-        self._store.purge(self._deadline())
+        self._stores.purge(self._deadline())
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages and GB/s of the calls since the last time, for SGLang's metrics."""
@@ -176,17 +179,24 @@ class KVXferStorage(Plug, HiCacheStorage):
 
     def close(self) -> None:
         """Close the backend; may be called again. Later calls find and store nothing."""
-        self._store.close()
+        self._stores.close()
 
     def _deadline(self) -> float:
         return runtime.monotonic() + self._settings.timeout_s
 
     def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """Look up all keys in some pools."""
+        """Look up all keys in some pools, with one question to the backend."""
         found, deadline = {name: [False] * len(keys) for name in names}, self._deadline()
+        asked: dict[PageStore, list[tuple[str, int]]] = {}
         try:
-            if (store := self._store.find(deadline)) is not None:
-                found |= store.find_pages(keys, [*found], deadline)
+            for name in found:
+                place = self._stores.find(name, deadline)
+                if place is not None:
+                    asked.setdefault(place[0], []).append((name, place[1]))
+            for store, members in asked.items():
+                wanted = [_block_key(key, group) for _, group in members for key in keys]
+                answers = iter(store.lookup(wanted, deadline))
+                found |= {name: list(islice(answers, len(keys))) for name, _ in members}
         except Exception:
             logger.exception("a lookup of %d pages failed", len(keys))
         return found
@@ -208,24 +218,52 @@ class KVXferStorage(Plug, HiCacheStorage):
         host_indices: torch.Tensor | None,
         deadline: float,
     ) -> list[bool]:
+        """Move pages of a pool; `host_indices` has all rows of each page."""
         keys = keys or []
         try:
-            if (store := self._store.find(deadline)) is None:
+            place = self._stores.find(name, deadline)
+            if place is None or not keys:
                 return [False] * len(keys)
+            store, group = place
+            pages = _page_ids(self._stores.pools[name][0].rows_per_page, len(keys), host_indices)
+            block_keys = [_block_key(key, group) for key in keys]
             began = runtime.monotonic()
-            done = store.move_pages(direction, name, keys, host_indices, deadline)
-            if self._config.enable_storage_metrics and any(done):
-                rate = sum(done) * store.page_bytes(name) / (runtime.monotonic() - began) / 1e9
-                self._count(direction, sum(done), rate)
+            done = store.move_pages(direction, group, block_keys, pages, deadline)
+            self._count(direction, name, sum(done), runtime.monotonic() - began)
         except Exception:
             logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)
             return [False] * len(keys)
         return done
 
-    def _count(self, direction: Direction, num_pages: int, rate: float) -> None:
-        stats, loading = self._stats, direction is Direction.LOAD
+    def _count(self, direction: Direction, name: str, num_pages: int, seconds: float) -> None:
+        if not self._config.enable_storage_metrics or not num_pages:
+            return
+        _, mapping = self._stores.pools[name]
+        stats, rate = self._stats, num_pages * mapping.num_bytes / seconds / 1e9
+        loading = direction is Direction.LOAD
         (stats.prefetch_pgs if loading else stats.backup_pgs).append(num_pages)
         (stats.prefetch_bandwidth if loading else stats.backup_bandwidth).append(rate)
+
+
+def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | None) -> list[int]:
+    """Find the pages that rows of a pool make up, page after page.
+
+    Raises:
+        InvalidArgumentError: There are not as many rows as these pages have, or a page does not
+            begin where pages do.
+    """
+    num_rows = 0 if host_indices is None else host_indices.numel()
+    if host_indices is None or num_rows != num_pages * rows_per_page:
+        raise InvalidArgumentError("host_indices", num_rows, f"{num_pages} x {rows_per_page}")
+    firsts = host_indices[::rows_per_page].tolist()
+    for first in firsts:
+        if first % rows_per_page:
+            raise InvalidArgumentError("host_indices", first, f"a multiple of {rows_per_page}")
+    return [first // rows_per_page for first in firsts]
+
+
+def _block_key(key: str, group: int) -> BlockKey:
+    return make_block_key(bytes.fromhex(key), group)
 
 
 def _ends(found: Sequence[bool], num_trailing: int) -> set[int]:

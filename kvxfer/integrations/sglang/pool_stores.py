@@ -1,0 +1,339 @@
+"""Stores of the pages of SGLang's host pools in a backend: one of all pools that are known."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvxfer import runtime
+from kvxfer.connect import open_backend, start_engine
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
+from kvxfer.face import RowPool, RowStore
+from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
+from kvxfer.integrations.sglang.identity import page_namespace, started_adapters
+from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_version
+from kvxfer.integrations.sglang.settings import StorageSettings
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from kvxfer.runtime import CLOSE_TIMEOUT_S, Pause, begin_aside
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
+from kvxfer.storage.staging_memory import aligned, allocate_aligned
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction
+
+MIN_ROWS = 2
+
+LASTING = (InvalidArgumentError, UnsupportedEngineError)
+"""Errors of an opening that another attempt would end in, too."""
+
+logger = logging.getLogger(__name__)
+
+
+class PageStore(RowStore):
+    """Store of the pages of host pools in a backend; a group for each pool.
+
+    Loads and stores have rows of their own: SGLang has a thread for each.
+
+    The pools have one group each, and the namespace has none. The memory of the rows is bounded by
+    the settings, but there are two rows in each direction.
+
+    Raises:
+        Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[tuple[HostPages, PageMapping]],
+        namespace: Namespace,
+        settings: StorageSettings,
+        replica: int,
+    ) -> None:
+        self._pools = [BlockDescriber(each.caches, mappings=[mapping]) for each, mapping in pools]
+        mappings, timeout_s = [mapping for _, mapping in pools], settings.timeout_s
+        sizes = [mapping.num_bytes for mapping in mappings]
+        row_bytes = aligned(max(sizes))
+        num_rows = max(MIN_ROWS, settings.staging // row_bytes // len(Direction))
+        memory = torch.from_numpy(allocate_aligned(num_rows * len(Direction) * row_bytes))
+        rows = CanonicalKVCaches(
+            tensors=[
+                CanonicalKVCacheTensor(memory.view(torch.int8).view(-1, row_bytes), row_bytes)
+            ],
+            group_data_refs=[[CanonicalKVCacheRef(0, size)] for size in sizes],
+        )
+        self._rows = BlockDescriber(rows)
+        complete = portable_namespace(namespace, mappings)
+        self._copy_engine = CPUCopyEngine()
+        make = partial(TransferEngine, rows, timeout_s=timeout_s, close_timeout_s=CLOSE_TIMEOUT_S)
+        engine = start_engine(
+            open_backend(settings.backend, complete, replica=replica),
+            lambda backend: make(PortableBackend(backend, mappings)),
+            timeout_s,
+        )
+        super().__init__(
+            engine,
+            {
+                direction: RowPool(range(direction * num_rows, (direction + 1) * num_rows))
+                for direction in Direction
+            },
+            name="kvxfer's storage of SGLang",
+            timeout_s=timeout_s,
+            pause_s=settings.pause_s,
+            waits_for_rows=True,
+            num_groups=len(sizes),
+        )
+
+    def move_pages(
+        self,
+        direction: Direction,
+        group: int,
+        keys: Sequence[BlockKey],
+        pages: Sequence[int],
+        deadline: float,
+    ) -> list[bool]:
+        """Store pages of a pool, or load them; return for each whether that was done.
+
+        A page that was not loaded stays as it was.
+        """
+
+        def copy(some: Sequence[int], rows: Sequence[int]) -> None:
+            pool = self._pools[group].describe(0, [pages[index] for index in some])
+            ours = self._rows.describe(group, rows)
+            ends = (pool, ours) if direction is Direction.STORE else (ours, pool)
+            self._copy_engine.copy(*ends)
+
+        return self.move(direction, keys, copy, deadline, group=group)
+
+    def close(self) -> None:
+        """Close the backend; ends in time even if that hangs."""
+        super().close()
+        self._copy_engine.close()
+
+
+class PoolStores:
+    """Stores of the host pools of one engine, by SGLang's names of the pools.
+
+    All pools that are known when the backend is opened share one store. It is opened on a thread of
+    its own, so whoever needs it waits no longer than its deadline. An opening that failed is tried
+    again after a pause, unless its error lasts. Thread-safe.
+
+    Attributes:
+        pools: Registered pools, and what their pages are in the backend.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self.pools: dict[str, tuple[HostPages, PageMapping]] = {}
+        self._stores: dict[str, tuple[PageStore, int] | None] = {}
+        self._retired: list[PageStore] = []
+        self._adapters = started_adapters()
+        self._num_replaced = 0  # pools that were registered anew, over other memory
+        self._version: tuple[Any, int] = weight_version(), 0
+        self._lock = runtime.lock()  # held for a few lines, never while something is opened
+        self._opening: Future[None] | None = None
+        self._is_late = False
+        self._failed: set[str] = set()  # pools whose opening is tried again after the pause
+        self._pause = Pause(settings.pause_s)
+        self._closed = False
+        self._num_purges = 0
+        self._purged: dict[str, int] = {}  # purges that are done in the store of a pool
+
+    def register(self, name: str, pool: Any) -> None:
+        """Announce a pool; errors as `KVXferStorage.register_mem_pool_host`."""
+        pages = read_pool(name, pool)
+        mapping = self._map(pages)
+        with self._lock:
+            known = self.pools.get(name)
+            self._num_replaced += known is not None and known[0].places != pages.places
+            self.pools[name] = pages, mapping
+            if self._stores.get(name) is None:  # asked for before it was registered
+                self._stores.pop(name, None)
+
+    def open(self) -> None:
+        """Open the store of all registered pools that have none.
+
+        Errors are those of `KVXferStorage.on_host_pools_registered`.
+        """
+        while opening := self._begin_opening():
+            runtime.result(opening)
+
+    def find(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
+        """Find the store of a pool, and its group there; None if there is none by the deadline.
+
+        Pools may come later than `open`, which some releases do not call. After a wait that was in
+        vain, nobody waits any more until the store is open. The deadline is on `runtime.monotonic`.
+        """
+        while True:
+            self._retire()
+            with self._lock:
+                if self._closed or name in self._stores:
+                    return None if self._closed else self._stores[name]
+                if name not in self.pools:
+                    text = "nothing is stored of the pool %s, which was not registered"
+                    logger.error(text, name)
+                    self._stores[name] = None
+                    return None
+                if name in self._failed and self._pause.is_on(runtime.monotonic()):
+                    return None
+                wait_s = 0.0 if self._is_late else max(0.0, deadline - runtime.monotonic())
+            if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
+                return None
+
+    def purge(self, deadline: float) -> None:
+        """Forget every page, also where the store is not open yet: none of before will be found."""
+        self._retire()
+        with self._lock:
+            self._num_purges += 1
+            done = [name for name, place in self._stores.items() if place is not None]
+            self._purged |= dict.fromkeys(done, self._num_purges)
+        for store in self._open_stores():
+            store.purge(deadline)
+
+    def close(self) -> None:
+        """Close all stores; may be called again. Later there is no store of any pool."""
+        with self._lock:
+            self._closed = True
+        for store in self._open_stores():
+            _close(store)
+
+    @property
+    def _rank(self) -> int:
+        """Index of this process among those of the engine, each of which opens a backend."""
+        config, rank = self._config, 0
+        for index, size in (
+            (getattr(config, "dp_rank", 0), 1),
+            (config.pp_rank, config.pp_size),
+            (config.attn_cp_rank, config.attn_cp_size),
+            (config.tp_rank, config.tp_size),
+        ):
+            rank = rank * size + index
+        return rank
+
+    def _map(self, pages: HostPages) -> PageMapping:
+        """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
+        config = self._config
+        shard, num_shards = WorkerShard(num_kv_heads=1), 1
+        if pages.num_kv_heads is not None:
+            num_heads = pages.num_kv_heads * config.tp_size
+            shard = WorkerShard(num_kv_heads=num_heads, rank=config.tp_rank, tp_size=config.tp_size)
+            num_shards = math.gcd(num_heads, config.tp_lcm_size or config.tp_size)
+        (mapping,) = map_caches(pages.caches, shard, num_shards=num_shards, opaque=pages.opaque)
+        return mapping
+
+    def _begin_opening(self) -> Future[None] | None:
+        """Begin to open the store of the pools that have none, or find out that this has begun.
+
+        Returns:
+            Its end; None where there is nothing to open.
+        """
+        with self._lock:
+            names = [name for name in self.pools if name not in self._stores]
+            if self._opening is not None or not names or self._closed:
+                return self._opening
+            opening = self._opening = Future[None]()
+        begin_aside("kvxfer-open", partial(self._open, names, opening))
+        return opening
+
+    def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
+        """Wait until a store was opened or could not be; return whether to look for it again."""
+        try:
+            runtime.result(opening, wait_s)
+        except Exception as exc:
+            if not opening.done():
+                text = "nothing of %s is stored or found: its store is still opening"
+                logger.log(logging.DEBUG if self._is_late else logging.WARNING, text, name)
+                self._is_late = True
+                return False
+            logger.exception("nothing is stored of the pool %s", name, exc_info=exc)
+            return name not in self._failed
+        return True
+
+    def _open(self, names: list[str], opening: Future[None]) -> None:
+        """Open a store of pools; whoever waits gets its error, and there is no store after it.
+
+        After an error that lasts there never is one. After any other one nobody waits for the next
+        attempt: it is the backend that lets them wait.
+        """
+        store: PageStore | None = None
+        failure: BaseException | None = None
+        version: Any = None
+        try:
+            self._retire()  # before the namespace is made of the version
+            with self._lock:
+                retired, self._retired, version = self._retired, [], self._version
+            for each in retired:
+                _close(each)
+            revision = self._settings.revision
+            namespace = page_namespace(self._config, revision, names, self._adapters)
+            pools = [self.pools[name] for name in names]
+            store = PageStore(pools, namespace, self._settings, self._rank)
+        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+            failure = exc
+        while not self._publish(names, store, failure, version):
+            assert store is not None
+            store.purge(runtime.monotonic() + self._settings.timeout_s)
+        if failure is None:
+            opening.set_result(None)
+        else:
+            opening.set_exception(failure)
+
+    def _publish(
+        self, names: list[str], store: PageStore | None, failure: BaseException | None, version: Any
+    ) -> bool:
+        """End an opening; False if the store has to be purged first, as others were meanwhile.
+
+        A store of weights, or of memory, that the engine has no more is closed by the next opening.
+        """
+        with self._lock:
+            num_purges = min(self._purged.get(name, 0) for name in names)
+            is_current = version == self._version
+            if store is not None and is_current and num_purges < self._num_purges:
+                self._purged |= dict.fromkeys(names, self._num_purges)
+                return False
+            if store is None and isinstance(failure, LASTING):
+                self._stores |= dict.fromkeys(names)
+            elif store is not None and is_current:
+                self._stores |= {name: (store, group) for group, name in enumerate(names)}
+            elif store is not None:
+                self._retired.append(store)
+            self._failed = set(names) - self._stores.keys() if store is None else set()
+            self._pause.begin(runtime.monotonic())
+            self._opening, self._is_late = None, bool(self._failed)
+            closed = self._closed
+        if closed and store is not None:
+            _close(store)
+        return True
+
+    def _retire(self) -> None:
+        """Take the stores out of use once the engine has other weights, or a pool other memory.
+
+        The next opening closes them first, and opens others in the namespace of these weights.
+        Where there was a purge, it is made in those, too.
+        """
+        weights = weight_version()
+        with self._lock:
+            version = weights, self._num_replaced
+            if version != self._version and not self._closed:
+                self._retired += dict.fromkeys(each[0] for each in self._stores.values() if each)
+                self._stores.clear()
+                self._purged.clear()
+                self._version = version
+
+    def _open_stores(self) -> Iterable[PageStore]:
+        with self._lock:
+            found = [each[0] for each in self._stores.values() if each is not None]
+        return dict.fromkeys([*found, *self._retired])
+
+
+def _close(store: PageStore) -> None:
+    try:
+        store.close()
+    except Exception as exc:  # noqa: BLE001 - SGLang closes it while the process ends
+        logger.warning("the storage cannot be closed: %r", exc)
