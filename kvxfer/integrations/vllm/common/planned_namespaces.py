@@ -17,6 +17,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import (
     handover_namespace,
     identify_model,
+    require_telling_keys,
 )
 from kvxfer.integrations.vllm.common.plugin import CONNECTORS
 from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
@@ -26,18 +27,27 @@ OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
 """Fields that do not depend on the layout of the caches, which an engine finds when it starts."""
 BRIDGED = ("layout", "blocks_per_chunk", "parallel", "instruction_set")
 """Fields that namespaces of portable pages leave empty; see `portable_namespace`."""
+SIZES = {
+    "world_size": "world_size",
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "pcp_size": "prefill_context_parallel_size",
+    "dcp_size": "decode_context_parallel_size",
+}
+"""Parts of `parallel` that arguments tell, and vLLM's names of them."""
 
-HANDED_OVER, TIERS = "hand-over", "tiers"
-"""Kinds of namespaces: of blocks that one engine hands over to another, and of tiers."""
+HANDED_OVER, TIERS, SECONDARY = "hand-over", "tiers", "secondary tier"
+"""Kinds of namespaces: of what one engine hands over to another, of tiers below host memory, and of
+a secondary tier of vLLM."""
 OF_THE_CACHES = "the layers and the layout of the caches"
 
 
 class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
     """Namespace of an engine that does not run."""
 
-    kind: str  # `HANDED_OVER` or `TIERS`
+    kind: str  # one of `HANDED_OVER`, `TIERS`, `SECONDARY`
     namespace: Namespace  # as far as it is known
-    fields: tuple[str, ...]  # that are known
+    fields: tuple[str, ...]  # that are known; such as "parallel.tp_size" for a part of one
     keys: dict[str, str | int | None] = {}  # what else makes its keys, by name
     unknown: str = ""  # what shows only when the engine runs, in words
 
@@ -77,11 +87,34 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
                     "the release of vLLM, the parallel sizes and the processor)",
                 )
             )
+        planned += [
+            _of_secondary_tier(config, extra, str(tier.get("revision", "")))
+            for tier in extra.get("secondary_tiers", [])
+            if "backend" in tier
+        ]
     if not planned:
         raise InvalidArgumentError(
             "kv_transfer_config", transfer, "KVXferConnector, or a connector with a backend"
         )
     return planned
+
+
+def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
+    """Plan what is known of `row_namespace`."""
+    require_telling_keys(config)
+    return PlannedNamespace(
+        kind=SECONDARY,
+        namespace=Namespace(
+            model=config.model_config.model,
+            revision=revision,
+            dtype=_dtype(config),
+            parallel={ours: getattr(config.parallel_config, each) for ours, each in SIZES.items()},
+        ),
+        fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),
+        keys=_keys(config, extra),
+        unknown=f"groups and layout ({OF_THE_CACHES}, with the release of vLLM), the bytes of a "
+        "block, and instruction_set (the processor)",
+    )
 
 
 def _dtype(config: Any) -> str:
