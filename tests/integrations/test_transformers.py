@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from hypothesis import strategies as st  # noqa: E402
 
 from kvxfer.errors import ClosedError, InvalidArgumentError, UnsupportedEngineError  # noqa: E402
 from kvxfer.integrations.transformers import interface  # noqa: E402
-from tests.clock import LIMIT_S  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     REFUSED,
@@ -132,7 +130,7 @@ def test_any_prompts_with_shared_prefixes_give_the_tokens_without_the_cache(
 
 
 @pytest.mark.slow
-def test_threads_share_a_cache(tmp_path: Path) -> None:
+def test_threads_take_turns(tmp_path: Path) -> None:
     model = shared_model()
     expected = {seed: generate(model, prompt_of(40, seed=seed)) for seed in range(4)}
 
@@ -145,30 +143,6 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
 
     with open_cache(model, tmp_path) as cache, ThreadPoolExecutor(len(expected)) as threads:
         list(threads.map(work, expected))
-
-
-def test_a_call_that_hangs_keeps_no_other_one_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, prompt = shared_model(), prompt_of(40)
-    hangs, may_go_on = threading.Event(), threading.Event()
-
-    def give_out(*arguments: Any) -> None:
-        monkeypatch.undo()
-        hangs.set()
-        assert may_go_on.wait(LIMIT_S)
-        cache._pool.give_out(*arguments)
-
-    with ThreadPoolExecutor(1) as threads, open_cache(model, tmp_path) as cache:
-        fill(cache, model, prompt)
-        monkeypatch.setattr(cache._pool, "give_out", give_out)
-        hanging = threads.submit(num_loaded, cache, prompt)
-        assert hangs.wait(LIMIT_S)
-        assert num_loaded(cache, prompt) == 32
-        assert fill(cache, model, prompt_of(40, seed=1)) > 0
-        cache.close()
-        may_go_on.set()
-        assert hanging.result() == 32
 
 
 def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> None:

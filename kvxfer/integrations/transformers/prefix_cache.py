@@ -1,8 +1,10 @@
 """Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -34,6 +36,8 @@ from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.job import Direction
 
+logger = logging.getLogger(__name__)
+
 
 class _Loaded(NamedTuple):
     """Prompt that a cache was loaded for, and how the weights had changed by then."""
@@ -50,7 +54,8 @@ class PrefixCache:
     damaged, missing or late makes the prefix shorter: the model computes the rest. Pages are found
     by their tokens and the bytes of the weights, in this and any later process.
 
-    May be called from several threads. A cache that `load` returned belongs to the caller alone.
+    May be called from several threads; one call at a time moves pages, the others wait for their
+    turn within their deadline. A cache that `load` returned belongs to the caller alone.
 
     Args:
         model: Model with `generate()`: a decoder with full or sliding-window attention.
@@ -129,9 +134,9 @@ class PrefixCache:
             observers=observers,
         )
         slots = RowPool(range(self._pool.num_pages))
-        rows = dict.fromkeys(Direction, slots)
-        self._pages = RowStore(engine, rows, name="prefix cache", waits_for_rows=True)
+        self._pages = RowStore(engine, dict.fromkeys(Direction, slots), name="prefix cache")
         self._guard = CallGuard("prefix cache")
+        self._lock = runtime.lock()
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
 
     def load(
@@ -161,18 +166,19 @@ class PrefixCache:
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
         is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
-        deadline, expected = self._deadline(timeout_s), self._change
-        finding = begin_aside("kvxfer-weights", self._weights.find_change)
-        try:
-            past = self._find_prefix(tokens, None if is_altered else expected, deadline)
-        finally:
-            runtime.wait_futures([finding])
-        change = self._note(finding.result())
-        if is_altered:
-            change = None
-        elif change != expected:  # those pages are of other weights
-            past = self._find_prefix(tokens, change, deadline)
-        self._loaded[past] = _Loaded(tokens, change)
+        with self._turn(timeout_s) as deadline:
+            expected = self._change
+            finding = begin_aside("kvxfer-weights", self._weights.find_change)
+            try:
+                past = self._find_prefix(tokens, None if is_altered else expected, deadline)
+            finally:
+                runtime.wait_futures([finding])
+            change = self._note(finding.result())
+            if is_altered:
+                change = None
+            elif change != expected:  # those pages are of other weights
+                past = self._find_prefix(tokens, change, deadline)
+            self._loaded[past] = _Loaded(tokens, change)
         return past
 
     def _find_prefix(self, tokens: Sequence[int], change: str | None, deadline: float) -> Past:
@@ -223,20 +229,21 @@ class PrefixCache:
         elif tokens[: len(loaded.tokens)] != loaded.tokens:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
-        deadline, change = self._deadline(timeout_s), self._note(self._weights.find_change())
-        is_other = self._has_changed if loaded is None else loaded.change != change
-        if is_other:
-            return 0
-        keys = self._keys(tokens, num_tokens, change)
-        found = self._pages.lookup(keys, deadline)
-        missing = [page for page, is_there in enumerate(found) if not is_there]
+        with self._turn(timeout_s) as deadline:
+            change = self._note(self._weights.find_change())
+            is_other = self._has_changed if loaded is None else loaded.change != change
+            if is_other:
+                return 0
+            keys = self._keys(tokens, num_tokens, change)
+            found = self._pages.lookup(keys, deadline)
+            missing = [page for page, is_there in enumerate(found) if not is_there]
 
-        def copy(some: Sequence[int], slots: Sequence[int]) -> None:
-            self._pool.take_in(past, [missing[index] for index in some], slots)
+            def copy(some: Sequence[int], slots: Sequence[int]) -> None:
+                self._pool.take_in(past, [missing[index] for index in some], slots)
 
-        new = [keys[page] for page in missing]
-        stored = self._pages.move(Direction.STORE, new, copy, deadline)
-        return sum(stored) * self.tokens_per_page
+            new = [keys[page] for page in missing]
+            stored = self._pages.move(Direction.STORE, new, copy, deadline)
+            return sum(stored) * self.tokens_per_page
 
     def generate(self, input_ids: Any, **settings: Any) -> Any:
         """Load a prefix, call the model's `generate`, and store what it computed.
@@ -264,10 +271,11 @@ class PrefixCache:
     def close(self) -> None:
         """Close the backend; what was stored is then in every tier. May be called again.
 
-        Calls of other threads that have not ended load and store nothing more.
+        Waits for the call of another thread, no longer than the deadline.
         """
         self._guard.close()
-        self._pages.close()
+        with self._turn(None):
+            self._pages.close()
 
     def __enter__(self) -> Self:
         self._guard.check()
@@ -276,15 +284,24 @@ class PrefixCache:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _deadline(self, timeout_s: float | None) -> float:
+    @contextmanager
+    def _turn(self, timeout_s: float | None) -> Iterator[float]:
+        """Wait for the turn of this thread; its deadline has passed if it did not come in time."""
         given = require_timeout("timeout_s", timeout_s)
         left_s = self._timeout_s if given is None else given
-        return math.inf if left_s is None else runtime.monotonic() + left_s
+        deadline = math.inf if left_s is None else runtime.monotonic() + left_s
+        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
+            logger.warning("no turn in %s s: another call is still moving pages", left_s)
+            yield -math.inf
+            return
+        try:
+            yield deadline
+        finally:
+            self._lock.release()
 
     def _note(self, change: str | None) -> str | None:
         self._change = change
-        if change != "":  # another thread may have noted it: never take that back
-            self._has_changed = True
+        self._has_changed |= change != ""
         return change
 
     def _keys(self, tokens: Sequence[int], num_tokens: int, change: str | None) -> list[BlockKey]:
