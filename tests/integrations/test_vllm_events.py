@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import Offlo
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
 from kvxfer.errors import UnsupportedEngineError
-from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading import interface, lower_tier
 from tests.integrations.test_vllm_tier import Tiers
 from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
@@ -54,16 +53,18 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Router:
     return Router(monkeypatch)
 
 
-def test_what_was_stored_before_a_reset_is_not_told_after_it() -> None:
-    names, (key, other) = SaltedKeys(None), keys_of(2)
-    events = lower_tier.TierEvents(names)
-    events.note(Added("s3", [key]))
-    names.renew()
-    events.reset()
-    events.note(Added("s3", [key]))  # under its name of before
-    events.note(Removed("s3", [key], Removal.DELETED))
-    events.note(Added("s3", [names.name(other)]))
-    assert [(event.removed, event.keys) for event in events.take()] == [(False, [other])]
+def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lower_tier, "MAX_TOLD", 100)
+    events, keys = lower_tier.TierEvents(), keys_of(150)
+    events.note(Added("s3", keys))
+    events.note(Added("s3", keys[-2:]))
+    events.note(Removed("s3", [keys[0], keys[-1]], Removal.DELETED))  # the first one may be known
+    told = [(event.removed, event.keys) for event in events.take()]
+    assert told == [(False, keys), (True, [keys[0], keys[-1]])]
+    events.reset(b"salt")
+    assert [(event.removed, event.keys) for event in events.take()] == [(True, keys[50:-1])]
 
 
 def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_path: Path) -> None:

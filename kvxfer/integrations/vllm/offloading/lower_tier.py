@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ still read, and the threads of a backend get about equal shares."""
 
 LAST_DELETE_S = 5.0
 """Time of a backend that is closed to delete rows that changed while they were stored."""
+
+MAX_TOLD = 1 << 16
+"""Blocks of a tier that are remembered, some 12 MiB: buckets and peers have no bound of theirs."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
@@ -149,7 +153,7 @@ class LowerTier:
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         purgeable = backend.provide(Purgeable)
         self._keys = SaltedKeys(purgeable)
-        self._events = TierEvents(self._keys) if emit_events else None
+        self._events = TierEvents() if emit_events else None
         self.metrics = OffloadingMetrics(row_size_bytes)
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
@@ -327,7 +331,7 @@ class LowerTier:
         self.wanted.clear()
         deletes_former = self._keys.renew()
         if self._events is not None:
-            self._events.reset()
+            self._events.reset(self._keys.salt)
         self.drain(timeout_s=self._reset_s)
         self.poll()
         rest = "stay, for others" if self._purgeable is None else "are deleted"
@@ -567,11 +571,18 @@ def _verify_rows(pool: HostPool, rows: Sequence[_Row | None]) -> list[Outcome]:
 
 
 class TierEvents(Observer):
-    """Observer that keeps events until vLLM takes them, of the blocks that can be found now."""
+    """Observer that keeps events until vLLM takes them.
 
-    def __init__(self, keys: SaltedKeys) -> None:
-        self._keys = keys
+    It also remembers the blocks of each tier that it told last, for the reset of a cache: tiers
+    keep blocks of before for a while, and nobody can find them. Earlier ones are void by the
+    `AllBlocksCleared` that vLLM itself publishes then, before the events of this object.
+    """
+
+    def __init__(self) -> None:
         self._lock = runtime.lock()
+        self._salt = b""
+        self._told: dict[str, OrderedDict[BlockKey, None]] = defaultdict(OrderedDict)
+        self._have_forgotten: set[str] = set()  # tiers that had more blocks than are remembered
         self._events: list[OffloadingEvent] = []
 
     def note(self, event: Event) -> None:
@@ -580,10 +591,21 @@ class TierEvents(Observer):
             isinstance(event, Removed) and event.namespace
         ):
             return
-        with self._lock:  # a reset comes before both, or after both
-            keys, removed = self._keys.keys_of(event.keys), isinstance(event, Removed)
-            made = event_of_tier(keys, event.tier, removed=removed) if keys else None
-            self._events += [] if made is None else [made]
+        with self._lock:
+            own = [each for each in event.keys if each.startswith(self._salt)]
+            keys = [BlockKey(each[len(self._salt) :]) for each in own]
+            told, removed = self._told[event.tier], isinstance(event, Removed)
+            if removed:  # those that were told, or may have been long ago
+                keys = [key for key in keys if key in told or event.tier in self._have_forgotten]
+                for key in keys:
+                    told.pop(key, None)
+            else:  # those that were not told yet, or long ago
+                keys = [key for key in keys if key not in told]
+                told.update(dict.fromkeys(keys))
+            while len(told) > MAX_TOLD:
+                told.popitem(last=False)
+                self._have_forgotten.add(event.tier)
+            self._add(keys, event.tier, removed=removed)
 
     def take(self) -> list[OffloadingEvent]:
         """Return the events since the last call."""
@@ -591,7 +613,17 @@ class TierEvents(Observer):
             events, self._events = self._events, []
         return events
 
-    def reset(self) -> None:
-        """Leave out what came before a reset: vLLM has told its `AllBlocksCleared` by now."""
+    def reset(self, salt: bytes) -> None:
+        """Tell that all blocks are gone; from now on only keys with this salt are told."""
         with self._lock:
             self._events = [each for each in self._events if each.removed]
+            for tier, told in self._told.items():
+                self._add(told.keys(), tier, removed=True)
+            self._told.clear()
+            self._have_forgotten.clear()
+            self._salt = salt
+
+    def _add(self, keys: Collection[BlockKey], tier: str, *, removed: bool) -> None:
+        event = event_of_tier(list(keys), tier, removed=removed) if keys else None
+        if event is not None:
+            self._events.append(event)

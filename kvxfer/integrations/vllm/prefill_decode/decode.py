@@ -69,6 +69,7 @@ class DecodeScheduler:
         self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
         self._counters = counters
         self._own = own
+        self._has_warned_of_own = False
         self._reports = reports
         self._asked: dict[str, _Asked] = {}
         self._settled: set[str] = set()  # requests that P is not asked about again
@@ -164,8 +165,10 @@ class DecodeScheduler:
             return None
         if ticket.endpoint == self._own:
             self._release_ticket(ticket)
-            text = "the router sent both legs of it to this engine"
-            self._refuse(request, Reason.SAME_ENGINE, text)
+            text = "the router sent both legs of it to this engine; of others there is no warning"
+            level = logging.DEBUG if self._has_warned_of_own else logging.WARNING
+            self._has_warned_of_own = True
+            self._refuse(request, Reason.SAME_ENGINE, text, level=level)
             return None
         keys = self._prompts.keys_for_decode(request)
         if keys is None:
@@ -192,9 +195,11 @@ class DecodeScheduler:
             return exc
         return ticket
 
-    def _refuse(self, request: Any, reason: Reason, text: str) -> int:
+    def _refuse(
+        self, request: Any, reason: Reason, text: str, *, level: int = logging.WARNING
+    ) -> int:
         """Let a request compute its prompt here; return the tokens that are loaded: none."""
-        logger.warning("request %s computes its prompt here: %s", request.request_id, text)
+        logger.log(level, "request %s computes its prompt here: %s", request.request_id, text)
         self._counters.add("refused", reason=reason)
         self._tell_refused(request, text)
         self._settle(request.request_id)
