@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
     "kvxfer/face": 411,
-    "kvxfer/integrations": 9_627,
+    "kvxfer/integrations": 9_924,
     "kvxfer/kvcache": 5_290,
     "kvxfer/lending": 1_430,
     "kvxfer/pages": 2_045,
