@@ -336,7 +336,7 @@ TABLE = """
 -        if self._num_losses != begun.num_losses or self._added < begun.added:
 +        if self._num_losses < begun.num_losses:
 --- backends/file/space.py
-@@ files 400 memory is short while the room of files is given back
+@@ files 150 memory is short while the room of files is given back
 -            with contextlib.suppress(OSError, MemoryError):
 -                with self
 +            with contextlib.suppress(OSError):
