@@ -74,10 +74,11 @@ class CudaCopyEngine(CopyEngine):
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `CopyEngine.attach`. Host memory is pinned, with a warning where it cannot be."""
         for region in memory:
+            ends = region.address, region.address + region.num_bytes - 1
             if region.device == HOST:
                 self._pinned.append(PinnedMemory(self.driver, region))
                 self._opened.callback(self._pinned[-1].close)
-            elif region.device != self.device or not self._holds(region):
+            elif region.device != self.device or not all(map(self.driver.holds, ends)):
                 said = f"{region.num_bytes} bytes at {region.address:#x} of {region.device}"
                 raise InvalidArgumentError("memory", said, f"memory of {self.device}")
 
@@ -149,10 +150,6 @@ class CudaCopyEngine(CopyEngine):
             row_bytes, num_rows = int(rows.lengths[0]), rows.num_pairs
             self.driver.copy_rows(to, from_, steps, row_bytes, num_rows, stream, to_host=to_host)
         self.driver.copy_each(others.destinations, others.sources, others.lengths, stream)
-
-    def _holds(self, region: MemoryRegion) -> bool:
-        ends = (region.address, region.address + region.num_bytes - 1)
-        return all(self.driver.holds(address) for address in ends)
 
 
 def _split(pairs: FragmentPairs) -> tuple[list[FragmentPairs], FragmentPairs]:

@@ -3,6 +3,7 @@
 import logging
 import mmap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -68,13 +69,13 @@ class DeviceCopyEngine(CopyEngine):
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
-        with self._opening:
+        with self._opening, ExitStack() as closing:  # all of them, also when one raises
             self._closed = True
+            closing.callback(self._cpu.close)
             for gpu in self._gpus.values():
-                gpu.close()
+                closing.callback(gpu.close)
             self._gpus.clear()
             self._host_memory.clear()
-        self._cpu.close()
 
     def _gpu(self, device: torch.device) -> CudaCopyEngine:
         if device.type != "cuda" or device.index is None:

@@ -211,6 +211,20 @@ def test_blocks_go_from_host_to_host_and_to_each_gpu_and_back(gpu: SimulatedGpu)
         engine.copy(first, memories[0].describe("device", *EVERYTHING))
 
 
+def test_every_gpu_is_closed_when_somebody_else_has_unpinned_memory(gpu: SimulatedGpu) -> None:
+    before = [gpu.get(name) for name in COUNTS]
+    engine, driver = DeviceCopyEngine(), CudaDriver(0)
+    memories = [make_memory(gpu, index) for index in (0, 1)]
+    for memory in memories:
+        engine.attach([memory.region])
+        copy(engine, memory, Way.TO_HOST, scatter(0))
+    driver.unregister(memories[0].region.address)
+    driver.close()
+    with pytest.raises(DeviceError, match="HOST_MEMORY_NOT_REGISTERED"):
+        engine.close()
+    assert [gpu.get(name) for name in COUNTS] == before
+
+
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_what_is_small_is_measured_in_pinned_memory_and_everything_given_back(
     gpu: SimulatedGpu, *, is_pinned: bool
