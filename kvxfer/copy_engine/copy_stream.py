@@ -100,7 +100,8 @@ class CopyStream:
                 try:
                     for mark in marks:
                         self.driver.wait(self.handle, CudaEvent(mark))
-                    batch.begin()
+                    if batch.start is not None:
+                        self.driver.record(batch.start, self.handle)
                     yield batch
                 finally:
                     batch.record()
@@ -123,13 +124,14 @@ class Batch(Copy):
 
     Attributes:
         stream: Stream that copies it.
+        start: Event that notes when the device begins with it, if that is measured.
         is_recorded: Whether the end of the batch can be observed.
     """
 
     def __init__(self, owner: CopyStream, *, times: bool = False) -> None:
         self._owner, self._driver = owner, owner.driver
         self.stream = owner.handle
-        self._start = self._driver.open_event(times=True) if times else None
+        self.start = self._driver.open_event(times=True) if times else None
         try:
             self._event = self._driver.open_event(times=True) if times else owner.idle_events.pop()
         except IndexError:  # more concurrent batches than ever before
@@ -148,16 +150,11 @@ class Batch(Copy):
             self._tables.append(table)
         return self._tables
 
-    def begin(self) -> None:
-        """Note when the device begins with the batch, if that is measured."""
-        if self._start is not None:
-            self._driver.record(self._start, self.stream)
-
     @property
     def seconds(self) -> float:
         """Seconds that the device took for a batch that has ended, if they are measured."""
-        assert self._start is not None
-        return self._driver.seconds_between(self._start, self._event)
+        assert self.start is not None
+        return self._driver.seconds_between(self.start, self._event)
 
     def record(self) -> None:
         """Mark the end of the batch, once everything was enqueued.
@@ -175,7 +172,7 @@ class Batch(Copy):
         """See `Copy.has_ended`. To be asked by one thread at a time."""
         if not self._ended and self._driver.has_passed(self._event):
             self._ended = True
-            events = (self._event, self._start)
+            events = (self._event, self.start)
             self._owner.idle_events.extend(event for event in events if event is not None)
             self._owner.idle_tables.extend(self._tables)
         return self._ended

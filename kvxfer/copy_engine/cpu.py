@@ -80,7 +80,7 @@ class CPUCopyEngine(CopyEngine):
             require_same_blocks(source, destination)
             self._run(self._share_small(source, destination))
         elif (pairs := _in_order(pair_fragments(source, destination))).num_pairs:
-            self._copy_pairs(pairs)
+            self._run(self._share(pairs))
         return Copy()
 
     def gather(self, block: Descriptors, address: int) -> None:
@@ -89,34 +89,31 @@ class CPUCopyEngine(CopyEngine):
         Beside transfers of megabytes, which leave nothing in the caches of a processor, describing
         the memory and pairing fragments takes as long as copying them.
         """
-        if _are_large(block):
-            for from_, size in zip(block.addresses.tolist(), block.lengths.tolist(), strict=True):
-                _memcpy(address, from_, size)
-                address += size
-        else:
-            self.copy(block, _describe_whole(block, address))
+        self._copy_block(block, address, gathers=True)
 
     def scatter(self, address: int, block: Descriptors) -> None:
         """Copy contiguous memory to one block; see `gather`."""
+        self._copy_block(block, address, gathers=False)
+
+    def _copy_block(self, block: Descriptors, address: int, *, gathers: bool) -> None:
         if _are_large(block):
-            for to, size in zip(block.addresses.tolist(), block.lengths.tolist(), strict=True):
-                _memcpy(to, address, size)
+            for place, size in zip(block.addresses.tolist(), block.lengths.tolist(), strict=True):
+                _memcpy(*((address, place) if gathers else (place, address)), size)
                 address += size
         else:
-            self.copy(_describe_whole(block, address), block)
+            places = np.array([address], np.uint64)
+            whole = Descriptors.of_pieces(places, block.block_sizes, block.payload_starts)
+            self.copy(*((block, whole) if gathers else (whole, block)))
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._pool.shutdown()
         self._pool.join()
 
-    def _copy_pairs(self, pairs: FragmentPairs) -> None:
-        are_many = pairs.num_pairs > FEW_PAIRS and pairs.mean_bytes < MEMCPY_FROM_BYTES
-        rows = plan_rows(*sides_of(pairs)) if are_many else None
-        if rows and pairs.mean_bytes < rows.memcpy_from_bytes:
-            self._run(self._share_rows(rows))
-        else:
-            self._run(self._share_pairs(pairs))
+    def _share(self, pairs: FragmentPairs) -> list[Task]:
+        """Share pairs: as rows, or one call for each pair of them."""
+        rows = plan_rows(*sides_of(pairs)) if pairs.num_pairs > FEW_PAIRS else None
+        return self._share_rows(rows) if rows else self._share_pairs(pairs)
 
     def _share_rows(self, rows: RowCopy) -> list[Task]:
         num_shares = _num_shares(rows.num_rows * rows.row_bytes, self._num_shares)
@@ -133,22 +130,16 @@ class CPUCopyEngine(CopyEngine):
         return [partial(_copy_each, pairs.take(slice(*bounds))) for bounds in parts]
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
-        """Share small pieces: as boxes, as rows, or one call for each pair of them."""
+        """Share small pieces: as boxes or rows, which need not be paired, or as pairs."""
         if boxes := plan_boxes(source, destination):
             return [task for each in boxes for task in self._share_rows(each)]
-        sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
-        are_paired = np.array_equal(source.lengths, destination.lengths)
-        tasks: list[Task] = []
-        for part in parts_by_length(*sides) if are_paired else [sides]:
-            if rows := plan_rows(*part):
-                tasks += self._share_rows(rows)
-            elif are_paired:
-                from_, to = part
-                pairs = FragmentPairs(from_.addresses, to.addresses, from_.lengths)
-                tasks += self._share_pairs(pairs)
-            else:
-                tasks += self._share_pairs(pair_fragments(source, destination))
-        return tasks
+        if np.array_equal(source.lengths, destination.lengths):
+            parts = parts_by_length(source, destination)
+            return [task for part in parts for task in self._share(part)]
+        sides = (Pieces(side.addresses, side.lengths) for side in (source, destination))
+        if rows := plan_rows(*sides):
+            return self._share_rows(rows)
+        return self._share_pairs(pair_fragments(source, destination))
 
     def _run(self, tasks: Sequence[Task]) -> None:
         SharedTasks(tasks).run(self._pool, self.num_threads - 1)
@@ -191,12 +182,6 @@ def _are_large(block: Descriptors) -> bool:
     if block.num_blocks != 1 or block.device.type != "cpu" or count > FEW_PAIRS:
         return False
     return count * SMALL_PIECE_BYTES < block.num_bytes <= ALONE_BYTES
-
-
-def _describe_whole(block: Descriptors, address: int) -> Descriptors:
-    return Descriptors.of_pieces(
-        np.array([address], np.uint64), block.block_sizes, block.payload_starts
-    )
 
 
 def _num_shares(num_bytes: int, most: int) -> int:

@@ -6,17 +6,17 @@ rows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from math import gcd, prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.kvcache.descriptors import ADDRESS_SPACE, Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
-from kvxfer.kvcache.fragments import Addresses, join, touch
+from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 
 # Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
@@ -37,6 +37,7 @@ SMALLEST_SHARE_BYTES = 256 << 10
 # Measured by `make bench NAME=copy` on an AMD EPYC: a call of memcpy costs about as much as moving
 # 16 KiB (the interpreter lock changes hands), so from this length of pieces on it is faster.
 MEMCPY_FROM_BYTES = 256 << 10
+MOST_TWICE_BYTES = 64 << 10  # of rows that are moved twice
 # Most lengths of small pieces that are copied apart: those of keys and those of values, say.
 MOST_LENGTHS = 3
 # Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
@@ -71,6 +72,21 @@ class Pieces:
         pairs = zip(self.addresses, self.lengths.tolist(), strict=True)
         return [_memory(address, row_bytes, length, row_bytes) for address, length in pairs]
 
+    def view_in_series(self, row_bytes: int, most: int) -> list[Rows]:
+        """View rows of pieces in at most so many series, as far apart as the first two pieces.
+
+        The first rows of all pieces come first, then the second ones. Empty for other pieces.
+        """
+        steps, size = np.diff(self.addresses).view(np.int64), self.lengths[0]
+        firsts, columns = run_starts(steps == steps[0]), np.arange(0, size, row_bytes)
+        is_spaced = steps[0] >= size and (self.lengths == size).all()
+        if not is_spaced or len(firsts) * len(columns) > most:
+            return []
+        begins, lasts = self.addresses[firsts], self.addresses[np.append(firsts[1:], 0) - 1]
+        series = list(zip(begins, (lasts - begins + np.uint64(row_bytes)).tolist(), strict=True))
+        each = product(columns, series)
+        return [_memory(at + column, row_bytes, span, int(steps[0])) for column, (at, span) in each]
+
     def cut_into_rows(self, row_bytes: int) -> Indices:
         """Compute the address of each row."""
         places = self.addresses.view(np.int64)
@@ -78,18 +94,27 @@ class Pieces:
 
 
 def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
-    """Plan a copy of the same bytes as rows; None if they would be many and short."""
+    """Plan a copy of the same bytes as rows; None if they would be many and short, or too long."""
     num_bytes, count = source.num_bytes, max(len(source), len(destination))
+    mean_bytes, most_views = num_bytes // count, num_bytes // SMALLEST_SHARE_BYTES
     source, destination = source.runs(), destination.runs()
     row_bytes = _row_bytes(source, destination)
-    if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
+    shortest = min(SMALLEST_ROW_BYTES, mean_bytes // MOST_SMALL_ROWS)
+    if row_bytes < shortest or mean_bytes >= MEMCPY_FROM_BYTES:
         return None
-    most_views = num_bytes // SMALLEST_SHARE_BYTES
     if len(destination) <= most_views:
         return Gather(source, destination, row_bytes)
+    cut_bytes = _cut(row_bytes)
+    rows = Span(destination).rows(cut_bytes)
     if len(source) <= most_views:
-        return Scatter(source, destination, row_bytes)
-    return Bounce(source, destination, row_bytes)
+        return Scatter(source.view_as_rows(cut_bytes), rows)
+    if mean_bytes >= MOST_TWICE_BYTES:
+        return None
+    most_views *= cut_bytes <= LONGEST_CUT_BYTES
+    if most_views and (series := source.view_in_series(cut_bytes, most_views)):
+        by_piece = rows.places.reshape(len(source), -1)
+        return Scatter(series, replace(rows, places=by_piece.T.reshape(-1)))
+    return Bounce(Span(source).rows(cut_bytes), rows)
 
 
 def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
@@ -108,7 +133,7 @@ def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
         shifts.append(starts - starts[0])
     are_paired = np.array_equal(firsts[0].lengths, firsts[1].lengths)
     boxes = []
-    for part in parts_by_length(*firsts) if are_paired else [firsts]:
+    for part in map(sides_of, parts_by_length(*firsts)) if are_paired else [firsts]:
         from_, to = (side.runs() for side in part)
         row_bytes = _cut(_row_bytes(from_, to))
         if not SMALLEST_ROW_BYTES <= row_bytes <= LONGEST_CUT_BYTES:
@@ -124,16 +149,18 @@ def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
     return boxes
 
 
-def parts_by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
+def parts_by_length(
+    source: Pieces | Descriptors, destination: Pieces | Descriptors
+) -> Iterator[FragmentPairs]:
     """Part pairs of pieces by their length: rows are as long as the shortest piece among them."""
     pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
     for _ in range(MOST_LENGTHS - 1):
         is_first = pairs.lengths == pairs.lengths[0]
         if is_first.all():
             break
-        yield sides_of(pairs.take(is_first))
+        yield pairs.take(is_first)
         pairs = pairs.take(~is_first)
-    yield sides_of(pairs)
+    yield pairs
 
 
 def sides_of(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
@@ -201,7 +228,6 @@ class Span:
 class RowCopy(ABC):
     """Copy of rows, any range of which a thread may copy."""
 
-    memcpy_from_bytes: ClassVar[int] = MEMCPY_FROM_BYTES
     row_bytes: int
     num_rows: int
     share_rows = MOST_LOCKED_ROWS + 1
@@ -247,13 +273,11 @@ class Gather(RowCopy):
 
 
 class Scatter(RowCopy):
-    """Copy of rows from pieces that are long."""
+    """Copy of rows from pieces that are long, or evenly spaced."""
 
-    def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
-        self.row_bytes = _cut(row_bytes)
-        self._sources = source.view_as_rows(self.row_bytes)
-        self._destination = Span(destination).rows(self.row_bytes)
-        self.num_rows = len(self._destination.places)
+    def __init__(self, sources: list[Rows], destination: IndexedRows) -> None:
+        self._sources, self._destination = sources, destination
+        self.row_bytes, self.num_rows = sources[0].itemsize, len(destination.places)
 
     def run(self, start: int, stop: int) -> None:
         """See `RowCopy.run`."""
@@ -264,13 +288,9 @@ class Scatter(RowCopy):
 class Bounce(RowCopy):
     """Copy of rows between scattered pieces, by way of a small array."""
 
-    memcpy_from_bytes = 64 << 10  # rows are moved twice
-
-    def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
-        self.row_bytes = _cut(row_bytes)
-        self._source = Span(source).rows(self.row_bytes)
-        self._destination = Span(destination).rows(self.row_bytes)
-        self.num_rows = len(self._source.places)
+    def __init__(self, source: IndexedRows, destination: IndexedRows) -> None:
+        self._source, self._destination = source, destination
+        self.row_bytes, self.num_rows = source.view.itemsize, len(source.places)
         self._arrays: list[Rows] = []
 
     def run(self, start: int, stop: int) -> None:

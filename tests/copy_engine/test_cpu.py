@@ -21,6 +21,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine, SharedTasks
 from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     LONGEST_CUT_BYTES,
+    Bounce,
     Pieces,
     plan_boxes,
     plan_rows,
@@ -265,6 +266,8 @@ def test_rows_are_few_enough_for_the_cache_and_many_enough_to_free_the_interpret
     rows = plan_rows(sides[0][1], sides[1][1])
 
     assert rows is not None
+    moves_twice = from_ == "scattered" and to != "in one piece"
+    assert isinstance(rows, Bounce) is moves_twice
     assert rows.row_bytes <= LONGEST_CUT_BYTES or to == "in one piece"
     tracemalloc.start()
     rows.run(0, rows.num_rows)
