@@ -179,9 +179,10 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
     if not ids.size:
         raise InvalidArgumentError(f"block_ids[{group}]", block_ids, "at least one block id")
     if len(ids) > 1:
-        used = np.bincount(ids)
-        if used.max() > 1:
-            raise DuplicateError(f"block_ids[{group}]", int(used.argmax()))
+        in_order = np.sort(ids)  # not counts by id: as many as the cache has blocks
+        twice = in_order[1:][in_order[1:] == in_order[:-1]]
+        if len(twice):
+            raise DuplicateError(f"block_ids[{group}]", int(twice[0]))
     return ids
 
 

@@ -185,18 +185,16 @@ def _refs(
     used: dict[int, list[CanonicalKVCacheRef]] = {}
     for page in (page for page in pages if page.group == group):
         index = row_of[id(page)]
-        used.setdefault(index, []).append(_ref(index, page, page.address - rows[index].address))
+        start = page.address - rows[index].address
+        ref = CanonicalKVCacheRef(
+            tensor_idx=index,
+            page_size_bytes=start + page.data_size_bytes,
+            layer_names=page.layer_names,
+            layout=page.layout,
+            boxes=tuple(box.moved(start) for box in page.boxes),
+        )
+        used.setdefault(index, []).append(ref)
     return tuple(map(join_refs, used.values()))
-
-
-def _ref(tensor_idx: int, page: LayerPages, start: int) -> CanonicalKVCacheRef:
-    return CanonicalKVCacheRef(
-        tensor_idx=tensor_idx,
-        page_size_bytes=start + page.data_size_bytes,
-        layer_names=page.layer_names,
-        layout=page.layout,
-        boxes=tuple(box.moved(start) for box in page.boxes),
-    )
 
 
 def join_refs(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
