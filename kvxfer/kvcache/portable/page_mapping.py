@@ -94,13 +94,14 @@ class PageFragments:
         """Group the fragments into evenly strided runs, each with the index of its block."""
         fields = np.stack((self.blocks, self.lengths, self.local_offsets, self.page_offsets))
         steps = np.diff(fields)
+        changes = np.flatnonzero(np.diff(steps).any(0)) + 1
         runs: list[tuple[int, CopyRun]] = []
         start, count = 0, fields.shape[1]
+        lasts = np.append(changes, count - 1)
         while start < count:
             stop = start + 1
             if stop < count and not steps[:2, start].any():
-                uneven = np.flatnonzero((steps[:, start:] != steps[:, start : start + 1]).any(0))
-                stop = start + int(uneven[0]) + 1 if len(uneven) else count
+                stop = int(lasts[lasts.searchsorted(start, side="right")]) + 1
             block, length, local, page = fields[:, start].tolist()
             local_step, page_step = (
                 steps[2:, start].tolist() if stop > start + 1 else (length, length)
