@@ -15,10 +15,10 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.row_copies import (
     MEMCPY_FROM_BYTES,
     SMALLEST_SHARE_BYTES,
+    BoxPlanner,
     Pieces,
     RowCopy,
     parts_by_length,
-    plan_boxes,
     plan_rows,
     sides_of,
 )
@@ -67,6 +67,7 @@ class CPUCopyEngine(CopyEngine):
         self.num_threads = num_threads or min(MAX_THREADS, runtime.num_cores())
         self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
         self._pool = DaemonThreads("kvxfer-copy", self.num_threads)
+        self._box_planner = BoxPlanner()
 
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
         """See `CopyEngine.begin`."""
@@ -131,7 +132,7 @@ class CPUCopyEngine(CopyEngine):
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
         """Share small pieces: as boxes or rows, which need not be paired, or as pairs."""
-        if boxes := plan_boxes(source, destination):
+        if boxes := self._box_planner.plan(source, destination):
             return [task for each in boxes for task in self._share_rows(each)]
         if np.array_equal(source.lengths, destination.lengths):
             parts = parts_by_length(source, destination)

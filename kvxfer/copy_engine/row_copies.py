@@ -42,6 +42,7 @@ MOST_TWICE_BYTES = 64 << 10  # of rows that are moved twice
 MOST_LENGTHS = 3
 # Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
 MOST_SMALL_ROWS = 16
+MOST_REMEMBERED_PIECES = 1 << 18  # of a block: some 10 MiB
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 Indices = NDArray[np.int64]
@@ -117,62 +118,93 @@ def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
     return Bounce(Span(source).rows(cut_bytes), rows)
 
 
-def plan_boxes(source: Descriptors, destination: Descriptors) -> "list[Boxes]":
-    """Plan a copy of blocks that are all alike, by the first of them.
-
-    None where one length of pieces has no boxes of more rows than numpy moves with the interpreter
-    lock, each of `SMALLEST_ROW_BYTES` to `LONGEST_CUT_BYTES`.
-    """
-    firsts, shifts = list[Pieces](), list[Indices]()
-    for side in (source, destination):
-        first = _first_of_alike(side)
-        if first is None:
-            return []
-        starts = side.addresses[:: len(first)].view(np.int64)
-        firsts.append(first)
-        shifts.append(starts - starts[0])
-    are_paired = np.array_equal(firsts[0].lengths, firsts[1].lengths)
-    boxes = []
-    for part in map(sides_of, parts_by_length(*firsts)) if are_paired else [firsts]:
-        from_, to = (side.runs() for side in part)
-        row_bytes = _cut(_row_bytes(from_, to))
-        if not SMALLEST_ROW_BYTES <= row_bytes <= LONGEST_CUT_BYTES:
-            return []
-        rows = [side.cut_into_rows(row_bytes) for side in (from_, to)]
-        enough = max(CHUNK_BYTES // row_bytes, MOST_LOCKED_ROWS + 1)
-        corners, axes = _find_axes(rows, enough)
-        if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
-            return []
-        pairs = zip(shifts, corners, strict=True)
-        places = [(shift[:, None] + corner).reshape(-1) for shift, corner in pairs]
-        boxes.append(Boxes(np.stack(places), axes, row_bytes))
-    return boxes
-
-
-def parts_by_length(
-    source: Pieces | Descriptors, destination: Pieces | Descriptors
-) -> Iterator[FragmentPairs]:
-    """Part pairs of pieces by their length: rows are as long as the shortest piece among them."""
-    pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
-    for _ in range(MOST_LENGTHS - 1):
-        is_first = pairs.lengths == pairs.lengths[0]
-        if is_first.all():
-            break
-        yield pairs.take(is_first)
-        pairs = pairs.take(~is_first)
-    yield pairs
-
-
-def sides_of(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
-    """Return the pieces of both sides."""
-    return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
-
-
 class Axis(NamedTuple):
     """Axis of a box of rows: their number along it, and bytes between two of them on each side."""
 
     length: int
     steps: Sequence[int]
+
+
+class _Pattern(NamedTuple):
+    """Pattern of blocks: the pieces of a block on either side, and the boxes that they make.
+
+    Attributes:
+        lengths: Bytes of each piece.
+        parts: Part of each piece; None where there is one part.
+        firsts: First piece of each part.
+        offsets: Offset of each piece from the first one of its part.
+        boxes: For each part the corners of its boxes, from its first piece, axes, and row length.
+    """
+
+    lengths: Sequence[Addresses]
+    parts: Indices | None
+    firsts: Sequence[int]
+    offsets: Sequence[Indices] = ()
+    boxes: Sequence[tuple[Sequence[Indices], Sequence[Axis], int]] = ()
+
+
+class BoxPlanner:
+    """Planner of copies of blocks that are alike, as boxes of rows; thread-safe.
+
+    Each part of the blocks, the pieces of one length, has to lie in the same way in all of them.
+    The pattern of the last batch is remembered: mostly the next one has it, too, and to find boxes
+    takes as long as to copy them.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Pattern | None = None
+
+    def plan(self, source: Descriptors, destination: Descriptors) -> "list[Boxes]":
+        """Plan a copy.
+
+        None where blocks are not alike, or a part of them has no boxes of more rows than numpy
+        moves with the interpreter lock, each of `SMALLEST_ROW_BYTES` to `LONGEST_CUT_BYTES`.
+        """
+        sides = [each for side in (source, destination) if (each := _by_block(side))]
+        if len(sides) < 2:
+            return []
+        lengths, pattern = [length for _, length in sides], self._last
+        if pattern is None or not _are_equal(lengths, pattern.lengths):
+            parts, firsts = (
+                _part(lengths[0]) if np.array_equal(lengths[0], lengths[1]) else (None, [0])
+            )
+            pattern = _Pattern([each.copy() for each in lengths], parts, firsts)
+        begins, offsets = [], []
+        for addresses, _ in sides:
+            starts = of_pieces = addresses[:, pattern.firsts]
+            if pattern.parts is not None:
+                of_pieces = starts.take(pattern.parts, axis=1)
+            places = addresses - of_pieces
+            if (places != places[0]).any():
+                return []
+            begins.append(starts)
+            offsets.append(places[0])
+        if not _are_equal(offsets, pattern.offsets):
+            boxes = _find_boxes(pattern, offsets)
+            pattern = pattern._replace(offsets=[each.copy() for each in offsets], boxes=boxes)
+            if max(map(len, lengths)) <= MOST_REMEMBERED_PIECES:
+                self._last = pattern
+        planned = []
+        for nth, (corners, axes, row_bytes) in enumerate(pattern.boxes):
+            pairs = zip(begins, corners, strict=True)
+            moved = [(begin[:, nth, None] + corner).reshape(-1) for begin, corner in pairs]
+            planned.append(Boxes(np.stack(moved), axes, row_bytes))
+        return planned
+
+
+def parts_by_length(
+    source: Pieces | Descriptors, destination: Pieces | Descriptors
+) -> Iterator[FragmentPairs]:
+    """Part pairs of pieces by their length; see `_part`."""
+    pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
+    parts, firsts = _part(source.lengths)
+    for nth, _ in enumerate(firsts):
+        yield pairs if parts is None else pairs.take(parts == nth)
+
+
+def sides_of(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
+    """Return the pieces of both sides."""
+    return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,16 +368,57 @@ class Boxes(RowCopy):
         return np.ndarray(self._lengths, self._dtype, buffer, before, self._strides[side])
 
 
-def _first_of_alike(batch: Descriptors) -> Pieces | None:
-    """Return the pieces of the first block, if those of every other lie in the same way."""
+def _by_block(batch: Descriptors) -> tuple[Indices, Addresses] | None:
+    """Return the places of the pieces of each block, `(num_blocks, num_pieces)`, and their lengths.
+
+    None unless every block has as many, of the same lengths.
+    """
     count = len(batch) // batch.num_blocks
     if (batch.block_offsets != np.arange(batch.num_blocks + 1) * count).any():
         return None
     addresses, lengths = (each.reshape(-1, count) for each in (batch.addresses, batch.lengths))
-    offsets = addresses - addresses[:, :1]
-    if (offsets != offsets[0]).any() or (lengths != lengths[0]).any():
-        return None
-    return Pieces(addresses[0], lengths[0])
+    return None if (lengths != lengths[0]).any() else (addresses.view(np.int64), lengths[0])
+
+
+def _are_equal(some: Sequence[Addresses | Indices], others: Sequence[Addresses | Indices]) -> bool:
+    return len(some) == len(others) and all(map(np.array_equal, some, others))
+
+
+def _part(lengths: Addresses) -> tuple[Indices | None, list[int]]:
+    """Part pieces by their length: rows are as long as the shortest piece among them.
+
+    Returns the part of each piece, None where there is one part, and the first piece of each part.
+    """
+    parts, firsts = np.zeros(len(lengths), np.int64), [0]
+    left = lengths != lengths[0]
+    while left.any() and len(firsts) < MOST_LENGTHS:
+        parts[left] = len(firsts)
+        firsts.append(int(left.argmax()))
+        left &= lengths != lengths[firsts[-1]]
+    return (parts if len(firsts) > 1 else None), firsts
+
+
+def _find_boxes(
+    pattern: _Pattern, offsets: Sequence[Indices]
+) -> "list[tuple[Sequence[Indices], Sequence[Axis], int]]":
+    """Find the boxes of each part; none if a part has no good ones."""
+    boxes = []
+    for nth, _ in enumerate(pattern.firsts):
+        chosen = slice(None) if pattern.parts is None else pattern.parts == nth
+        from_, to = (
+            Pieces(offset[chosen].view(np.uint64), length[chosen]).runs()
+            for offset, length in zip(offsets, pattern.lengths, strict=True)
+        )
+        row_bytes = _cut(_row_bytes(from_, to))
+        if not SMALLEST_ROW_BYTES <= row_bytes <= LONGEST_CUT_BYTES:
+            return []
+        rows = [side.cut_into_rows(row_bytes) for side in (from_, to)]
+        enough = max(CHUNK_BYTES // row_bytes, MOST_LOCKED_ROWS + 1)
+        corners, axes = _find_axes(rows, enough)
+        if prod(axis.length for axis in axes) <= MOST_LOCKED_ROWS:
+            return []
+        boxes.append((corners, axes, row_bytes))
+    return boxes
 
 
 def _find_axes(sides: Sequence[Indices], enough: int) -> tuple[Sequence[Indices], Sequence[Axis]]:

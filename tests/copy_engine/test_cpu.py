@@ -22,8 +22,8 @@ from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     LONGEST_CUT_BYTES,
     Bounce,
+    BoxPlanner,
     Pieces,
-    plan_boxes,
     plan_rows,
 )
 from kvxfer.errors import InvalidArgumentError
@@ -303,7 +303,7 @@ def test_axes_that_change_places_are_copied_as_boxes_where_blocks_are_alike(
         )
         blocks.append(each)
 
-    boxes = plan_boxes(blocks[0], blocks[1])
+    boxes = BoxPlanner().plan(blocks[0], blocks[1])
     assert [each.num_rows for each in boxes] == ([num_blocks] if are_alike else [])
     Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
 
@@ -328,11 +328,38 @@ def test_keys_and_values_in_pieces_of_their_own_lengths_are_boxes_of_their_own(
         )
         blocks.append(each)
 
-    boxes = plan_boxes(blocks[0], blocks[1])
+    boxes = BoxPlanner().plan(blocks[0], blocks[1])
     assert [each.row_bytes for each in boxes] == (
         [64 * num_short, 4 * KIB * num_long] if num_long > 500 else []
     )
     Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(blocks[0], blocks[1]))
+
+
+def test_keys_and_values_that_lie_apart_are_boxes_wherever_those_of_a_block_are(
+    engine: CPUCopyEngine,
+) -> None:
+    num_pieces, sizes, num_blocks = 640, np.array([64, 4 * KIB]), 3
+    lengths = np.tile(np.repeat(sizes, num_pieces), num_blocks).tolist()
+    planner = BoxPlanner()
+    for seed, step in enumerate((2, 2, 3)):  # the pattern of the last but one is remembered
+        spread = step * sizes * num_pieces  # pieces of either length are evenly spaced
+        rng, sides, blocks = np.random.default_rng(seed), list[Side](), list[Descriptors]()
+        for _ in range(2):
+            firsts = np.stack([rng.permutation(num_blocks) for _ in sizes], axis=1) * spread
+            firsts[:, 1] += num_blocks * spread[0]
+            within = np.arange(num_pieces)[None, None] * step * sizes[:, None]
+            buffer = rng.integers(0, 256, int(num_blocks * spread.sum()), np.uint8)
+            sides.append(Side(buffer, (firsts[..., None] + within).reshape(-1).tolist()))
+            each = replace(
+                describe_side(sides[-1], lengths),
+                block_offsets=np.arange(num_blocks + 1) * 2 * num_pieces,
+                payload_starts=np.zeros(num_blocks, np.int64),
+            )
+            blocks.append(each)
+
+        boxes = planner.plan(blocks[0], blocks[1])
+        assert [each.num_rows for each in boxes] == [num_blocks] * 2
+        Copy(sides[0], sides[1], lengths).check(lambda: engine.copy(*blocks))  # noqa: B023 - called at once
 
 
 def test_boxes_whose_sides_reach_into_each_other_need_little_memory_between(
@@ -354,7 +381,7 @@ def test_boxes_whose_sides_reach_into_each_other_need_little_memory_between(
     rows = buffer.reshape(-1, row_bytes)
     expected = rows[read // row_bytes].copy()
 
-    assert plan_boxes(blocks[0], blocks[1])
+    assert BoxPlanner().plan(blocks[0], blocks[1])
     tracemalloc.start()
     engine.copy(blocks[0], blocks[1])
     _, peak = tracemalloc.get_traced_memory()
