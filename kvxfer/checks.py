@@ -50,9 +50,8 @@ def set_counts(instance: object, *names: str, optional: bool = False) -> None:
 
 def require_timeout(name: str, value: object) -> float | None:
     """Convert a timeout in seconds; None stays None: no limit."""
-    if value is None:
-        return None
-    return require_number(name, value, "seconds, 0 or more, or None")
+    expected = "seconds, 0 or more, or None"
+    return None if value is None else require_number(name, value, expected)
 
 
 def require_number(name: str, value: object, expected: str = "seconds, 0 or more") -> float:

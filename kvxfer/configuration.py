@@ -1,29 +1,39 @@
 """Configurations: structs whose fields have the declared types, however a configuration is made."""
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable
-from functools import cache
-from numbers import Real
-from threading import TIMEOUT_MAX
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvxfer.checks import INT64_MAX, require_flag, require_instance, require_integer, require_text
+from kvxfer.checks import (
+    INT64_MAX,
+    require_flag,
+    require_instance,
+    require_integer,
+    require_number,
+    require_text,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
 from kvxfer.units import ByteSize
+
+NUMBER = "0 or more, a number"
+LONGEST_S = (2**31 - 1) / 1000
+"""Longest time that a socket can wait, 24 days: its milliseconds are an int of C."""
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the configurations of backends, which checks the type of each field.
 
     msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
-    Numbers of any type become those of the declared one, the longest that the platform can wait at
-    most, and infinity is none; text is no number, no member of an enumeration, and has no control
-    characters. A subclass that has a `__post_init__` of its own calls this one first.
+    Numbers of any type become those of the declared one; a float is not negative, and `LONGEST_S`
+    at most, and infinity is none; text is no number, no member of an enumeration, and has no
+    control characters. A subclass that has a `__post_init__` of its own calls this one first.
 
     Raises:
         InvalidArgumentError: A field is of another type; the error names it and its value.
@@ -31,13 +41,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Convert every field to its declared type, or refuse it by name."""
-        for name, kind in _types_of(type(self)):
-            msgspec.structs.force_setattr(self, name, _convert(name, getattr(self, name), kind))
-
-
-@cache
-def _types_of(config_type: type[Configuration]) -> list[tuple[str, Any]]:
-    return [(field.name, field.type) for field in msgspec.structs.fields(config_type)]
+        for field in msgspec.structs.fields(self):
+            value = _convert(field.name, getattr(self, field.name), field.type)
+            msgspec.structs.force_setattr(self, field.name, value)
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
@@ -63,12 +69,12 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
     return found[0]
 
 
-def _number(name: str, value: object) -> float:
-    is_other = isinstance(value, bool) or not isinstance(value, Real)
-    number: Any = math.nan if is_other else value
-    if not (-math.inf < number < math.inf):  # of any size, also such as no float has
-        raise InvalidArgumentError(name, value, "0 or more, a number")
-    return float(max(-TIMEOUT_MAX, min(number, TIMEOUT_MAX)))
+def _number(name: str, value: Any) -> float:
+    number = require_number(name, value, NUMBER)
+    with contextlib.suppress(OverflowError):  # of a number such as no float is
+        if math.isfinite(value):
+            return min(number, LONGEST_S)
+    raise InvalidArgumentError(name, value, NUMBER)
 
 
 def _text(name: str, value: object) -> str:
@@ -76,10 +82,6 @@ def _text(name: str, value: object) -> str:
     if control := find_control(text):
         raise InvalidArgumentError(name, value, f"text without {control}")
     return text
-
-
-def _whole(name: str, value: object) -> int:
-    return require_integer(name, value, minimum=-INT64_MAX, expected="a whole number")
 
 
 def _size(name: str, value: object) -> ByteSize:
@@ -90,6 +92,6 @@ _CONVERTERS: dict[Any, Callable[[str, object], object]] = {
     bool: require_flag,
     str: _text,
     float: _number,
-    int: _whole,
+    int: partial(require_integer, minimum=-INT64_MAX, expected="a whole number"),
     ByteSize: _size,
 }

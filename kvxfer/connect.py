@@ -14,7 +14,7 @@ from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.endpoint import split_url
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError, code_of
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
 from kvxfer.lending.prompt_exchange import PromptExchange
@@ -376,7 +376,7 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse credentials, where the environment has them; the error does not tell their values."""
     given = [repr(each) for each in parameters if is_credential(each)]
-    given += ["a user"] if "@" in str(parameters.get("address", "")) else []
+    given += ["a user"] if "@" in code_of(parameters.get("address")) else []
     if given:
         wanted = f"no {given[0]}: a {name} backend takes credentials from the environment only"
         raise InvalidArgumentError("backend", shown(backend), wanted)

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
-from kvxfer.checks import require_number, require_positive
+from kvxfer.checks import require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.namespace_format import GroupFormat
@@ -59,8 +59,6 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         for name in ("read_threads", "write_threads"):
             require_positive(name, getattr(self, name))
-        for name in ("rescan_factor", "close_timeout_s"):
-            require_number(name, getattr(self, name), "0 or more")
 
 
 def require_root(config: FileConfig) -> Path:

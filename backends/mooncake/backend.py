@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.checks import require_number, require_positive
+from kvxfer.checks import require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
@@ -119,9 +119,8 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidArgumentError("metadata", self.metadata.rpartition("@")[2], wanted)
         require_positive("replicas", self.replicas)
         for name in ("timeout_s", "lookup_timeout_s", "retry_after_s"):
-            if not require_number(name, getattr(self, name)):
+            if not getattr(self, name):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
-        require_number("close_timeout_s", self.close_timeout_s)
 
     @property
     def master(self) -> Endpoint:

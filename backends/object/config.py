@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvxfer.checks import require_number, require_positive
+from kvxfer.checks import require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
@@ -15,9 +15,7 @@ from kvxfer.storage.integrity import Integrity
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-EXTRA = "object"
 ACCOUNT_VARIABLES = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
-_TIMES = ("timeout_s", "lookup_timeout_s", "list_timeout_s", "found_ttl_s", "missing_ttl_s")
 
 
 class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,12 +84,9 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
             raise InvalidArgumentError("endpoint", _hidden(self.endpoint), wanted)
         require_positive("max_requests", self.max_requests)
-        for name in _TIMES:
-            if not require_number(name, getattr(self, name)) and not name.endswith("ttl_s"):
+        for name in ("timeout_s", "lookup_timeout_s", "list_timeout_s"):
+            if not getattr(self, name):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
-        require_number("close_timeout_s", self.close_timeout_s)
-        require_number("retry_after_s", self.retry_after_s)
-        require_number("max_requests_per_s", self.max_requests_per_s, "requests, 0 or more")
 
     @property
     def prefix(self) -> str:
@@ -117,7 +112,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             MissingExtraError: obstore is not installed.
             InvalidArgumentError: The cloud needs more than is configured or in the environment.
         """
-        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
+        require_extra("object", "obstore", what=f"{self.scheme}://")
         from obstore import store
 
         timeout = timedelta(seconds=self.timeout_s)
