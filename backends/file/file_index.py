@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from kvxfer import runtime
@@ -48,7 +49,7 @@ class _Entry:
     """File: what it takes on the disk, and when it was last used, as the disk has it."""
 
     num_bytes: int
-    used: float
+    used: float  # in quarantine: inf if it could not be removed, until a walk finds it anew
     held: bool  # it is being written, or spared
     walk: int  # number of the last walk that found it, or during which this process wrote it
     removed: bool = False  # while it was held
@@ -196,7 +197,8 @@ class FileIndex:
     def choose_victim(self) -> Victim | None:
         """Take the next file to evict out of the index; None when there is none."""
         with self._lock:
-            quarantined = bool(self._quarantined)
+            first = next(iter(self._quarantined.values()), None)
+            quarantined = first is not None and first.used < inf
             if quarantined:
                 file, entry = self._quarantined.popitem(last=False)
             elif len(self._policy):
@@ -209,14 +211,17 @@ class FileIndex:
         fingerprint = file[:FINGERPRINT_BYTES].hex()
         return Victim(fingerprint, key_in(file), entry.num_bytes, quarantined, reason)
 
-    def put_back(self, victim: Victim) -> None:
-        """Keep a victim that could not be removed, as the last one that is chosen again."""
+    def put_back(self, victim: Victim, *, stays: bool) -> None:
+        """Keep a victim that could not be removed, as the last one that is chosen again.
+
+        One in quarantine, which goes first, that `stays` is chosen when a walk has found it anew.
+        """
         (file,) = file_ids(victim.fingerprint, [victim.key])
         with self._lock:
             if self._walk is not None:
                 self._walk.gone.discard((file, victim.quarantined))
             if victim.quarantined:
-                self._quarantine(file, victim.num_bytes)
+                self._quarantine(file, victim.num_bytes, used=inf if stays else 0.0)
             else:
                 now = runtime.wall_time()
                 self._make_candidate(file, self._add(file, victim.num_bytes, now, self._policy))
@@ -234,7 +239,6 @@ class FileIndex:
         with self._lock:
             self._note_gone(file, quarantined=False)
             self._forget(file)
-            self._quarantined.pop(file, None)  # else it would be evicted in the turn of that one
             self._quarantine(file, num_bytes)
 
     def begin_walk(self) -> None:
@@ -341,7 +345,9 @@ class FileIndex:
             walk.beside[file] = block.num_bytes_on_disk, block.used
         elif entry.walk < self._num_walks:
             entry.walk = self._num_walks
-            if not block.quarantined:
+            if block.quarantined:
+                entry.used = 0.0
+            else:
                 self._num_bytes += block.num_bytes_on_disk - entry.num_bytes
             entry.num_bytes = block.num_bytes_on_disk
 
@@ -376,8 +382,9 @@ class FileIndex:
         if self._walk is not None:
             self._walk.gone.add((file, quarantined))
 
-    def _quarantine(self, file: FileId, num_bytes: int) -> None:
-        self._quarantined[file] = _Entry(num_bytes, 0.0, held=False, walk=self._num_walks)
+    def _quarantine(self, file: FileId, num_bytes: int, used: float = 0.0) -> None:
+        self._quarantined[file] = _Entry(num_bytes, used, held=False, walk=self._num_walks)
+        self._quarantined.move_to_end(file, last=used == inf)  # behind those that can be removed
 
     def _add(self, file: FileId, num_bytes: int, used: float, policy: EvictionPolicy) -> _Entry:
         """Add a file, held."""

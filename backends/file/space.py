@@ -72,7 +72,7 @@ class Space:
         self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
-        self._not_removed: list[Victim] = []  # and not candidates until the end of an eviction
+        self._not_removed: dict[Victim, bool] = {}  # whether for good; until an eviction ends
 
     def observe(self, reports: Reports) -> None:
         """Tell these reports of files that come and go, and how much room they take."""
@@ -304,8 +304,8 @@ class Space:
             yield
         finally:
             self.index.release(held)
-            for victim in self._not_removed:
-                self.index.put_back(victim)
+            for victim, stays in self._not_removed.items():
+                self.index.put_back(victim, stays=stays)
             self._not_removed.clear()
             gone, self._gone = self._gone, {}
             for (fingerprint, reason), victims in gone.items():
@@ -341,10 +341,10 @@ class Space:
                 found_in = QUARANTINE if victim.quarantined else ""
                 num_bytes = folder.remove(victim.key, found_in)  # which others may have changed
             except OSError as exc:
-                self._not_removed.append(victim)
-                is_theirs = victim.fingerprint != self._folder.fingerprint
-                may_not = is_theirs and exc.errno in (errno.EACCES, errno.EPERM)  # another user's
-                if not may_not and exc.errno not in DAMAGE_ERRORS:
+                is_apart = victim.quarantined or victim.fingerprint != self._folder.fingerprint
+                may_not = is_apart and exc.errno in (errno.EACCES, errno.EPERM)  # another user's
+                self._not_removed[victim] = stays = may_not or exc.errno in DAMAGE_ERRORS
+                if not stays:
                     raise
                 logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)
                 return 0

@@ -451,6 +451,33 @@ async def test_files_that_may_not_be_removed_are_passed_over_and_counted(
         assert await backend.lookup(keys[2:]) == [False] * 4 + [True] * 2
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
+async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_store(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(10)
+    async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
+        await backend.wait_indexed()
+        for key in keys[:2]:
+            await store(backend, [key], memory.describe(0, [0]))
+            flip_bit(path_of(tmp_path, memory.namespace(), key), 8 * 5000)
+            corrupt = await load_verified(backend, [key], memory.describe(0, [0]))
+            assert corrupt == [Status.CORRUPT]
+            fail_to(monkeypatch, "unlink", f"{key.hex()}*", OSError(number, os.strerror(number)))
+        for key in keys[2:]:
+            assert statuses(await store(backend, [key], memory.describe(0, [0]))) == [DONE]
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
+        assert await backend.lookup(keys[2:]) == [False] * 6 + [True] * 2
+        assert caplog.text.count("cannot evict") == 2
+        monkeypatch.undo()
+        await asyncio.wrap_future(backend._space.begin_scan())
+        assert statuses(await store(backend, keys[:2], memory.describe(0, [0, 1]))) == [DONE] * 2
+        assert await backend.lookup(keys) == [True] * 2 + [False] * 6 + [True] * 2
+
+
 NUM_STORED = 30
 MOST = (1 << 64) - 1
 OLD_FORMATS = [

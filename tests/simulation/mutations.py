@@ -342,8 +342,8 @@ TABLE = """
 +            with contextlib.suppress(OSError):
 +                with self
 @@ files 600 an eviction ends at a file that cannot be removed
--                if not may_not and exc.errno not in DAMAGE_ERRORS:
-+                if not may_not:
+-                self._not_removed[victim] = stays = may_not or exc.errno in DAMAGE_ERRORS
++                self._not_removed[victim] = stays = may_not
 @@ files 400 a corrupt block that two have found is taken off the count twice
 -            moved, is_known = self._quarantine(key, fd), True
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
