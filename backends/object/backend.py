@@ -79,7 +79,7 @@ class ObjectBackend(TellsKept):
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
-        self._texts = NamespaceTexts(self._bucket, self._pages)
+        self._texts = NamespaceTexts(self._bucket, self._pages, config.found_ttl_s)
         self._calls = Calls()
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0

@@ -1,8 +1,10 @@
 """Texts beside the pages of a namespace in a bucket: its description, the kinds of its pages."""
 
 import logging
+from math import inf
 
-from kvxfer.backends.object.bucket import Bucket
+from kvxfer import runtime
+from kvxfer.backends.object.bucket import Bucket, ObjectVersion
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.pages.object_pages import Pages
 from kvxfer.pages.texts import MAX_TEXT_BYTES, RECORDS, has_other_keys, make_record
@@ -20,7 +22,8 @@ class NamespaceTexts:
 
     They describe the namespace, and record of which kinds its pages are: each engine notes its own
     before it stores a page. So a namespace is known to have pages that an engine cannot read before
-    it meets one. Belongs to one event loop.
+    it meets one. What was seen `found_ttl_s` ago is looked for once more: `kvxfer gc` removes the
+    texts of a namespace that has no pages at that moment. Belongs to one event loop.
 
     Attributes:
         overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
@@ -28,10 +31,12 @@ class NamespaceTexts:
             taken to be so until the record was read.
     """
 
-    def __init__(self, bucket: Bucket, pages: Pages) -> None:
+    def __init__(self, bucket: Bucket, pages: Pages, found_ttl_s: float) -> None:
         self._bucket = bucket
         self._pages = pages
+        self._found_ttl_s = found_ttl_s
         self._writing, self._reading = Once(), Once()
+        self._look_at = -inf  # until they were written
         self._met_others = False
         self.overwrites = False
         self.has_others = True
@@ -43,7 +48,9 @@ class NamespaceTexts:
         return was_news
 
     async def write(self) -> None:
-        """Describe the namespace and note the kind of our pages, once it succeeds."""
+        """Describe the namespace and note the kind of our pages, unless that was seen just now."""
+        if self._writing.is_done and runtime.monotonic() >= self._look_at:
+            self._writing = Once()
         await self._writing.run(self._write)
 
     async def read(self) -> None:
@@ -57,27 +64,33 @@ class NamespaceTexts:
 
     async def _write(self) -> None:
         name, text = self._pages.description_name, memoryview(self._pages.description)
+        create = self._bucket.create
+        is_gone = self._look_at == -inf or await self._bucket.head(name) is None
         # What the first request has made, the second must not make again.
-        if await self._bucket.create(name, text) and await self._bucket.create(name, text):
+        if is_gone and await create(name, text) and await create(name, text):
             self.overwrites = True
             logger.warning("%s: the server ignores If-None-Match", self._bucket.place)
         await self._note_kind()
+        self._look_at = runtime.monotonic() + self._found_ttl_s
 
     async def _note_kind(self) -> None:
         name = self._pages.folder + RECORDS[self._pages.digester.integrity]
         for _ in range(NOTE_ATTEMPTS):
-            found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
-            said = None if found is None else bytes(found[1]).decode(errors="replace")
+            version, said = await self._read_record(name)
             text = make_record(self._pages.digester, self._pages.fingerprint, said)
             if said == text:
                 return
             record = memoryview(text.encode())
-            if found is None:
+            if version is None:
                 written = await self._bucket.create(name, record)
             else:
-                written = await self._bucket.replace(name, record, found[0])
+                written = await self._bucket.replace(name, record, version)
             if written:
                 return
+
+    async def _read_record(self, name: str) -> tuple[ObjectVersion | None, str | None]:
+        found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
+        return (None, None) if found is None else (found[0], str(found[1], errors="replace"))
 
     async def _read(self) -> None:
         digester, folder = self._pages.digester, self._pages.folder
@@ -90,8 +103,6 @@ class NamespaceTexts:
         kinds = [kind for kind, name in RECORDS.items() if name in names]
         has_others = not all(map(digester.integrity.reads, kinds))
         if digester.cipher is not None and Integrity.SEALED in kinds:
-            name = folder + RECORDS[Integrity.SEALED]
-            found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
-            record = "" if found is None else bytes(found[1]).decode(errors="replace")
+            _, record = await self._read_record(folder + RECORDS[Integrity.SEALED])
             has_others |= has_other_keys(record, digester, self._pages.fingerprint)
         self.has_others = has_others or self._met_others

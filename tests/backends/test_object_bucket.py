@@ -1,6 +1,7 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -10,9 +11,11 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import MemoryStore
 
 from kvxfer.backends import object as objects
+from kvxfer.backends.object import BucketStore
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
@@ -107,6 +110,26 @@ async def test_what_s3_says_to_store_again_is_stored_again() -> None:
         assert statuses(await backend.store(make_keys(1), memory.describe(0, [0]))) == [DONE]
         names = [each["path"] for found in store.list() for each in found]
         assert len(names) == 3, "a page, and the texts of its namespace"
+
+
+async def test_the_texts_of_a_live_namespace_come_back_when_it_was_empty(clock: Clock) -> None:
+    memory, keys, store = BlockMemory([[4096]], num_blocks=1), make_keys(2), MemoryStore()
+
+    def names() -> set[str]:
+        return {each["path"].rpartition("/")[2] for found in store.list() for each in found}
+
+    def collect() -> int:
+        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
+            opened.bucket._store = store
+            return GarbageCollection(opened, capacity_bytes=0).run().num_folders
+
+    async with open_in_memory(memory.namespace(), store) as backend:
+        assert statuses(await backend.store(keys[:1], memory.describe(0, [0]))) == [DONE]
+        assert await asyncio.to_thread(collect) == 1
+        assert names() == set()
+        clock.now += backend._config.found_ttl_s
+        assert statuses(await backend.store(keys[1:], memory.describe(0, [0]))) == [DONE]
+        assert names() >= {"namespace.json", "integrity.fast"}
 
 
 PAGES = make_memory()
