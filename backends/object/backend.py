@@ -5,13 +5,14 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from math import inf
 from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.backends.object.bucket import Bucket, Counts, ObjectVersion
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.namespace_texts import NamespaceTexts
-from kvxfer.backends.object.presence import Presence
+from kvxfer.backends.object.presence import MAX_KEYS, Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -20,7 +21,7 @@ from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
-from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
+from kvxfer.runtime import Calls, Pause, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import read_secret
@@ -34,8 +35,8 @@ MAX_THREADS = 4
 STORE_ATTEMPTS = 3
 """Number of times that a part of a chunk is stored anew where others store it, too."""
 
-LIST_AGAIN_S = 60.0
-"""Pause after a list that failed."""
+LIST_AGAIN_S, LONGEST_NO_LIST_S = 60.0, 3600.0
+"""Least and most time from a list that failed to the next one: a large bucket takes too long."""
 
 CLOSED = Outcome(Status.FAILED, reason="the backend was closed")
 OTHERS = Outcome(
@@ -82,7 +83,7 @@ class ObjectBackend(TellsKept):
         self._texts = NamespaceTexts(self._bucket, self._pages, config.found_ttl_s)
         self._calls = Calls()
         self._listing: asyncio.Task[None] | None = None
-        self._list_again_at = 0.0
+        self._no_list = Pause(LIST_AGAIN_S, LONGEST_NO_LIST_S)
         self._reports = Reports()
 
     def observe(self, reports: Reports) -> None:
@@ -423,16 +424,15 @@ class ObjectBackend(TellsKept):
 
     def _begin_list(self) -> None:
         """Begin the list that fills the cache, once, and again a while after it failed."""
-        if runtime.monotonic() >= self._list_again_at and (
-            self._listing is None or self._listing.done()
-        ):
+        is_listing = self._listing is not None and not self._listing.done()
+        if not is_listing and not self._no_list.is_on(runtime.monotonic()):
             self._listing = asyncio.create_task(self._list())
             self._listing.add_done_callback(fetch_error)
 
     async def _list(self) -> None:
-        """List the namespace, unless names cannot tell whose pages these are."""
+        """List the namespace, unless names cannot tell whose pages these are, or are too many."""
         began_at, since, num_names = runtime.monotonic(), self._presence.mark(), 0
-        self._list_again_at = began_at + LIST_AGAIN_S
+        self._no_list.begin(began_at)
         try:
             await self._texts.read()
             async with (
@@ -440,20 +440,19 @@ class ObjectBackend(TellsKept):
                 aclosing(self._bucket.list_objects(self._pages.folder)) as answers,
             ):
                 async for listed in answers:
-                    if self._texts.has_others:
+                    if self._texts.has_others or num_names >= MAX_KEYS:
                         break
                     for key in filter(None, (self._pages.key_in(each.name) for each in listed)):
                         self._presence.note(key, there=True, since=since)
                     num_names += len(listed)
+                else:
+                    if not self._texts.has_others:
+                        self._presence.note_all_listed(began_at)
         except (RequestFailedError, TimeoutError) as exc:
             logger.info("list of %s%s: %r", self._bucket.place, self._pages.fingerprint, exc)
             return
-        self._list_again_at = float("inf")
-        if self._texts.has_others:
-            logger.info("%s%s has pages of others", self._bucket.place, self._pages.fingerprint)
-            return
-        self._presence.note_all_listed(began_at)
-        logger.info("%s%s has %d objects", self._bucket.place, self._pages.fingerprint, num_names)
+        self._no_list.until = inf
+        logger.info("%s%s: %d names", self._bucket.place, self._pages.fingerprint, num_names)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         counts = self._bucket.counts

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -130,6 +130,43 @@ async def test_the_texts_of_a_live_namespace_come_back_when_it_was_empty(clock: 
         clock.now += backend._config.found_ttl_s
         assert statuses(await backend.store(keys[1:], memory.describe(0, [0]))) == [DONE]
         assert names() >= {"namespace.json", "integrity.fast"}
+
+
+async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key, other), num_lists, num_answers = make_keys(2), 0, 0
+
+    def refuse(**_: object) -> Iterator[Any]:
+        nonlocal num_lists
+        num_lists += 1
+        raise GenericError("status code: 403")
+
+    def list_for_ever(**_: object) -> Iterator[Any]:
+        nonlocal num_answers
+        while True:
+            num_answers += 1
+            name = f"{num_answers:06}"
+            yield [{"path": name, "size": 1, "last_modified": datetime.now(UTC)}] * 1000
+
+    async with open_in_memory(make_memory().namespace()) as backend:
+
+        async def look_up() -> None:
+            clock.now += 60.0
+            await backend.lookup([key])
+            assert backend._listing is not None
+            await asyncio.wait([backend._listing])
+
+        plant(backend._bucket, list=refuse)
+        for _ in range(60):
+            await look_up()
+        assert num_lists == 6
+        plant(backend._bucket, list=list_for_ever)
+        monkeypatch.setattr(objects.backend, "MAX_KEYS", 5000)
+        for _ in range(120):
+            await look_up()
+        assert num_answers == 6
+        assert backend._presence.has(other) is None, "it may be behind those that were listed"
 
 
 PAGES = make_memory()
