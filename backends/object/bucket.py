@@ -13,7 +13,6 @@ from kvxfer.backends.object.request_failure import (
     CONFLICT,
     ENDS,
     RequestFailedError,
-    describe,
     open_client,
     request_failure,
 )
@@ -220,10 +219,7 @@ class Bucket:
     async def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
         """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
         ask = self._store.list_with_delimiter_async
-        try:
-            found = await self._request("LIST", lambda: ask(prefix or None))
-        except FileNotFoundError as exc:
-            raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
+        found = await self._request("LIST", lambda: ask(prefix or None))
         names = (str(each["path"]) for each in found["objects"])
         return (
             [str(name).removeprefix(prefix) for name in found["common_prefixes"]],
@@ -257,10 +253,7 @@ class Bucket:
             return found
 
         while True:
-            try:
-                found = await self._request("LIST", ask)
-            except FileNotFoundError as exc:
-                raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
+            found = await self._request("LIST", ask)
             if found:
                 first, last = str(found[0]["path"]), str(found[-1]["path"])
                 if first in firsts:
@@ -289,7 +282,7 @@ class Bucket:
             return False
         except FileNotFoundError as exc:
             if mode == "create":
-                raise RequestFailedError(f"PUT: {describe(exc)}", transient=False) from None
+                raise request_failure("PUT", exc) from None
             return False  # the version to replace is gone
         except RequestFailedError as exc:
             if exc.denied:
@@ -304,7 +297,7 @@ class Bucket:
         """Make a request, again where it was refused for a reason that passes.
 
         Its time begins with its turn: who waits for one is not late, and has learned nothing about
-        the server. It raises a FileNotFoundError where there is no such object, or no such bucket.
+        the server. A FileNotFoundError tells of no such object or, unless it is a list, no bucket.
         """
         turn = _Turn(timeout_s or self._timeout_s)
         while True:
@@ -380,7 +373,8 @@ class Bucket:
 def _meaning(what: str, exc: Exception) -> Exception:
     """Tell an answer, that there is an object or none, from a failure.
 
-    Azure says of archived and leased blobs what it says to a store where there is one already.
+    Azure says of archived and leased blobs what it says to a store where there is one already. What
+    a list does not find is the bucket.
     """
-    is_answer = what == "PUT" or isinstance(exc, FileNotFoundError)
+    is_answer = what == "PUT" or (what != "LIST" and isinstance(exc, FileNotFoundError))
     return exc if is_answer and CONFLICT not in str(exc) else request_failure(what, exc)

@@ -73,8 +73,9 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
-        if not self.path.isprintable() or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
-            wanted = "a prefix of printable characters, of which no part is empty, . or .."
+        is_plain = self.path.isprintable() and "\\" not in self.path  # to SeaweedFS it is a slash
+        if not is_plain or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
+            wanted = "a prefix of printable characters, no \\, of which no part is empty, . or .."
             raise InvalidArgumentError("path", self.path, wanted)
         try:
             parts = split_url(self.endpoint)
@@ -117,7 +118,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
 
         timeout = timedelta(seconds=self.timeout_s)
         client: ClientConfig = {"timeout": timeout, "connect_timeout": timeout}
-        if self.endpoint.startswith("http://"):
+        if self.endpoint.lower().startswith("http://"):
             client["allow_http"] = True
         retry: RetryConfig = {"max_retries": 0, "retry_timeout": timeout}
         opened: ObjectStore = getattr(store, self.client_class)(

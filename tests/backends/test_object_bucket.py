@@ -268,6 +268,7 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
     [
         ("://", "name of a bucket"),
         ("://bucket/a//b", "a prefix of printable characters.*no part"),
+        ("://bucket/a%5Cb", "a prefix of printable characters"),
         ("://bucket?timeout_s=0", "timeout_s.*more than 0"),
         ("://bucket?max_requests=0", "max_requests"),
         ("://bucket?endpoint=host:80", "a URL such as"),
@@ -278,6 +279,12 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
 def test_what_cannot_be_is_refused_by_name(scheme: str, parameters: str, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         parse_backend(scheme + parameters)
+
+
+def test_the_scheme_of_an_endpoint_is_the_same_in_capitals() -> None:
+    for endpoint in ("http://127.0.0.1:1", "HTTP://127.0.0.1:1"):
+        opened = objects.S3Config(address="bucket", endpoint=endpoint).open_store()
+        assert "allow_http" in getattr(opened, "client_options", {})
 
 
 def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
