@@ -137,7 +137,8 @@ class BlockReader:
         result = files.file_io.read(fd, scratch.vectors([scratch.room_bytes])[0])
         if isinstance(result, OSError):
             raise result
-        _require_all(result, scratch.header_sizes[0] + size)
+        if result != found.st_size:
+            raise BlockFileError(f"short read of {result} bytes of {found.st_size}")
         start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
@@ -165,8 +166,3 @@ def _may_have_data(result: Result, header_size_bytes: int) -> bool:
     if isinstance(result, OSError):
         return not runtime.is_absent(result)
     return result > header_size_bytes
-
-
-def _require_all(num_read: int, num_bytes: int) -> None:
-    if num_read != num_bytes:
-        raise BlockFileError(f"short read of {num_read} bytes of {num_bytes}")

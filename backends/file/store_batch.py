@@ -9,11 +9,12 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Size
+from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.header import BlockFileError, BlockHeader
 from kvxfer.pages.namespace_format import PART
-from kvxfer.pages.verification import read_extent
+from kvxfer.pages.verification import read_header
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
@@ -172,13 +173,11 @@ class StoreBatch:
             looked.append(outcome)
         return looked
 
-    def _covers(self, index: int, file_size_bytes: Size, *, discard: bool) -> bool:
+    def _covers(self, index: int, file_size_bytes: Result, *, discard: bool) -> bool:
         """Whether a file has all bytes of a block; with `discard`, one that has not is removed."""
         if isinstance(file_size_bytes, OSError):
             raise file_size_bytes
-        if file_size_bytes is None:
-            return False
-        key, start = self._keys[index], int(self._blocks.payload_starts[index])
+        key, covers = self._keys[index], False
         if file_size_bytes == self._files.format(key).file_size_bytes:
             return True
         try:
@@ -188,8 +187,11 @@ class StoreBatch:
                 return False
             raise
         try:
-            first, last = read_extent(fd)
-            covers = first <= start and start + int(self._blocks.block_sizes[index]) <= last
+            with contextlib.suppress(BlockFileError):
+                head, num_bytes = read_header(fd)
+                block = self._blocks.payload_starts[index], self._blocks.block_sizes[index]
+                size = len(head) + num_bytes
+                covers = BlockHeader.decode(head).covers(key, *map(int, block), size)
             if discard and not covers:
                 self._space.discard(key, fd)
         finally:

@@ -120,6 +120,11 @@ class BlockHeader:
         """Offset of the data in the file, in bytes: the size of the header."""
         return max(header_size(self.tensors), self.min_size_bytes)
 
+    def covers(self, key: BlockKey, start: int, num_bytes: int, size_bytes: int) -> bool:
+        """Whether a file of `size_bytes` is whole, and has these bytes of the chunk of a key."""
+        is_whole = self.key == key and self.data_offset + self.num_bytes == size_bytes
+        return is_whole and self.start <= start and start + num_bytes <= self.stop
+
     def encode(self, digester: Digester) -> bytes:
         """Write the header, `data_offset` bytes long."""
         return self.frame(digester).fill(self.key, self.checksum)

@@ -108,11 +108,8 @@ class Pages(NamespaceFormat):
     def covers(self, key: BlockKey, head: memoryview, size_bytes: int, block: Descriptors) -> bool:
         """Whether an object has all bytes of a block, by its header; see `require_readable`."""
         header = self.require_readable(head)
-        if header is None or header.key != key:
-            return False
-        start = int(block.payload_starts[0])
-        is_whole = header.data_offset + header.num_bytes == size_bytes
-        return is_whole and header.start <= start and start + block.num_bytes <= header.stop
+        extent = int(block.payload_starts[0]), block.num_bytes
+        return header is not None and header.covers(key, *extent, size_bytes)
 
     def close(self) -> None:
         """Release the engine that copies."""

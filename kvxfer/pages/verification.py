@@ -95,19 +95,6 @@ def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[byte
     return read(size), file_size_bytes - size
 
 
-def read_extent(fd: int) -> tuple[int, int]:
-    """Read from an open file's header which bytes of its chunk it has: start and stop.
-
-    `(0, 0)`, no bytes, when it is not a block file or was cut off.
-    """
-    try:
-        head, num_bytes = read_header(fd)
-        header = BlockHeader.decode(head)
-    except BlockFileError:
-        return 0, 0
-    return (header.start, header.stop) if header.num_bytes == num_bytes else (0, 0)
-
-
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:
     """Read the data after the header, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))

@@ -286,8 +286,9 @@ TABLE = """
 @@ objects 20 the memory of a page is used again while it is sent
 -        weakref.finalize(page, self._give, free, memory).atexit = False
 +        self._give(free, memory)
+--- kvxfer/pages/header.py
 @@ objects 60 a part of a chunk counts as the whole
--        return is_whole and header.start <= start and start + block.num_bytes <= header.stop
+-        return is_whole and self.start <= start and start + num_bytes <= self.stop
 +        return is_whole
 --- kvxfer/face/salted_keys.py
 @@ objects 20 a salt whose blocks stay is forgotten

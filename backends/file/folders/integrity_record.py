@@ -89,10 +89,10 @@ class IntegrityRecord:
 
     def note(self, kind: Integrity, key_id: str = "") -> None:
         """Note that there is a block of another kind, or sealed with another key."""
-        if key_id:
-            self._folder.put_text(RECORDS[kind], with_key(self._read(kind), key_id))
-        elif not self._has(kind):
-            self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
+        before = self._read(kind)
+        record = with_key(before, key_id) if key_id else before or f"{kind.value}\n"
+        if record != before:
+            self._folder.put_text(RECORDS[kind], record)
 
     def unreadable(
         self, keys: Sequence[BlockKey], sizes: Sequence[Size]

@@ -130,7 +130,7 @@ class NamespaceFolder:
     def remove_if_empty(self, key: BlockKey) -> bool:
         """Remove the folder of a key if it is empty; return whether it was removed."""
         with contextlib.suppress(OSError):
-            runtime.disk().rmdir(file_name(key)[:2], dir_fd=self._folders.descriptor(OWN))
+            runtime.disk().rmdir(file_name(key)[:2], dir_fd=self._folders.renew(OWN, create=False))
             return True
         return False
 
@@ -173,7 +173,7 @@ class NamespaceFolder:
         The text files that describe it are removed with it, or stay. Other processes may use it:
         files that they create meanwhile stay.
         """
-        folder = self._folders.descriptor(OWN)
+        folder = self._folders.renew(OWN, create=False)
         found = set(runtime.disk().listdir(folder))
         inner = {name for name in found if is_block_folder(name)}
         names = found - inner

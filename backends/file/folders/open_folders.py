@@ -71,11 +71,6 @@ class OpenFolders:
         self._unsynced: dict[int, object] = {}
         self.root_fd = open_folder(root)
 
-    def descriptor(self, name: str) -> int:
-        """Get the descriptor of a folder, which may have been removed since."""
-        fd = self._opened.get(name)
-        return self.renew(name, create=False) if fd is None else fd
-
     def find(
         self, names: Iterable[str], *, create: bool = False, renew: bool = False
     ) -> dict[str, int | OSError]:
