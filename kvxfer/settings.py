@@ -26,7 +26,8 @@ OF_KUBERNETES = re.compile("_(PORT|SERVICE)(_|$)")
 
 HIDDEN = "..."
 CREDENTIAL = re.compile(
-    "secret|token|passw|credential|signature|(access|account|api|private|sas|shared)_?key|key_?id|^sas"
+    "secret|token|passw|pwd|credential|signature|^sig$|^sas|key_?id"
+    "|(access|account|api|private|sas|shared)_?key"
 )
 """Names of parameters whose values no error tells, unless they are those of files."""
 
@@ -119,7 +120,8 @@ def problem_of(
         )
     if said.startswith("Invalid enum value"):
         said = "Expected " + (_allowed_values(fields.get(name)) or "another value")
-    said = re.sub("`([a-z]+)`", lambda found: _WORDS.get(found[1], found[1]), _of_types(said))
+    said = re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)
+    said = re.sub("`([a-z]+)`", lambda found: _WORDS.get(found[1], found[1]), said)
     said = said[:1].lower() + said[1:]
     if not name or given is None:
         return f"{name}: {said}" if name else said
@@ -146,18 +148,13 @@ def shown(given: Any) -> Any:
         name, equals, value = parameter.partition("=")
         hidden = is_credential(unquote(name)) or "@" in unquote(value)
         parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
-    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
+    return re.sub("(?s)//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
 
 
 def is_credential(setting: object) -> bool:
     """Whether the value of a setting may be a credential, by its name."""
     name = str(setting).lower()
     return CREDENTIAL.search(name) is not None and not name.endswith("_file")
-
-
-def _of_types(said: str) -> str:
-    """Split types that msgspec names at once: `int | null` becomes `int` or `null`."""
-    return re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)
 
 
 def _allowed_values(kind: Any) -> str:

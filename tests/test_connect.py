@@ -101,6 +101,9 @@ HIDE_AND_SEEK = "hide-and-seek"
         (f"s3://bucket?token={HIDE_AND_SEEK}&token=again", "each parameter once"),
         (f"s3://bucket?token={HIDE_AND_SEEK}&", "name=value"),
         (f"nowhere://?password={HIDE_AND_SEEK}", "one of: "),
+        (f"s3://bucket?pwd={HIDE_AND_SEEK}", "no 'pwd'.*environment"),
+        (f"az://container?sv=2024-11-04&sig={HIDE_AND_SEEK}", "no 'sig'.*environment"),
+        (f"s3://user\n:{HIDE_AND_SEEK}@bucket", "without control"),
     ],
     ids=repr,
 )
