@@ -4,7 +4,7 @@ import contextlib
 import enum
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,8 +23,7 @@ from kvxfer.text import find_control
 from kvxfer.units import ByteSize
 
 NUMBER = "0 or more, a number"
-LONGEST_S = (2**31 - 1) / 1000
-"""Longest time that a socket can wait, 24 days: its milliseconds are an int of C."""
+LONGEST_S = (2**31 - 1) / 1000  # 24 days, that a socket can wait: milliseconds in an int of C
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,9 +40,13 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Convert every field to its declared type, or refuse it by name."""
-        for field in msgspec.structs.fields(self):
-            value = _convert(field.name, getattr(self, field.name), field.type)
-            msgspec.structs.force_setattr(self, field.name, value)
+        for name, kind in _types_of(type(self)):
+            msgspec.structs.force_setattr(self, name, _convert(name, getattr(self, name), kind))
+
+
+@cache
+def _types_of(config_type: type[Configuration]) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(config_type)]
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
@@ -52,12 +55,10 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         if value is None and NoneType in get_args(kind):
             return None
         (kind,) = [each for each in get_args(kind) if each is not NoneType]
-    if get_origin(kind) is Literal:
-        return _one_of(name, value, get_args(kind))
+    if get_origin(kind) is Literal or isinstance(kind, enum.EnumMeta):
+        return _one_of(name, value, get_args(kind) or tuple(kind))
     if kind in _CONVERTERS:
         return _CONVERTERS[kind](name, value)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _one_of(name, value, tuple(kind))
     require_instance(name, value, get_origin(kind) or kind)
     return value
 

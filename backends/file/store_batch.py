@@ -188,10 +188,11 @@ class StoreBatch:
             raise
         try:
             with contextlib.suppress(BlockFileError):
-                head, num_bytes = read_header(fd)
-                block = self._blocks.payload_starts[index], self._blocks.block_sizes[index]
-                size = len(head) + num_bytes
-                covers = BlockHeader.decode(head).covers(key, *map(int, block), size)
+                head, num_data_bytes = read_header(fd)
+                start = int(self._blocks.payload_starts[index])
+                num_bytes = int(self._blocks.block_sizes[index])
+                size = len(head) + num_data_bytes
+                covers = BlockHeader.decode(head).covers(key, start, num_bytes, size)
             if discard and not covers:
                 self._space.discard(key, fd)
         finally:
