@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, BlockHeader, header_in
@@ -60,9 +60,14 @@ def load_namespace(path: str) -> Namespace:
 
 
 def read_namespace(folder: TextFolder) -> Namespace:
-    """Read the description of a folder's namespace; a `BlockFileError` if there is no good one."""
+    """Read the description of a folder's namespace.
+
+    A `BlockFileError` if there is no good one, a `BackendUnavailableError` if the server is gone.
+    """
     try:
         namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)
+    except BackendUnavailableError:
+        raise
     except OSError as exc:
         raise BlockFileError(f"{NAMESPACE_FILE}: {exc.strerror or exc}") from exc
     except msgspec.MsgspecError as exc:
