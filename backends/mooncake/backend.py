@@ -484,8 +484,9 @@ class MooncakeBackend(TellsKept):
 
     async def _release(self) -> None:
         self._staging.withdraw()
-        left = await self._threads.aclose(self._config.close_timeout_s)
-        if not await self._client.aclose(self._config.close_timeout_s) and not left:
+        timeout_s = self._config.close_timeout_s
+        closing = self._threads.aclose(timeout_s), self._client.aclose(timeout_s)
+        if not any(await asyncio.gather(*closing)):
             await self._staging.aclose()
             self._pages.close()
 

@@ -186,14 +186,15 @@ class ObjectBackend(TellsKept):
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
+        timeout_s = self._config.close_timeout_s
         self._calls.cancel()
         await end_tasks(filter(None, [self._listing]))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.close_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._deletes.wait_for_others()  # those whose callers were cancelled
-        await self._texts.aclose(self._config.close_timeout_s)
-        await self._bucket.aclose(self._config.close_timeout_s)
-        if not await self._threads.aclose(self._config.close_timeout_s):
+                await self._texts.aclose(timeout_s)
+        closing = self._threads.aclose(timeout_s), self._bucket.aclose(timeout_s)
+        if not (await asyncio.gather(*closing))[0]:
             self._pages.close()
 
     async def _move_each(

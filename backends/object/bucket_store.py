@@ -32,7 +32,6 @@ from kvxfer.runtime import LoopThread, end_tasks
 PIECE_BYTES = 8 << 20
 """Most bytes of an object in one request: what a thread that verifies holds in memory."""
 
-
 T = TypeVar("T")
 
 

@@ -15,7 +15,7 @@ from kvxfer.backends.object import BucketStore
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.pages.maintenance import GarbageCollection
+from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
@@ -167,6 +167,41 @@ async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_tim
             await look_up()
         assert num_answers == 6
         assert backend._presence.has(other) is None, "it may be behind those that were listed"
+
+
+async def test_a_server_that_is_gone_is_no_damage_of_a_namespace() -> None:
+    memory, store = make_memory(), MemoryStore()
+    async with open_in_memory(memory.namespace(), store) as backend:
+        await store_generated(backend, make_keys(1), memory.describe(0, [0]))
+
+    def check() -> None:
+        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
+            opened.bucket._store = store
+            checked = StoreCheck(opened, BlockCheck())
+            assert list(checked.namespace_problems()) == []
+            opened.bucket._breaker.trip("the server is gone")
+            with pytest.raises(BackendUnavailableError, match="paused"):
+                list(checked.namespace_problems())
+
+    await asyncio.to_thread(check)
+
+
+async def test_closing_waits_for_a_silent_server_no_longer_than_twice_its_time() -> None:
+    config, keys = MemoryConfig(address="memory", close_timeout_s=1.0), make_keys(2)
+
+    async def hang(*_: object, **_fields: object) -> None:
+        await asyncio.Event().wait()
+
+    backend = objects.ObjectBackend(config, PAGES.namespace())
+    calls = ("put_async", "get_async", "head_async", "delete_async", "list_with_delimiter_async")
+    plant(backend._bucket, **dict.fromkeys(calls, hang))
+    for call in (backend.store(keys[:1], PAGES.describe(0, [0])), backend.delete(keys[1:])):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call, 0.05)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(backend._texts.read(), 0.05)
+    async with asyncio.timeout(2.5):
+        await backend.aclose()
 
 
 PAGES = make_memory()
