@@ -48,6 +48,11 @@ def port(holder: Exchange, which: str) -> int:
     return holder.server.endpoint.port if which == "control" else holder.server.data_port
 
 
+async def test_any_number_of_connections_may_be_allowed(tmp_path: Path) -> None:
+    async with holding(tmp_path, transport="socket", max_connections=2**63 - 1) as holder:
+        assert port(holder, "control")
+
+
 @contextlib.asynccontextmanager
 async def strangers(port: int, num: int = 1) -> AsyncIterator[list[socket.socket]]:
     loop = asyncio.get_running_loop()
