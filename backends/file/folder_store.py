@@ -12,7 +12,7 @@ from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_wa
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS, Size
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
@@ -106,7 +106,7 @@ class _Folder(StoredNamespace):
         finally:
             runtime.disk().close(fd)
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[Size]:
         return map(self._remove, blocks)
 
     def remove_empty(self) -> bool:
@@ -121,13 +121,13 @@ class _Folder(StoredNamespace):
                 count.move(*moved)
         return moved is not None
 
-    def _remove(self, block: FoundBlock) -> int | None:
+    def _remove(self, block: FoundBlock) -> Size:
         try:
             size = self._folder.remove(block.key, block.folder)
             return None if size is None else padded(size)
         except OSError as exc:
             if exc.errno not in DAMAGE_ERRORS:
-                raise
+                return exc
             logger.warning("%s cannot be removed: %s", block.path, exc.strerror)
             return None
 

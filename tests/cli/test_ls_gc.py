@@ -1,6 +1,7 @@
 """`kvxfer ls` and `gc`: what a store holds, and what is removed from it."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.cli import main
 from kvxfer.storage.keys import Namespace
+from tests.backends.file_store import fail_to
 from tests.cli.conftest import Run
 from tests.cli.peers import COMMAND
 from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
@@ -157,6 +159,20 @@ def test_a_dry_run_removes_nothing_and_says_what_goes(
     assert not store.quarantined()
     assert not (store.root / emptied.fingerprint).exists()
     assert store.counted_bytes == sum(num_left) * FILE_BYTES
+
+
+def test_a_file_that_cannot_be_removed_is_told_when_all_others_are(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = store.fill()
+    stays = store.path(ours, store.keys[0])
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM), stays.name)
+    fail_to(monkeypatch, "unlink", stays.name, error)
+    status, printed, said = run("gc", store.root, "--max-age", "0s")
+    assert (status, printed) == (2, "")
+    assert stays.name in said
+    assert [*store.root.rglob("*.safetensors")] == [stays]
+    assert store.counted_bytes == FILE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ class StoredNamespace(ABC):
         """Open the file of a block; a `FileNotFoundError` if it is gone."""
 
     @abstractmethod
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        """Remove files; yield the bytes of each once it is gone, None where it was not there."""
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | OSError | None]:
+        """Remove files; yield the bytes of each that is gone, None if it was, why it cannot be."""
 
     @abstractmethod
     def remove_empty(self) -> bool:

@@ -67,12 +67,15 @@ class GarbageCollection:
         self._order = _UseOrder()
         self._num_bytes_going = 0
         self._removed = RemovedCounts()
+        self._errors: list[OSError] = []
 
     def run(self) -> RemovedCounts:
-        """Remove files, and correct the count of bytes."""
+        """Remove files, and correct the count of bytes; then an OSError tells of one that stays."""
         self._store.require()
         with contextlib.closing(self._open_count()) as count:
             self._collect(count)
+        if self._errors:
+            raise self._errors[0]
         return self._removed
 
     def preview(self) -> RemovedCounts:
@@ -164,7 +167,7 @@ class GarbageCollection:
                         before = self._removed.num_bytes
                         try:
                             self._remove(namespace, some)
-                        finally:  # those that were removed before one that cannot be
+                        finally:  # those that were removed before the server was gone
                             count.remove(self._removed.num_bytes - before)
                     self._check()
         for fingerprint in fingerprints:
@@ -176,7 +179,9 @@ class GarbageCollection:
     def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> None:
         removed = namespace.remove([block for block, _ in some])
         for (_, fate), num_bytes in zip(some, removed, strict=True):
-            if num_bytes is not None:
+            if isinstance(num_bytes, OSError):
+                self._errors.append(num_bytes)
+            elif num_bytes is not None:
                 self._removed.add(fate, num_bytes)
 
 
