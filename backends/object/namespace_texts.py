@@ -97,7 +97,7 @@ class NamespaceTexts:
         try:
             _, names = await self._bucket.list_folder(folder)
         except RequestFailedError as exc:
-            if exc.denied:  # pages are told apart by their headers
+            if not exc.transient:  # as for want of a right; pages are told apart by their headers
                 return
             raise
         kinds = [kind for kind, name in RECORDS.items() if name in names]

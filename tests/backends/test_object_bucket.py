@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError
 from obstore.store import MemoryStore
 
 from kvxfer.backends import object as objects
@@ -167,6 +167,19 @@ async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_tim
             await look_up()
         assert num_answers == 6
         assert backend._presence.has(other) is None, "it may be behind those that were listed"
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidPathError("a name of others"), GenericError("status code: 403")]
+)
+async def test_blocks_are_stored_and_found_where_their_folder_cannot_be_listed(
+    error: Exception,
+) -> None:
+    memory, keys = make_memory(), make_keys(1)
+    async with open_in_memory(memory.namespace()) as backend:
+        plant(backend._bucket, list_with_delimiter_async=raising(error), list=raising(error))
+        await store_generated(backend, keys, memory.describe(0, [0]))
+        assert await backend.lookup(keys) == [True]
 
 
 async def test_a_server_that_is_gone_is_no_damage_of_a_namespace() -> None:
