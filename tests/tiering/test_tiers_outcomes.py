@@ -12,7 +12,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.testing.simulation import Simulation
 from kvxfer.tiering import TieredBackend, TierTimeouts
@@ -188,3 +188,66 @@ def test_loads_wait_for_their_turn_in_a_tier_that_is_slow_and_in_none_that_hangs
     with runtime.use(simulation.runtime):
         simulation.runtime.scheduler.run(lambda: simulation.run(load_all()))
     assert not simulation.violations
+
+
+async def test_a_store_that_waits_for_its_turn_in_a_tier_locks_no_key(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    async with TieredBackend([open_dict(namespace, 0), lower], namespace) as backend:
+        backend.share_out(2)
+        lower.rates = FaultRates(hang=1.0)
+        stores = [
+            asyncio.ensure_future(backend.store([KEYS[at]], memory.describe(0, [at])))
+            for at in range(2)
+        ]
+        await lower.until_waiting()
+        await yield_to_loop(32)
+        assert await asyncio.wait_for(backend.delete(KEYS[1:2]), 2.0) == [False]
+        lower.release()
+        assert await asyncio.gather(*stores) == [[DONE], [DONE]]
+        assert await backend.lookup(KEYS[:2]) == [True, True]
+
+
+async def test_a_tier_has_a_buffer_beside_any_number_that_hang(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    hanging = [FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates()) for _ in range(2)]
+    tiers = [open_dict(namespace, 0), *hanging, open_dict(namespace)]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        for at, tier in enumerate(tiers[1:]):
+            await store_generated(tier, [KEYS[at]], memory.describe(0, [at]))
+        finding = []
+        for at, faulty in enumerate(hanging):
+            faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOAD}))
+            finding.append(asyncio.ensure_future(backend.lookup([KEYS[at]])))
+            await faulty.until_waiting()
+        assert await asyncio.wait_for(backend.lookup(KEYS[2:3]), 2.0) == [True]
+        for faulty in hanging:
+            faulty.release()
+        assert await asyncio.gather(*finding) == [[True], [True]]
+
+
+async def test_a_tier_is_drained_once_for_each_store_that_may_bring_back_what_is_deleted(
+    memory: BlockMemory,
+) -> None:
+    class Unsafe(DictBackend):
+        num_drains = 0
+
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+        async def drain(self) -> None:
+            self.num_drains += 1
+            await may_end.wait()
+
+    may_end, namespace = asyncio.Event(), memory.namespace()
+    unsafe = Unsafe(None, namespace)
+    async with TieredBackend([open_dict(namespace, 0), unsafe], namespace) as backend:
+        await backend.store(KEYS[:1], memory.describe(0, [0]))
+        deleting = asyncio.ensure_future(backend.delete(KEYS[:1]))
+        await yield_to_loop(8)
+        await backend.store(KEYS[1:2], memory.describe(0, [1]))  # after that drain has begun
+        may_end.set()
+        await deleting
+        for _ in range(2):
+            await backend.delete(KEYS[:1])
+        assert unsafe.num_drains == 2

@@ -384,7 +384,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if tier is None or self._write_back.is_taken(key) or not may_load_from_storage(req_context):
+        if tier is None or key in self._write_back.taken or not may_load_from_storage(req_context):
             return LookupResult.MISS
         found = tier.lookup(key, req_context.req_id)
         if found is None:
@@ -468,7 +468,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
-        taken = self._write_back.take(now, self._max_going_down - self._write_back.num_taken)
+        taken = self._write_back.take(now, self._max_going_down - len(self._write_back.taken))
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
             # What is below is to be deleted first; others do not wait for that.
             self._write_back.put_off(now, waiting, failed=False)
