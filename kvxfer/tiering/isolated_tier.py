@@ -355,8 +355,8 @@ class IsolatedTier:
             if not self.index:
                 return await call
             timeout_s *= max(-(-blocks.num_bytes // self._staging.buffer_bytes), 1)
-        # A load writes to the caller's memory; what moves between tiers has buffers, to be drained.
-        is_kept = operation is Operation.LOAD and cause is Cause.REQUEST
+        # A load writes to the caller's memory, and a store may bring back what is deleted after it.
+        is_kept = cause is Cause.REQUEST or (cause, operation) == (Cause.PROMOTION, Operation.STORE)
         outcomes = await self._await_answer(
             operation, what, keys, timeout_s, call, keeps_caller=is_kept
         )

@@ -251,3 +251,33 @@ async def test_a_tier_is_drained_once_for_each_store_that_may_bring_back_what_is
         for _ in range(2):
             await backend.delete(KEYS[:1])
         assert unsafe.num_drains == 2
+
+
+@pytest.mark.parametrize("room", [0, None])
+async def test_what_is_deleted_is_not_brought_back_by_a_call_that_was_given_up(
+    memory: BlockMemory, room: int | None
+) -> None:
+    namespace = memory.namespace()
+    tiers = [
+        FaultyBackend(open_dict(namespace, size), seed=0, rates=FaultRates())
+        for size in (room, None)
+    ]
+    stuck = FaultRates(stuck=1.0, operations=frozenset({Operation.STORE}))
+    async with TieredBackend(tiers, namespace) as backend:
+        slow = tiers[0 if room is None else 1]
+        if room is None:  # a lookup stores in the first tier what it found in the second
+            await store_generated(tiers[1], KEYS[:1], memory.describe(0, [0]))
+            slow.rates = stuck
+            calling: asyncio.Future[object] = asyncio.ensure_future(backend.lookup(KEYS[:1]))
+        else:
+            slow.rates = stuck
+            calling = asyncio.ensure_future(backend.store(KEYS[:1], memory.describe(0, [0])))
+        await slow.until_waiting()
+        calling.cancel()
+        await yield_to_loop(8)
+        deleting = asyncio.ensure_future(backend.delete(KEYS[:1]))
+        await yield_to_loop(8)
+        slow.release()
+        await asyncio.wait([calling, deleting])
+        await backend.drain()
+        assert await backend.lookup(KEYS[:1]) == [False]
