@@ -376,6 +376,8 @@ class Journal:
         data: list[bytes] = []
         num_bytes = self._num_bytes
         try:
+            if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+                num_bytes = self._max_part_bytes + 1  # it was removed, so another one is begun
             for index, record in enumerate(records):
                 if self._file is None or num_bytes > self._max_part_bytes:
                     if self._file is not None:

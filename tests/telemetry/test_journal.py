@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     assert lost == [(3, True)]
     assert [each for each in found if isinstance(each, Source)]
     assert "cannot be written" in warning.message
+
+
+def test_a_journal_that_is_removed_while_it_is_written_begins_anew(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal"))
+    observer = journal.observer()
+    observer.note(Added("host", KEYS))
+    journal.flush()
+    shutil.rmtree(tmp_path / "journal")
+    observer.note(Added("host", KEYS[:1]))
+    journal.close()
+    found = records(tmp_path / "journal")
+    assert [each.event.keys for each in found if isinstance(each, Noted)] == [KEYS[:1]]
+    assert [each for each in found if isinstance(each, Source)]
 
 
 def test_a_disk_that_hangs_keeps_no_engine_from_closing(
