@@ -23,6 +23,8 @@ from kvxfer.backends.file.io import (
     open_engine,
 )
 from kvxfer.backends.file.io.file_io import MAX_FILES
+from kvxfer.backends.file.io.ring import FSYNC, RENAMEAT, WRITEV, Ring
+from kvxfer.runtime import Disk
 from tests.backends.file_store import ENGINES, has_uring, open_descriptors, temporary_folder
 
 PAGE = 4096
@@ -121,6 +123,33 @@ def test_whole_files_get_their_names_and_the_others_leave_nothing(
             if index not in (2, 3, 4)
         }
         assert (folder / "0").lstat().st_mode == stat.S_IFREG | 0o600
+
+
+@pytest.mark.skipif(not has_uring(), reason="needs io_uring")
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_has_to_survive_is_on_the_disk_before_it_has_its_name_in_a_ring_and_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, durable: bool
+) -> None:
+    done: list[int] = []
+    synced: list[int] = []
+    run, memory, folder_fd = Ring.run, Memory(PAGE).fill(), os.open(tmp_path, os.O_RDONLY)
+
+    def run_noted(ring: Ring, steps: NDArray[np.void]) -> NDArray[np.int32]:
+        done.extend(steps["opcode"].tolist())
+        return run(ring, steps)
+
+    monkeypatch.setattr(Ring, "run", run_noted)
+    monkeypatch.setattr(Disk, "fsync", staticmethod(synced.append))
+    (tmp_path / "1").symlink_to("0")  # which a ring does not replace
+    files = [
+        NewFile(folder_fd, b"%d.tmp" % i, b"%d" % i, memory.vector((0, 16)), 16) for i in range(2)
+    ]
+    with contextlib.closing(UringFileIO()) as engine:
+        assert engine.write_named(files, 0, durable=durable) == [16, 16]
+    os.close(folder_fd)
+    steps = [each for each in done if each in (WRITEV, FSYNC, RENAMEAT)]
+    assert steps == [WRITEV, *[FSYNC] * durable, RENAMEAT] * 2
+    assert len(synced) == durable
 
 
 @pytest.mark.skipif(not has_uring(), reason="needs io_uring")

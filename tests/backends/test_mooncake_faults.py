@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.mooncake import CallFailedError, MooncakeBackend, MooncakeConfig, StoreClient
+from kvxfer.backends.mooncake.backend import ABANDONED_AFTER_S, Code
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -24,6 +25,7 @@ from kvxfer.units import ByteSize
 from tests import needs
 from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
 from tests.backends.outages import BACK_S, move_until_one_fails, require_back
+from tests.clock import Clock
 
 pytestmark = [needs.mooncake, pytest.mark.processes]
 
@@ -156,6 +158,25 @@ def configure(stuck: Stuck, **fields: Any) -> MooncakeConfig:
             return stuck
 
     return Config(address="127.0.0.1:1", **fields)
+
+
+@pytest.mark.parametrize("early_s", [0, 1])
+async def test_mooncake_is_closed_after_a_transfer_that_it_gave_up_and_may_go_on(
+    clock: Clock, early_s: float
+) -> None:
+    """Whatever took less time has failed, and goes on no more."""
+
+    class GivingUp(Stuck):
+        def batch_get_into(self, names: Sequence[str], *_: object) -> list[int]:
+            clock.now += ABANDONED_AFTER_S - early_s
+            return [Code.TRANSFER_FAIL] * len(names)
+
+    mooncake, memory = GivingUp(), np.zeros(4096, np.uint8)
+    region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
+    client = StoreClient(configure(mooncake), region)
+    await client.ask("load", lambda store: store.batch_get_into([""], [], []), 600.0)
+    assert mooncake.closed.is_set() == (not early_s)
+    await client.aclose(BACK_S)
 
 
 async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:

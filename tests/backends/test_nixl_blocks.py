@@ -123,6 +123,47 @@ async def test_a_drain_ends_reads_that_never_end_by_themselves() -> None:
         assert (await load(pair, KEYS))[0] == [DONE] * 4
 
 
+async def test_a_drain_waits_for_an_agent_that_takes_longer_to_end_than_callers_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "RESTART_S", 0.05)
+    async with open_pair(timeout_s=0.5) as pair, asyncio.timeout(10):
+        may_end, aclose = asyncio.Event(), FakeNixlAgent.aclose
+
+        async def end_late(agent: FakeNixlAgent) -> None:
+            await may_end.wait()
+            await aclose(agent)
+
+        monkeypatch.setattr(FakeNixlAgent, "aclose", end_late)
+        target = pair.memory.describe(0, range(8, 12))
+        agent_of(pair).hold()
+        await pair.client.load(KEYS, target)
+        asyncio.get_running_loop().call_later(1.5, may_end.set)
+        await pair.client.drain()
+        assert pair.client._exchange.is_quiet(target)
+
+
+async def test_a_store_that_is_cancelled_ends_when_nobody_hashes_its_memory_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def hash_late(hasher: reads.BlockHasher, blocks: Descriptors) -> list[int]:
+        began.set()
+        await may_end.wait()
+        return hasher.checksums_here(blocks)
+
+    async with open_pair(integrity="full") as pair, asyncio.timeout(10):
+        monkeypatch.setattr(reads.BlockHasher, "checksums", hash_late)
+        source = pair.memory.describe(0, [8])
+        storing = asyncio.ensure_future(pair.client.store(make_keys(1, first=50), source))
+        await began.wait()
+        storing.cancel()
+        asyncio.get_running_loop().call_later(0.5, may_end.set)
+        await asyncio.wait([storing])
+        assert may_end.is_set()
+
+
 async def test_an_agent_whose_end_hangs_keeps_no_later_one_from_being_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

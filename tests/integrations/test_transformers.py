@@ -4,10 +4,12 @@ import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,6 +18,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 from kvxfer.errors import ClosedError, InvalidArgumentError, UnsupportedEngineError  # noqa: E402
 from kvxfer.integrations.transformers import interface  # noqa: E402
+from kvxfer.integrations.transformers.model_layers import LayerShape  # noqa: E402
+from kvxfer.integrations.transformers.page_pool import PagePool  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     REFUSED,
@@ -51,6 +55,38 @@ def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: P
     for layer in past.layers:
         layer.values = layer.values.flip(2)
     assert generate(model, prompt, **with_cache(past)) != alone, "tokens depend on the cache"
+
+
+class Copies(TorchDispatchMode):
+    """Copies of tensors, and whether each has ended when it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.have_ended: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        del types
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            self.have_ended.append(not any((*args[2:], kwargs.get("non_blocking"))))
+        copied: torch.Tensor = func(*args, **kwargs)
+        return copied
+
+
+def test_a_page_of_the_pool_is_free_when_a_copy_has_returned() -> None:
+    """It may be of a GPU, and the page the next one's."""
+    layer = LayerShape(
+        num_kv_heads=2, head_dim=4, head_dim_v=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    pool = PagePool([layer], 4, 1 << 12, {})
+    room = pool.make_room(2)
+    past: Any = SimpleNamespace(layers=[SimpleNamespace(keys=k, values=v) for k, v in room])
+    with Copies() as copies:
+        pool.give_out(room, [0, 1], [1, 0])
+        pool.take_in(past, [0, 1], [1, 0])
+    assert copies.have_ended == [True] * 8
 
 
 def test_generate_does_all_three(tmp_path: Path) -> None:

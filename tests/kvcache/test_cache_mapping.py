@@ -36,6 +36,7 @@ from kvxfer.kvcache.portable import (
 from kvxfer.kvcache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantization,
     MambaSpec,
     MLASpec,
     UniformTypeKVCacheSpecs,
@@ -238,6 +239,13 @@ def test_what_cannot_be_mapped_is_kept_by_each_worker_for_itself(parallel: dict[
         assert tensor.name == "layers.0.opaque0"
         why = "no spec" if caches.group_data_refs[0][0].boxes else "named axes"
         assert why in tensor.encoding
+
+
+def test_opaque_pages_of_scaled_elements_are_those_of_this_scaling_only() -> None:
+    scalings = KVQuantization.NONE, KVQuantization.PER_TENSOR
+    specs = [replace(SPEC, dtype=torch.int8, quantization=scaling) for scaling in scalings]
+    pages = [map_one(unknown(group_specs=(each,)), opaque="engine 1").page for each in specs]
+    assert pages[0] != pages[1]
 
 
 def test_opaque_rows_of_several_layers_are_those_of_these_layers_only() -> None:

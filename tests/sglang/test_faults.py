@@ -301,6 +301,25 @@ def test_pages_of_other_weights_do_not_go_to_a_store_of_before_while_another_one
         until_stored(storage, pool)
 
 
+def test_a_store_that_opens_for_the_weights_of_before_gets_and_gives_no_page(
+    door: Door, tmp_path: Path
+) -> None:
+    door.is_open.set()
+    pool, url, context = attention_pool("page_first"), file_url(tmp_path), get_context()
+    with context.override_server_args(weight_version="100"):
+        with opened(pool, extra_config(url)) as storage:
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        door.is_open.clear()
+        with not_opened_yet(backend=url) as (_, storage):
+            assert storage.batch_exists(KEYS) == 0
+            context.override("scheduler.weight_version", weight_version="200")
+            assert storage.batch_exists(KEYS) == 0
+            door.is_open.set()
+            others = keys_of(4, "others")
+            until(lambda: storage.batch_set_v1(others, rows_of(pool)) == [True] * 4)
+            assert storage.batch_exists(KEYS) == 0
+
+
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(
     door: Door,
 ) -> None:

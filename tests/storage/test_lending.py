@@ -1,6 +1,9 @@
 """Lenders: what is no block is neither offered nor lent."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.leases.book import LONGEST_S
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, yield_to_loop
 from kvxfer.units import ByteSize
 from tests.clock import Clock
 
@@ -200,3 +203,27 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
     assert len(lender.book._pins) == 0
     with pytest.raises(InvalidArgumentError, match="hash_early"):
         make_lender(caches, hash_early=True)
+
+
+async def test_a_block_that_has_another_key_when_its_checksum_is_there_is_not_lent(
+    memory: BlockMemory,
+) -> None:
+    threads, engine, may_hash = Threads("test-lending", 1), CPUCopyEngine(), threading.Event()
+    lender = CacheLender(
+        memory.caches, lease_s=8, description=b"", threads=threads, copy_engine=engine
+    )
+    threads.start(may_hash.wait)
+    async with AsyncExitStack() as held:
+        lending = []
+        for ticket, key in zip("tu", KEYS, strict=False):
+            lender.revoke("t")
+            lender.offer(ticket, [key], [0], complete=True)
+            lend = lender.lend(BlockParts([key], [0], [memory.chunk_size_bytes(0)]))
+            lending.append(asyncio.ensure_future(held.enter_async_context(lend)))
+            await yield_to_loop(4)
+        may_hash.set()
+        lent = await asyncio.gather(*lending)
+    assert [statuses(each.outcomes) for each in lent] == [[Status.MISSING], [Status.DONE]]
+    await lender.aclose()
+    await threads.aclose()
+    engine.close()
