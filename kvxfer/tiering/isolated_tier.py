@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from kvxfer import runtime
 from kvxfer.checks import require_number, require_timeout
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Turn: TypeAlias = asyncio.Future[bool]
+Turn: TypeAlias = asyncio.Future[Literal[True]]
 """Turn of a caller's requests in a tier, which comes unless the tier fails."""
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import AsyncMock, patch
 
 import pytest
@@ -268,7 +269,7 @@ async def test_what_is_deleted_is_not_brought_back_by_a_call_that_was_given_up(
         if room is None:  # a lookup stores in the first tier what it found in the second
             await store_generated(tiers[1], KEYS[:1], memory.describe(0, [0]))
             slow.rates = stuck
-            calling: asyncio.Future[object] = asyncio.ensure_future(backend.lookup(KEYS[:1]))
+            calling: asyncio.Future[Any] = asyncio.ensure_future(backend.lookup(KEYS[:1]))
         else:
             slow.rates = stuck
             calling = asyncio.ensure_future(backend.store(KEYS[:1], memory.describe(0, [0])))
