@@ -277,8 +277,8 @@ class Reports:
         return reports
 
     def tell(self, event: Event) -> None:
-        """Tell an event to every observer; one that raises is logged and left out from then on."""
-        self._each(lambda observer: observer.note(event))
+        """Tell an event to every observer."""
+        self.each(lambda observer: observer.note(event))
 
     def watch(self, ask: AskGauges) -> None:
         """Give every observer a method that tells the state of this tier; keeps no object alive."""
@@ -288,7 +288,7 @@ class Reports:
             alive = method()
             return {} if alive is None else alive()
 
-        self._each(lambda observer: observer.watch(self.tier, ask_if_alive))
+        self.each(lambda observer: observer.watch(self.tier, ask_if_alive))
 
     def added(self, keys: Sequence[BlockKey]) -> None:
         """Tell that blocks can be found from now on."""
@@ -362,7 +362,8 @@ class Reports:
             self.moved(operation, keys, outcomes, sizes, began, cause=cause)
         return outcomes
 
-    def _each(self, call: Callable[[Observer], None]) -> None:
+    def each(self, call: Callable[[Observer], None]) -> None:
+        """Call every observer; one that raises is logged and left out from then on."""
         for observer in list(self._observers):
             try:
                 call(observer)

@@ -210,9 +210,8 @@ class StagingMemory:
             if staged.quiet:
                 self._give_back(buffer, share)
             else:
-                task = asyncio.create_task(
-                    self._settle(buffer, share, [*dict.fromkeys(staged.drains)])
-                )
+                settling = self._settle(buffer, share, [*dict.fromkeys(staged.drains)])
+                task = asyncio.create_task(settling)
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
 

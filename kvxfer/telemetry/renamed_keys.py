@@ -21,7 +21,6 @@ class RenamedKeys(Observer):
         observers: Sequence[Observer],
         rename: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
     ) -> None:
-        self._observers = observers
         self._reports = Reports(observers)
         self._rename = rename
 
@@ -33,5 +32,4 @@ class RenamedKeys(Observer):
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
-        for observer in self._observers:
-            observer.watch(tier, ask)
+        self._reports.each(lambda observer: observer.watch(tier, ask))

@@ -13,6 +13,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed
+from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer import TransferEngine
@@ -83,6 +84,19 @@ async def test_an_observer_that_fails_is_told_nothing_more_and_others_are(
     assert [outcome.status for outcome in outcomes] == [DONE, DONE]
     assert len(failing.events) == 1
     assert recorder.of(observer.LookedUp)
+
+
+def test_an_observer_that_watches_nothing_keeps_no_other_of_other_names_from_it(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    class Blind(Recorder):
+        def watch(self, tier: str, ask: observer.AskGauges) -> None:
+            raise OSError(tier)
+
+    renamed = RenamedKeys([Blind(), recorder], lambda keys: keys)
+    host = open_host(memory.namespace(), 4)
+    host.observe(observer.Reports([renamed], "host"))
+    assert recorder.gauges("host")
 
 
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
