@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from kvxfer import runtime
-from kvxfer.checks import require_integer, require_positive, require_text
+from kvxfer.checks import require_integer, require_text
 from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
@@ -22,6 +22,7 @@ from kvxfer.telemetry.places import place_of
 
 DEFAULT_BUFFER_BATCHES = 10_000
 """Batches that are kept for replay, as many as in vLLM."""
+INT_MAX = (1 << 31) - 1  # of ZMQ
 BLOCKS_PER_BATCH = 100
 """Blocks in one batch at most, so that the buffer is bounded in bytes, too."""
 CLOSE_S = 1.0
@@ -164,7 +165,9 @@ class EventPublisher(Observer):
     ) -> None:
         if hashes not in get_args(HashForm):
             raise InvalidArgumentError("hashes", hashes, "'int64' or 'bytes'")
-        buffer_batches = require_positive("buffer_batches", buffer_batches)
+        buffer_batches = require_integer(
+            "buffer_batches", buffer_batches, minimum=1, maximum=INT_MAX
+        )
         self._topic = require_text("topic", topic).encode()
         self._whole_hashes = hashes == "bytes"
         rank = data_parallel_rank
@@ -210,9 +213,8 @@ class EventPublisher(Observer):
 
     def note(self, event: Event) -> None:
         """See `Observer.note`; events after `close` are dropped."""
-        if isinstance(event, Removed) and event.namespace:
-            return
-        if isinstance(event, (Added, Removed)):
+        is_theirs = isinstance(event, Removed) and event.namespace
+        if isinstance(event, (Added, Removed)) and not is_theirs:
             for start in range(0, len(event.keys), BLOCKS_PER_BATCH):
                 self._append(event, event.keys[start : start + BLOCKS_PER_BATCH])
 
@@ -369,8 +371,8 @@ def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:
     elif not place.startswith("@"):  # a path, which ZMQ takes whatever is there
         try:
             remove_abandoned(Path(place))
-        except OSError as exc:
-            raise BackendUnavailableError(f"cannot listen at {address}: {exc}") from exc
+        except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
+            raise BackendUnavailableError(f"cannot listen at {address!r}: {exc}") from exc
     try:
         socket.bind(address)
     except zmq.ZMQError as exc:

@@ -142,11 +142,8 @@ def list_files(folder: Path) -> list[JournalFile]:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
     except OSError as exc:
         raise _refuse(folder, f"a folder that can be read: {exc.strerror}") from exc
-    files = []
-    for path in paths:
-        first = next(_read(path), None)
-        if isinstance(first, Began) and first.version == VERSION:
-            files.append(JournalFile(path, first))
+    firsts = [(path, next(_read(path), None)) for path in paths]
+    files = [JournalFile(p, f) for p, f in firsts if isinstance(f, Began) and f.version == VERSION]
     if not files:
         raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX}) in it")
     return sorted(files, key=lambda file: (file.began.process, file.began.part))
@@ -157,9 +154,8 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
 
     What cannot be removed, such as the files of another user, stays.
     """
-    last_parts: dict[str, Path] = {}
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        last_parts[path.name.rsplit(".", 2)[0]] = path
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    last_parts = {path.name.rsplit(".", 2)[0]: path for path in paths}
     ended: list[tuple[float, str]] = []
     for name, path in last_parts.items():
         with contextlib.suppress(OSError):  # another process may remove it just now
@@ -337,12 +333,11 @@ class Journal:
             records.append(lost)
         if records and not self._write(records):
             times = [at_s for at_s, _, event in noted if event is not None]
-            num_lost = len(times) + lost.num_events
-            times += [lost.at_s] if lost.num_events else []
+            earlier = [lost.at_s] if lost.num_events else []
             with self._lock:
                 self._waiting[:0] = [each for each in noted if each[2] is None]
-                self._lost_at_s = min(times, default=self._lost_at_s)
-                self._num_lost += num_lost
+                self._lost_at_s = min(earlier + times, default=self._lost_at_s)
+                self._num_lost += lost.num_events + len(times)
 
     def _parts(self, number: int, event: Event) -> Iterator[Event]:
         """Shorten an event: what all blocks have once, and a bounded number of keys.
@@ -466,8 +461,7 @@ def journal_observers(
 
 def flush_journal() -> None:
     """Write what was noted so far in the journal of the process, for at most `CLOSE_TIMEOUT_S`."""
-    journal = _journal_of_process()
-    if journal is not None:
+    if (journal := _journal_of_process()) is not None:
         flushing = runtime.begin_aside("kvxfer-journal-flush", journal.flush)
         runtime.wait_futures([flushing], CLOSE_TIMEOUT_S)
 

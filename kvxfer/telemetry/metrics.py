@@ -11,6 +11,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvxfer import runtime
+from kvxfer.checks import require_instance
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import (
     ENGINE,
@@ -35,6 +37,7 @@ from kvxfer.storage.observer import (
 PREFIX = "kvxfer_"
 NO_TIER = "none"
 """Tier of a miss."""
+HITS = ("miss", "hit")  # by whether it was found
 
 SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of the buckets of durations: from a block in memory to a disk that stalls."""
@@ -109,14 +112,14 @@ def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for eac
         case Moved():
             yield from _samples_of_move(event)
         case Asked(tier=tier, found=found, seconds=seconds, status=status):
-            outcome = _hit(all(found)) if status is Status.DONE else status.value
+            outcome = HITS[all(found)] if status is Status.DONE else status.value
             yield Sample("lookup_seconds", seconds, (tier, outcome))
         case LookedUp(tiers=tiers, seconds=seconds, bytes_of=bytes_of):
             for tier, number in Tally(tiers).items():
-                labels = tier or NO_TIER, _hit(bool(tier))
+                labels = tier or NO_TIER, HITS[bool(tier)]
                 yield Sample("lookup_blocks", number, labels)
                 yield Sample("lookup_bytes", bytes_of.get(tier, 0), labels)
-            yield Sample("lookup_seconds", seconds, (ENGINE, _hit(all(tiers))))
+            yield Sample("lookup_seconds", seconds, (ENGINE, HITS[all(tiers)]))
         case Removed(tier=tier, keys=keys, reason=reason):
             yield Sample("removed_blocks", len(keys), (tier, reason.value))
         case Late(tier=tier, operation=operation):
@@ -156,10 +159,20 @@ class Metrics(Observer, Collector):
 
     Attributes:
         registry: As given.
+
+    Raises:
+        InvalidArgumentError: It is no registry, or has metrics of the same names.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
+        require_instance("registry", self.registry, CollectorRegistry)
+        self._asked: list[tuple[str, AskGauges]] = []
+        self._lock = runtime.lock()
+        try:
+            self.registry.register(self)  # first: that finds another one
+        except ValueError as exc:
+            raise InvalidArgumentError("registry", registry, f"one without {PREFIX}*") from exc
         self._counters = {
             name: Counter(PREFIX + name, meaning, labels, registry=self.registry)
             for name, (meaning, labels) in COUNTERS.items()
@@ -168,9 +181,6 @@ class Metrics(Observer, Collector):
             name: Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry)
             for name, (meaning, labels) in HISTOGRAMS.items()
         }
-        self._asked: list[tuple[str, AskGauges]] = []
-        self._lock = runtime.lock()
-        self.registry.register(self)
 
     def text(self) -> bytes:
         """Format everything in Prometheus' text format."""
@@ -225,7 +235,3 @@ def ask_all(
         for gauge, value in found.items():
             values[gauge, tier] += value
     return values
-
-
-def _hit(found: bool) -> str:  # noqa: FBT001 - the outcome of a lookup
-    return "hit" if found else "miss"

@@ -101,12 +101,10 @@ class TraceRecorder:
 
     def record(self, request: RecordedRequest) -> None:
         """Have a request written; it is left out where too many wait."""
-        if self._has_ended:  # the log has said so
-            return
-        if self._waiting.qsize() < MAX_WAITING:
-            self._waiting.put(request)
+        if self._has_ended or self._waiting.qsize() >= MAX_WAITING:
+            self._num_left_out += not self._has_ended  # the log has said that it has
         else:
-            self._num_left_out += 1
+            self._waiting.put(request)
 
     def close(self) -> None:
         """Write what waits, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""

@@ -182,6 +182,12 @@ def test_an_address_of_no_use_is_said_so(address: str) -> None:
         EventPublisher(address)
 
 
+@pytest.mark.parametrize("num_batches", [0, 1 << 31])
+def test_a_buffer_that_cannot_be_is_said_so(num_batches: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="buffer_batches is"):
+        EventPublisher("tcp://127.0.0.1:0", buffer_batches=num_batches)
+
+
 def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> None:
     taken, file = tmp_path / "events", tmp_path / "precious.txt"
     file.write_text("precious")
@@ -190,6 +196,8 @@ def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> Non
         EventPublisher(f"ipc://{taken}")
     with pytest.raises(BackendUnavailableError, match="is no socket"):
         EventPublisher(f"ipc://{file}")
+    with pytest.raises(BackendUnavailableError, match="null byte"):
+        EventPublisher(f"ipc://{tmp_path}/\0")
     assert file.read_text() == "precious"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(tmp_path / "left"))

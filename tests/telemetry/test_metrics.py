@@ -1,9 +1,12 @@
 """Metrics count what happened, by tier and outcome, and show the state when they are asked."""
 
 import gc
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import ENGINE, Gauge, Moved, Reports
@@ -109,6 +112,16 @@ async def test_several_engines_add_up_and_one_that_is_gone_does_not_count(
     gc.collect()
     assert value(metrics, "capacity_bytes", tier="host") == 0
     assert not metrics._asked
+
+
+def test_a_registry_that_cannot_be_is_named_and_gets_nothing() -> None:
+    wrong: Any = "registry"
+    taken = Metrics().registry
+    before = generate_latest(taken)
+    for registry in (wrong, taken):
+        with pytest.raises(InvalidArgumentError, match="registry is"):
+            Metrics(registry)
+    assert generate_latest(taken) == before
 
 
 def test_every_gauge_has_a_meaning() -> None:
