@@ -175,8 +175,8 @@ class HostBackend(LendingBackend, ImmediateMover):
         stops = blocks.payload_starts + blocks.block_sizes
         plan = await self._begin_store(keys, blocks.payload_starts.tolist(), stops.tolist())
         if plan.keys:
-            chosen = _chosen(plan.keys, keys, blocks)
             with self._storing(plan.keys) as stored:
+                chosen = _chosen(plan.keys, keys, blocks)
                 if self._takes_thread(chosen):
                     await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
                     stored.extend(plan.keys)
@@ -378,13 +378,13 @@ class HostBackend(LendingBackend, ImmediateMover):
         require_parts_in_blocks(offered, self._guard.chunk_sizes)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
         plan = await self._begin_store(offered.keys, offered.starts, ends)
-        outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
-        outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
-        outcomes |= dict.fromkeys(plan.present, DONE)
-        rows = [index for index, key in enumerate(offered.keys) if outcomes[key] is None]
-        starts = [offered.starts[index] for index in rows]
-        stops = [offered.starts[index] + offered.sizes[index] for index in rows]
         with self._storing(plan.keys) as stored:
+            outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
+            outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
+            outcomes |= dict.fromkeys(plan.present, DONE)
+            rows = [index for index, key in enumerate(offered.keys) if outcomes[key] is None]
+            starts = [offered.starts[index] for index in rows]
+            stops = [offered.starts[index] + offered.sizes[index] for index in rows]
             self.pool.unseal(plan.slots)
             blocks = self.pool.describe(plan.slots, *np.array([starts, stops], np.int64))
             room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from kvxfer.errors import (
 )
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -304,6 +306,30 @@ def create_for_ever(name: str, folder: Path, told: Connection) -> None:
     memory_module.SHARED_MEMORY = folder
     memory_module._reserve = reserve
     SharedSegment(name, b"header", SIZE)
+
+
+@pytest.mark.parametrize("short", ["_chosen", "_no_room"])
+async def test_a_store_for_which_memory_is_short_leaves_its_slot_and_its_key_free(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    keys = [make_block_key(name, 0) for name in (b"block", b"other")]
+    async with open_host(memory) as backend:
+        await store_one(memory, backend)
+        room = backend.make_room(BlockParts(keys, [0, 0], [64, 64]))
+        blocks = memory.describe(0, [3, 4])
+        calls: dict[str, Any] = {
+            "_chosen": backend.store(keys, blocks),
+            "_no_room": room.__aenter__(),
+        }
+        with monkeypatch.context() as patched:
+            patched.setattr(f"kvxfer.backends.host.backend.{short}", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                await calls.pop(short)
+        for other in calls.values():
+            other.close()
+        outcomes = await backend.store(keys, blocks)
+        assert [outcome.done for outcome in outcomes] == [True] * 2
+        assert await backend.lookup(keys) == [True] * 2
 
 
 @pytest.fixture
