@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading import offloading_spec
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from tests.integrations.two_tiers import keys_of
@@ -38,8 +39,11 @@ HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupCon
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
 
 
-def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> OffloadingConfig:
-    groups = [("a", 0), ("b", SECOND_GROUP_ID)]
+def make_config(
+    *, rank: int = 0, world_size: int = 1, num_stages: int = 1, **extra: object
+) -> OffloadingConfig:
+    stage = rank * num_stages // world_size or ""
+    groups = [(f"a{stage}", 0), (f"b{stage}", SECOND_GROUP_ID)]
     return OffloadingConfig(
         groups=tuple(
             as_released(
@@ -57,8 +61,8 @@ def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> Offlo
             OffloadingParallelConfig,
             rank=rank,
             world_size=world_size,
-            tp_size=world_size,
-            pp_size=1,
+            tp_size=world_size // num_stages,
+            pp_size=num_stages,
             pcp_size=1,
             dcp_size=1,
             data_parallel_index=0,
@@ -75,10 +79,11 @@ def as_released(config_class: Any, **values: object) -> Any:
 
 
 class Engine:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, num_stages: int, copies: int) -> None:
+        self.copies = copies
         backend = {"type": "host", "capacity": "1MiB"}
         configs = [
-            make_config(rank=rank, world_size=world_size, backend=backend)
+            make_config(rank=rank, world_size=world_size, num_stages=num_stages, backend=backend)
             for rank in range(world_size)
         ]
         self.memories = [
@@ -99,9 +104,13 @@ class Engine:
         self.manager.shutdown()
 
 
-@pytest.fixture(params=[1, 2])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(request.param)
+@pytest.fixture(
+    params=[(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 2)],
+    ids=["one worker", "two workers", "two stages", "two workers for each half"],
+)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(offloading_spec, "num_copies", lambda *_: request.param[-1])
+    engine = Engine(*request.param)
     yield engine
     engine.close()
 
@@ -123,8 +132,8 @@ def test_blocks_of_two_groups_go_out_and_come_back_from_the_middle_of_a_chunk(
     keys = [*keys_of(2, group=0), *keys_of(1, group=SECOND_GROUP_ID)]
     context, blocks = ReqContext("request"), [1, 2, 3, 4, 5, 6]
     stored = []
-    for version, memory in enumerate(engine.memories):
-        payloads = [make_payload(key, 256, version=version) for key in keys]
+    for rank, memory in enumerate(engine.memories):
+        payloads = [make_payload(key, 256, version=rank // engine.copies) for key in keys]
         write_payloads(memory.describe(0, blocks[:4]), payloads[:2])
         write_payloads(memory.describe(1, blocks[4:]), payloads[2:])
         stored.append(b"".join(payloads))

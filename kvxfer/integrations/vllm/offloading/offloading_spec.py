@@ -196,10 +196,10 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
             num_parts=config.parallel.world_size // copies,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
-        # Of properties that scheduler and workers both know: the pool is private to the engine.
+        # Of what scheduler and workers both know: each stage of a pipeline has layers of its own.
         return HostPool(
             shape,
-            row_namespace(config, Namespace(model=""), row_size_bytes=shape.slot_size_bytes),
+            Namespace(model=config.model.name, dtype=config.model.dtype),
             self._pool_config.open_copy_engine(),
             name=self._name,
             integrity=self._pool_config.integrity,
