@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -33,6 +35,7 @@ from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading import offloading_spec
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from tests.integrations import pd_engine
 from tests.integrations.two_tiers import keys_of
 
 HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupConfig)}
@@ -224,3 +227,21 @@ HOST = "host://?capacity=1MiB"
 def test_a_wrong_setting_is_named(named: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         KVXferOffloadingSpec(make_config(**{"backend": HOST, **settings}))
+
+
+@pytest.mark.skipif(
+    not hasattr(getattr(scheduler, "GroupOffloadConfig", None), "requires_cow_source"),
+    reason="this vLLM stores the states of all blocks",
+)
+def test_chunks_of_recurrent_layers_that_vllm_stores_in_part_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = pd_engine.engine_config(tmp_path, backend=HOST, blocks_per_chunk=2)
+    config.kv_transfer_config.kv_connector = "KVXferOffload"
+    config.cache_config.mamba_cache_mode = "align"
+    pd_engine.Engine(monkeypatch, config, pd_engine.full()).connector.shutdown()
+    groups = [pd_engine.full(), pd_engine.recurrent()]
+    with pytest.raises(InvalidArgumentError, match="blocks_per_chunk is 2; expected 1 with recurr"):
+        pd_engine.Engine(monkeypatch, config, *groups)
+    config.kv_transfer_config.kv_connector_extra_config["blocks_per_chunk"] = 1
+    pd_engine.Engine(monkeypatch, config, *groups).connector.shutdown()

@@ -15,7 +15,12 @@ from kvxfer.integrations.vllm.common.freed_blocks import fence_loads_of_others
 from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
-from kvxfer.integrations.vllm.common.settings import find_settings, logger, parse_offload
+from kvxfer.integrations.vllm.common.settings import (
+    find_settings,
+    locals_of_callers,
+    logger,
+    parse_offload,
+)
 from kvxfer.integrations.vllm.common.worker_pages import describe_pages
 from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
@@ -68,7 +73,8 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
 
     Raises:
         InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
-            model cannot be identified; or `purge_on_reset`, and no tier below can be purged.
+            model cannot be identified; or `purge_on_reset`, and no tier below can be purged; or
+            chunks of a recurrent layer have several blocks.
     """
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
@@ -86,6 +92,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         if self._manager is not None:
             return self._manager
         fence_loads_of_others()
+        self._require_whole_chunks()
         world_size = self.config.parallel.world_size
         workers = receive_identities(self._name, world_size) if self._lower else []
         copies = num_copies(workers[0].pages if workers else None, self.config)
@@ -146,6 +153,16 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 closes=[publish_identity(self._name, rank, identity)] if identity else [],
             )
         return self._worker
+
+    def _require_whole_chunks(self) -> None:
+        """Refuse chunks of which vLLM stores the last block alone: a state, from 0.32 on."""
+        configs = (getattr(each, "config", None) for each in locals_of_callers("self"))
+        groups = [group for each in configs for group in getattr(each, "kv_group_configs", ())]
+        if self.blocks_per_chunk > 1 and any(
+            getattr(group, "requires_cow_source", False) for group in groups
+        ):
+            rule = "1 with recurrent layers, or no chunk is ever found: leave out `block_size`"
+            raise InvalidArgumentError("blocks_per_chunk", self.blocks_per_chunk, rule)
 
     def _open_lower_tier(
         self, pool: HostPool, workers: Sequence[WorkerIdentity], prefill: PrefillSpeed | None
