@@ -165,6 +165,10 @@ Attention = make_dataclass(
 LaterAttention = make_dataclass("Attention", [("splits", int, 32)], bases=(Attention,))
 
 
+def replay_states(config: Any) -> None:
+    config.cache_config.use_replayssm, config.cache_config.replayssm_buffer_len = True, 16
+
+
 def write_config(vllm_config: Any, **more: Any) -> Path:
     file = Path(vllm_config.model_config.model, "config.json")
     made = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "torch_dtype": "float32"}
@@ -181,6 +185,8 @@ IN_BOTH = [
     changes_to("model_config.quantization_config", {"linear": "fp8"}),
     changes_to("model_config.model_class_overrides", {"A": "b:C"}),
     changes_to("load_config.load_format", "dummy"),
+    changes_to("model_config.code_revision", "other"),
+    replay_states,
 ]
 IN_FILES = [
     draft("a"),
@@ -214,6 +220,16 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
     assert found != before[0]
     assert change not in IN_BOTH or handover_namespace(vllm_config, "r") != before[1]
     assert found.revision.partition(" overridden")[0] == handover_namespace(vllm_config).revision
+
+
+def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
+    draft(vllm_config.model_config.model)(vllm_config)
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    vllm_config.speculative_config.kv_cache_dtype = None
+    assert (identify_model(vllm_config), handover_namespace(vllm_config, "r")) == before
+    vllm_config.speculative_config.kv_cache_dtype = "fp8_e5m2"
+    assert identify_model(vllm_config) != before[0]
+    assert handover_namespace(vllm_config, "r") != before[1]
 
 
 def test_a_function_that_overrides_is_named_by_what_it_makes(vllm_config: Any) -> None:

@@ -158,13 +158,16 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "additional": getattr(vllm_config, "additional_config", None),
         "quantization": _settings_made(model.quantization_config),
         "classes": model.model_class_overrides,
+        "code": getattr(model, "code_revision", None),
+        "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     if _depends_on_length(model):
         facts["max_model_len"] = model.max_model_len
     if draft := draft_of(vllm_config):
-        facts["draft"] = [find_revision(draft), _read_config(draft)]
+        dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+        facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
     return facts
 
 
