@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
-from kvxfer.integrations.vllm.offloading import interface
+from kvxfer.integrations.vllm.offloading import interface, secondary_tier
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from tests.clock import Clock
 from tests.integrations.test_vllm import make_config
@@ -199,6 +199,17 @@ def test_vllm_is_told_that_its_memory_may_still_be_touched(
         for call in tiers.manager.reset_cache, tiers.manager.shutdown:
             with pytest.raises(BackendUnavailableError, match="its memory is still in use"):
                 call()
+
+
+def test_a_reset_of_vllm_waits_for_a_tier_that_hangs_and_not_for_ever(
+    tiers: Tiers, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
+    monkeypatch.setattr(secondary_tier, "STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tiers, "settle", tiers.step)
+    tiers.store(keys_of(1))
+    with pytest.raises(BackendUnavailableError, match="its memory is still in use"):
+        tiers.manager.reset_cache()
 
 
 def test_an_engine_whose_lower_tier_cannot_listen_or_be_attached_does_not_start(

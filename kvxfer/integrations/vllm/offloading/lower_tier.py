@@ -296,15 +296,13 @@ class LowerTier:
         self._late_loads = {each.key for each in loads if not each.job.void}
         return moved
 
-    def drain(self, *, timeout_s: float | None = None) -> bool:
+    def drain(self, *, timeout_s: float) -> bool:
         """Block until no transfer touches a row; return whether that happened in time."""
-        jobs, began = list(self._jobs), runtime.monotonic()
+        jobs, until = list(self._jobs), runtime.monotonic() + timeout_s
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
-        if timeout_s is not None:
-            timeout_s = max(0.0, timeout_s - (runtime.monotonic() - began))
         try:
-            runtime.result(quiet, timeout_s if ended else 0)
+            runtime.result(quiet, max(0.0, until - runtime.monotonic()) if ended else 0)
         except (TimeoutError, BackendUnavailableError) as exc:
             quiet.cancel()
             logger.warning("the lower tier cannot be drained: %r", exc)

@@ -29,7 +29,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     engine_config,
     require_tiering,
 )
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.lower_tier import STORE_TIMEOUT_S, LowerTier
 from kvxfer.integrations.vllm.offloading.metrics import DefinesMetrics
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.integrations.vllm.offloading.rows import row_namespace
@@ -171,8 +171,11 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
-        """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset."""
-        if not self._tier.drain():
+        """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset.
+
+        Jobs have the time of a store, and those that were abandoned as long again.
+        """
+        if not self._tier.drain(timeout_s=2 * STORE_TIMEOUT_S):
             raise BackendUnavailableError(
                 f"{self.tier_type} cannot be drained; its memory is still in use"
             )
