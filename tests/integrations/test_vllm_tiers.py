@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
-from kvxfer.testing import DictBackend, Operation
+from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.units import ByteSize
@@ -28,11 +29,12 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.integrations.vllm.offloading import lower_tier, metrics
+from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
 from tests.clock import Clock
 from tests.integrations.two_tiers import (
     HIT,
+    LIMIT_S,
     MEMORY,
     MISS,
     RETRY,
@@ -239,6 +241,37 @@ def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times()
     assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
     kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
     assert len(kept) == metrics.MAX_DURATIONS
+
+
+def test_an_idle_engine_gives_what_is_below_in_the_second_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FaultyBackend(KeepingBackend(), seed=1, rates=FaultRates())
+    scheduler = start(backend)
+    scheduler.store(KEYS)
+    scheduler.forget()
+    backend.rates = FaultRates(delay=1.0, delay_s=0.02)
+    monkeypatch.setattr(manager, "YIELD_S", LIMIT_S)
+    monkeypatch.setattr(manager, "EMPTY_STEP_S", 0.0)  # it was idle for longer
+    assert scheduler.lookup(KEYS) == [RETRY] * 3
+    scheduler.step()
+    assert scheduler.lookup(KEYS) == [HIT] * 3
+
+
+def test_a_step_that_runs_a_model_does_not_wait_for_what_is_below(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = start(broken(Operation.LOOKUP, hang=1.0))
+    monkeypatch.setattr(manager, "EMPTY_STEP_S", 0.0)
+    monkeypatch.setattr(scheduler.tier, "wait", waits := Mock())
+    scheduler.manager.on_new_request(ReqContext("runs"))
+    assert scheduler.lookup(KEYS[:1]) == [RETRY]
+    scheduler.step("runs")
+    scheduler.step()
+    assert not waits.called
+    scheduler.manager.on_request_finished(ReqContext("runs"))
+    scheduler.step()
+    assert waits.called
 
 
 def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> None:

@@ -110,6 +110,13 @@ class RowLookup:
     jobs: dict[JobId, RowJob] = field(default_factory=dict)  # loads; complete with the answer
     call: Future[None] | None = None  # the coroutine on the event loop
 
+    @property
+    def loads_all(self) -> bool:
+        """Whether it was answered, and all of its keys are being loaded."""
+        if not self.answer.done():  # the event loop may begin loads now
+            return False
+        return len(self.keys) == sum(len(job.keys) for job in self.jobs.values())
+
     def give_up(self) -> bool:
         """Give the lookup up, unless it was answered; return whether no load begins any more."""
         given_up = self.answer.cancel()
@@ -203,11 +210,15 @@ class LowerTier:
         return not is_suspended and all(purge.done() for purge in self._purges)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until the backend has answered all lookups, or else until all loads have ended."""
-        if self._lookups:
-            runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
-            return
-        self._engine.wait(list(self._loads()), timeout_s=timeout_s)
+        """Block until lookups are answered, and if nothing is missing, until all loads have ended.
+
+        Where something is missing, a request need not wait for any load.
+        """
+        until = runtime.monotonic() + timeout_s
+        runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
+        if all(lookup.loads_all for lookup in self._lookups):
+            job_ids = [*self._loads(), *(job_id for each in self._lookups for job_id in each.jobs)]
+            self._engine.wait(job_ids, timeout_s=max(0.0, until - runtime.monotonic()))
 
     @property
     def queued_bytes(self) -> int:

@@ -61,8 +61,9 @@ of which the tier below is yet to say whether it has them."""
 EMPTY_STEP_S = 0.001
 """Time of a scheduling step below which it has run no model."""
 YIELD_S = 0.005
-"""Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
-a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
+"""Longest wait for the lower tier in a step without a model, and so of a new request. Else vLLM
+would poll in a tight loop, and the thread that moves chunks get the interpreter lock only every
+5 ms."""
 AFTER_FAILURE_S = 0.05
 """Longest wait for loads that go on when one has failed and its request stores what it computed: a
 chunk whose load fails later than that is not stored, and vLLM offers it no second time."""
@@ -316,7 +317,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 self._prefill.begin_step()
                 self._decline_slow(tier, self._prefill)
             tier.flush(self._make_room(tier))
-            if runtime.monotonic() - self._step_ended_s < EMPTY_STEP_S:
+            is_short = runtime.monotonic() - self._step_ended_s < EMPTY_STEP_S
+            if is_short or not self._requests.has_begun:
                 tier.wait(YIELD_S)
             self._step_ended_s = runtime.monotonic()
 

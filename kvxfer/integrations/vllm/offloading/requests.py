@@ -83,6 +83,11 @@ class Requests:
                     self._record(self._trace, request)
                 self._tell(request, request.tiers, "")
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has begun to load or compute, and has not ended."""
+        return any(request.tiers is None for request in self._requests.values())
+
     def note_reset(self) -> None:
         """Note that the caches were reset: what requests have loaded or computed is stale."""
         for request in self._requests.values():
