@@ -144,6 +144,36 @@ def test_a_name_that_we_made_is_not_that_of_another_lease(engine: Engine) -> Non
     end_leases(engine)
 
 
+@pytest.mark.parametrize("params", [PREFILL, OVERLAP])
+def test_what_p_computed_before_a_reset_is_not_lent_after_it(
+    engine: Engine, params: dict[str, Any]
+) -> None:
+    """VLLM cannot reset its own cache then, and resets that of its connector all the same."""
+    engine.add("p", params, tokens=40)
+    engine.step()
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    while "p" not in engine.ended:
+        engine.step()
+    engine.step()
+    assert engine.ended == {"p": None}
+    assert not any(is_complete for *_, is_complete in engine.moving.offers)
+    assert {lease for lease, *_ in engine.moving.offers} == set(engine.moving.revoked)
+    engine.require_over()
+
+
+def test_a_prompt_that_a_reset_has_computed_anew_is_lent(engine: Engine) -> None:
+    engine.add("p", PREFILL, tokens=40)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    while "p" not in engine.ended:
+        engine.step()
+    engine.step()
+    assert engine.ended["p"]["remote_num_tokens"] == 40 - is_several(engine)
+    end_leases(engine)
+
+
 # D.
 
 

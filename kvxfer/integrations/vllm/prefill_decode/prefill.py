@@ -34,6 +34,7 @@ class _Early:
     keys: PromptKeys
     block_ids: list[list[int]]  # so far, for each group
     num_offered: list[int] = field(default_factory=list)  # blocks of each group
+    was_reset: bool = False  # the caches, while it ran: its lease has ended
 
     @property
     def was_preempted(self) -> bool:
@@ -113,6 +114,7 @@ class PrefillScheduler:
         # A session of vLLM's has a prompt that grows: its blocks have other keys from then on.
         is_same = keys is not None and keys.num_tokens == request.num_prompt_tokens
         is_same = is_same and not self._prompts.why_not(request)  # since it was computed
+        is_same = is_same and not (early and early.was_reset)
         if request.status not in ends or keys is None or not (is_whole and is_same):
             return self._give_up(request.request_id, early), None
         lease = early.lease if early else make_lease()
@@ -127,15 +129,21 @@ class PrefillScheduler:
             self._leases.pop(request_id, None)
 
     def reset(self) -> None:
-        """End the leases of finished requests: their pages may be of weights of before."""
+        """End all leases: their pages may be of weights of before.
+
+        A request that goes on is not lent, unless vLLM computes it anew.
+        """
         given_up = [*self._step.given_up, *self._leases.values()]
         self._step.given_up = list(dict.fromkeys(given_up))
+        for early in self._early.values():
+            early.was_reset = True
+            self._step.revoked.append(early.lease)
 
     def _give_up(self, request_id: str, early: _Early | None) -> bool:
         """End the lease of a request that was not finished; return whether its blocks are kept."""
         if early is None:
             return False
-        if early.was_preempted:  # vLLM has its blocks already
+        if early.was_preempted or early.was_reset:  # its blocks are vLLM's, or found no more
             self._step.revoked.append(early.lease)
             return False
         self._step.given_up.append(early.lease)
@@ -156,7 +164,7 @@ class PrefillScheduler:
     ) -> None:
         """Note the blocks of a request, and offer those that earlier steps have filled."""
         early = self._early.get(request_id)
-        if early is None:
+        if early is None or early.was_reset:
             return
         for group, ids in enumerate(early.block_ids):
             if replaces:
