@@ -55,14 +55,8 @@ except ImportError as exc:
     raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, str(exc)) from exc
 
 
-class _Medium(enum.StrEnum):
-    """Media of tiers, as strings, as before vLLM 0.27."""
-
-    CPU = "CPU"
-    STORAGE = "STORAGE"
-
-
-Medium: Any = getattr(base, "Medium", _Medium)
+MEDIA_BEFORE_027 = {"CPU": "CPU", "STORAGE": "STORAGE"}
+Medium: Any = getattr(base, "Medium", None) or enum.StrEnum("Medium", MEDIA_BEFORE_027)
 TransferJob: Any = getattr(tiering, "TransferJob", object)
 EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 

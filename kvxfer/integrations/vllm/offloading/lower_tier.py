@@ -210,10 +210,7 @@ class LowerTier:
         return not is_suspended and all(purge.done() for purge in self._purges)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until lookups are answered, and if nothing is missing, until all loads have ended.
-
-        Where something is missing, a request need not wait for any load.
-        """
+        """Block until all lookups are answered and, if nothing is missing, all loads have ended."""
         until = runtime.monotonic() + timeout_s
         runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
         if all(lookup.loads_all for lookup in self._lookups):

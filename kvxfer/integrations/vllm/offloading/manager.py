@@ -61,9 +61,8 @@ of which the tier below is yet to say whether it has them."""
 EMPTY_STEP_S = 0.001
 """Time of a scheduling step below which it has run no model."""
 YIELD_S = 0.005
-"""Longest wait for the lower tier in a step without a model, and so of a new request. Else vLLM
-would poll in a tight loop, and the thread that moves chunks get the interpreter lock only every
-5 ms."""
+"""Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
+a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
 AFTER_FAILURE_S = 0.05
 """Longest wait for loads that go on when one has failed and its request stores what it computed: a
 chunk whose load fails later than that is not stored, and vLLM offers it no second time."""
@@ -178,11 +177,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._reports = Reports(observers, metrics.HOST)
-        if tier is None:
-            self._wanted = WantedBlocks()
-            self._metrics = metrics.OffloadingMetrics(self._slot_bytes)
-        else:
-            self._wanted, self._metrics = tier.wanted, tier.metrics
+        self._wanted = WantedBlocks() if tier is None else tier.wanted
+        own_metrics = metrics.OffloadingMetrics(self._slot_bytes)
+        self._metrics = own_metrics if tier is None else tier.metrics
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
         self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)

@@ -158,9 +158,8 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         """Refuse chunks of which vLLM stores the last block alone: a state, from 0.32 on."""
         configs = (getattr(each, "config", None) for each in locals_of_callers("self"))
         groups = [group for each in configs for group in getattr(each, "kv_group_configs", ())]
-        if self.blocks_per_chunk > 1 and any(
-            getattr(group, "requires_cow_source", False) for group in groups
-        ):
+        has_states = any(getattr(group, "requires_cow_source", False) for group in groups)
+        if has_states and self.blocks_per_chunk > 1:
             rule = "1 with recurrent layers, or no chunk is ever found: leave out `block_size`"
             raise InvalidArgumentError("blocks_per_chunk", self.blocks_per_chunk, rule)
 

@@ -171,10 +171,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
-        """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset.
-
-        Jobs have the time of a store, and those that were abandoned as long again.
-        """
+        """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset."""
         if not self._tier.drain(timeout_s=2 * STORE_TIMEOUT_S):
             raise BackendUnavailableError(
                 f"{self.tier_type} cannot be drained; its memory is still in use"

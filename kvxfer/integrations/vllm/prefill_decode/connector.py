@@ -233,20 +233,20 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """See vLLM's `KVConnectorBase_V1`."""
         head, _ = self._tiers.get_num_new_matched_tokens(request, num_computed_tokens)
-        rest = None if head is None else self._rest_of(request, num_computed_tokens + head)
+        count = self._decode.num_matched_tokens if self._decode is not None else lambda *_: 0
+        rest = None if head is None else count(request, num_computed_tokens + head)
         if head is None or rest is None:
             return None, False
         ends_within = (num_computed_tokens + head) % self._alignment or self._has_states
         if rest and head and ends_within:  # a block, or a state: P gives the head, too
-            head = 0
-            rest = self._rest_of(request, num_computed_tokens)
+            head, rest = 0, count(request, num_computed_tokens)
             assert rest is not None  # P has answered
         self._shares[request.request_id] = head, rest
         return head + rest, head + rest > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM's `KVConnectorBase_V1`."""
-        head = self._head_of(request, num_external_tokens)
+        head = min(self._shares.get(request.request_id, (0, 0))[0], num_external_tokens)
         self._tiers.update_state_after_alloc(request, blocks, head)
         if self._decode is not None:
             self._decode.on_alloc(request, blocks, num_external_tokens - head)
@@ -262,7 +262,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """See vLLM's `KVConnectorBase_V1`."""
-        head = self._head_of(request, num_external_tokens)
+        head = min(self._shares.get(request.request_id, (0, 0))[0], num_external_tokens)
         ours = super().get_external_cache_hit_sources(request, num_external_tokens - head)
         theirs = self._tiers.get_external_cache_hit_sources(request, head)
         return dict(Counter(ours) + Counter(theirs))
@@ -320,15 +320,14 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """See vLLM's `KVConnectorBase_V1`."""
         return tuple(self._tiers.take_events())
 
-    def reset_cache(self) -> bool | None:
+    def reset_cache(self) -> bool:
         """End the leases of finished requests; vLLM frees their blocks when nobody reads them.
 
         vLLM resets its own cache first, and cannot while blocks are lent: the next reset can.
         """
         if self._prefill is not None:
             self._prefill.reset()
-        done: bool | None = self._tiers.reset_cache()
-        return done
+        return self._tiers.reset_cache() is not False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """See vLLM's `KVConnectorBase_V1`."""
@@ -402,13 +401,10 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and isinstance(step, StepData):
             self._worker.begin(step)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads end before a request is scheduled."""
+    def wait_for_layer_load(self, *_: Any, **__: Any) -> None:
+        """Do nothing: loads end before a request is scheduled, and blocks are read as a whole."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: blocks are read where they are, and stored when they are whole."""
+    save_kv_layer = wait_for_layer_load
 
     def wait_for_save(self) -> None:
         """See vLLM's `KVConnectorBase_V1`."""
@@ -494,16 +490,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if why and is_scheduler:
             logger.warning(text, why)
         return reads, lends
-
-    def _rest_of(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Count the tokens that P gives after some; None while it has not answered."""
-        if self._decode is None:
-            return 0
-        return self._decode.num_matched_tokens(request, num_computed_tokens)
-
-    def _head_of(self, request: Any, num_external_tokens: int) -> int:
-        head, _ = self._shares.get(request.request_id, (0, 0))
-        return min(head, num_external_tokens)
 
     def _take_ended(self, finished_req_ids: set[str]) -> Ended:
         ours = Ended() if self._worker is None else self._worker.take_ended()

@@ -147,16 +147,12 @@ class DecodeScheduler:
         if asked.found.num_tokens == 0:
             return self._refuse(request, Reason.MISSING, "P has no page of the prompt")
         asked.num_local_tokens = num_local_tokens
-        num_tokens = self._usable(request, asked.found) - num_local_tokens
-        if num_tokens <= 0:  # all of it is here already
+        there, num_prompt_tokens = asked.found.num_tokens, int(request.num_prompt_tokens)
+        is_whole = there >= num_prompt_tokens - self._prompts.num_last_tokens
+        usable = num_prompt_tokens - 1 if is_whole else there - there % self._tokens_per_hit
+        if usable <= num_local_tokens:  # all of it is here already
             self._settle(request.request_id)
-        return max(0, num_tokens)
-
-    def _usable(self, request: Any, found: Found) -> int:
-        """Tokens from the beginning of the prompt that can be loaded."""
-        if found.num_tokens >= request.num_prompt_tokens - self._prompts.num_last_tokens:
-            return int(request.num_prompt_tokens) - 1
-        return found.num_tokens - found.num_tokens % self._tokens_per_hit
+        return max(0, usable - num_local_tokens)
 
     def _ask(self, request: Any) -> _Asked | None:
         ticket = self._read_ticket(request)
@@ -172,7 +168,7 @@ class DecodeScheduler:
             return None
         keys = self._prompts.keys_for_decode(request)
         if keys is None:
-            self._submit(self._handover.reader.release(ticket.endpoint, ticket.lease))
+            self._release_ticket(ticket)
             why = self._prompts.why_not(request) or "the prompt has no tokens that can be loaded"
             self._refuse(request, Reason.NO_TOKENS, why)
             return None

@@ -1,7 +1,7 @@
 """Prefill: the scheduler's side of P, which lends the pages of finished prompts."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ class _Early:
     keys: PromptKeys
     block_ids: list[list[int]]  # so far, for each group
     num_offered: list[int] = field(default_factory=list)  # blocks of each group
-    was_reset: bool = False  # the caches, while it ran: its lease has ended
 
     @property
     def was_preempted(self) -> bool:
@@ -68,8 +67,12 @@ class PrefillScheduler:
 
     def on_alloc(self, request: Any) -> None:
         """Note a request that is about to be computed; called again after a preemption."""
-        params = request.kv_transfer_params
-        if request.request_id in self._early or not wants_prefill(params):
+        params, known = request.kv_transfer_params, self._early.get(request.request_id)
+        if not wants_prefill(params) or (known is not None and not known.was_preempted):
+            return
+        if known is not None:
+            self._step.revoked.append(known.lease)
+        elif request.num_computed_tokens:  # loaded, and then the caches were reset
             return
         if why := self._prompts.why_not(request):
             logger.warning("request %s is not lent: %s", request.request_id, why)
@@ -79,7 +82,7 @@ class PrefillScheduler:
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
             self._early[request.request_id] = early
             # With no blocks yet: D may ask before the step that offers them.
-            self._step.offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
+            self._offer(early, (), is_complete=False)
 
     def plan(self, output: Any) -> StepData:
         """Plan a step, which offers also chunks that earlier steps computed."""
@@ -107,21 +110,19 @@ class PrefillScheduler:
             parameters for D, None where nothing is lent.
         """
         early = self._early.pop(request.request_id, None)
+        if early is None:  # nothing of it can be lent
+            return False, None
         ends = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        keys = early.keys if early else self._prompts.keys(request)
         num_further = request.num_computed_tokens - request.num_prompt_tokens
         is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
         # A session of vLLM's has a prompt that grows: its blocks have other keys from then on.
-        is_same = keys is not None and keys.num_tokens == request.num_prompt_tokens
+        is_same = early.keys.num_tokens == request.num_prompt_tokens
         is_same = is_same and not self._prompts.why_not(request)  # since it was computed
-        is_same = is_same and not (early and early.was_reset)
-        if request.status not in ends or keys is None or not (is_whole and is_same):
-            return self._give_up(request.request_id, early), None
-        lease = early.lease if early else make_lease()
-        offered = self._pair(keys, block_ids, request.num_prompt_tokens)
-        self._step.offers.append(Offer(request.request_id, lease, *offered, is_complete=True))
-        self._leases[request.request_id] = lease
-        return True, self._make_params(lease, num_tokens=request.num_prompt_tokens)
+        if request.status not in ends or not (is_whole and is_same):
+            return self._give_up(early), None
+        self._offer(early, self._pairs(early.keys, block_ids), is_complete=True)
+        self._leases[request.request_id] = early.lease
+        return True, self._make_params(early.lease, num_tokens=request.num_prompt_tokens)
 
     def on_sent(self, request_ids: Sequence[str]) -> None:
         """Note requests whose leases are over and whose blocks vLLM frees now."""
@@ -135,23 +136,21 @@ class PrefillScheduler:
         """
         given_up = [*self._step.given_up, *self._leases.values()]
         self._step.given_up = list(dict.fromkeys(given_up))
-        for early in self._early.values():
-            early.was_reset = True
-            self._step.revoked.append(early.lease)
+        for request_id, early in list(self._early.items()):
+            if not early.was_preempted:
+                self._step.revoked.append(self._early.pop(request_id).lease)
 
-    def _give_up(self, request_id: str, early: _Early | None) -> bool:
+    def _give_up(self, early: _Early) -> bool:
         """End the lease of a request that was not finished; return whether its blocks are kept."""
-        if early is None:
-            return False
-        if early.was_preempted or early.was_reset:  # its blocks are vLLM's, or found no more
+        if early.was_preempted:  # vLLM has its blocks already
             self._step.revoked.append(early.lease)
             return False
         self._step.given_up.append(early.lease)
         if not any(early.num_offered):
             return False
         # Readers may be at its first pages: vLLM frees them when the workers say that nobody is.
-        self._leases[request_id] = early.lease
-        self._step.offers.append(Offer(request_id, early.lease, [], [], is_complete=True))
+        self._leases[early.request.request_id] = early.lease
+        self._offer(early, (), is_complete=True)
         return True
 
     def _advance(
@@ -164,7 +163,7 @@ class PrefillScheduler:
     ) -> None:
         """Note the blocks of a request, and offer those that earlier steps have filled."""
         early = self._early.get(request_id)
-        if early is None or early.was_reset:
+        if early is None:
             return
         for group, ids in enumerate(early.block_ids):
             if replaces:
@@ -175,29 +174,33 @@ class PrefillScheduler:
             early.num_offered = [0] * len(early.block_ids)
             return
         num_computed = min(num_computed, early.keys.num_tokens)
-        keys: list[BlockKey] = []
-        offered: list[int] = []
+        pairs: list[tuple[BlockKey, int]] = []
         for group, ids in enumerate(early.block_ids):
             size = self._groups.tokens_per_block[group]
             full, done = num_computed // size, early.num_offered[group]
             if full <= done or self._groups.windows[group] is not None:
                 continue
             found = early.keys.block_keys(group, size, full * size, first_token=done * size)
-            pairs = zip(found, ids[done:full], strict=False)
-            kept = [(key, block_id) for key, block_id in pairs if block_id]
-            keys += [key for key, _ in kept]
-            offered += [block_id for _, block_id in kept]
+            pairs += zip(found, ids[done:full], strict=False)
             early.num_offered[group] = full
-        if keys and not self._prompts.why_not(early.request):
-            self._step.offers.append(
-                Offer(request_id, early.lease, keys, offered, is_complete=False)
-            )
+        if pairs and not self._prompts.why_not(early.request):
+            self._offer(early, pairs, is_complete=False)
 
-    def _pair(
-        self, keys: PromptKeys, block_ids: Sequence[Sequence[int]], num_tokens: int
-    ) -> tuple[list[BlockKey], list[int]]:
-        """Pair the keys and blocks of a prompt, without null blocks."""
-        pairs: list[tuple[BlockKey, int]] = []
+    def _offer(
+        self, early: _Early, pairs: Iterable[tuple[BlockKey, int]], *, is_complete: bool
+    ) -> None:
+        """Offer blocks of a request by their keys, but for null blocks."""
+        kept = [pair for pair in pairs if pair[1]]
+        keys, block_ids = [key for key, _ in kept], [block_id for _, block_id in kept]
+        request_id = early.request.request_id
+        offer = Offer(request_id, early.lease, keys, block_ids, is_complete=is_complete)
+        self._step.offers.append(offer)
+
+    def _pairs(
+        self, keys: PromptKeys, block_ids: Sequence[Sequence[int]]
+    ) -> list[tuple[BlockKey, int]]:
+        """Pair the keys and blocks of a prompt."""
+        pairs, num_tokens = list[tuple[BlockKey, int]](), keys.num_tokens
         for group, size in enumerate(self._groups.tokens_per_block):
             ids = block_ids[group]
             if self._groups.has_states[group]:
@@ -206,8 +209,7 @@ class PrefillScheduler:
             else:
                 found = keys.block_keys(group, size, num_tokens)
             pairs += zip(found, ids, strict=False)  # there are blocks for tokens to come
-        kept = [pair for pair in pairs if pair[1]]
-        return [key for key, _ in kept], [block_id for _, block_id in kept]
+        return pairs
 
     def _name(self, given: str | None) -> str:
         """Name a lease as its router did, or anew where the name was given before.
@@ -216,10 +218,8 @@ class PrefillScheduler:
         given up. One of the same name would be taken for it, and its blocks be freed while they
         are lent.
         """
-        early = (each.lease for each in self._early.values())
-        if given is None or given in self._names:
-            return make_lease()
-        if given in self._leases.values() or given in early:  # a name that we made
+        ours = self._leases.values(), [each.lease for each in self._early.values()]
+        if given is None or any(given in names for names in (self._names, *ours)):
             return make_lease()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:

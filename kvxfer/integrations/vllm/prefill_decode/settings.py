@@ -54,10 +54,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":
         """Read the settings; errors as `convert_settings`."""
-        ours = {name: extra[name] for name in cls.__struct_fields__[1:] if name in extra}
+        names = cls.__struct_fields__[1:]
+        ours = {name: extra[name] for name in names if name in extra}
         theirs = {name: value for name, value in extra.items() if name not in ours}
         argument, what = "kv_connector_extra_config", "settings of the connector"
-        names = cls.__struct_fields__[1:]
         ours["exchange"] = convert_settings(
             argument, theirs, NixlConfig, what=what, shown_as=extra, beside=names
         )
