@@ -18,8 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from kvxfer.integrations.vllm.common.cpu_packing import (
-    MEASURED_ITEMSIZES,
-    TOKEN_UNITS,
+    MEASURED,
     cpu_attention_isa,
     cpu_kernels,
     cpu_packing,
@@ -38,7 +37,7 @@ has_kernel = pytest.mark.skipif(
 
 def packs(isa: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether vLLM has a kernel that packs so; each has been measured where there is one."""
-    return dtype.itemsize in MEASURED_ITEMSIZES[isa] and (isa != "amx" or head_dim % 32 == 0)
+    return dtype.itemsize in MEASURED[isa][1] and (isa != "amx" or head_dim % 32 == 0)
 
 
 def require_isa(isa: str) -> None:
@@ -56,7 +55,7 @@ def require_isa(isa: str) -> None:
 @has_kernel
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim"),
-    [case for case in product(TOKEN_UNITS, DTYPES, HEAD_DIMS) if packs(*case)],
+    [case for case in product(MEASURED, DTYPES, HEAD_DIMS) if packs(*case)],
     ids=str,
 )
 def test_every_element_lies_where_the_digits_say(
@@ -64,7 +63,7 @@ def test_every_element_lies_where_the_digits_say(
 ) -> None:
     require_isa(isa)
     for tokens in TOKENS:
-        if tokens % TOKEN_UNITS[isa]:
+        if tokens % MEASURED[isa][0]:
             continue
         planes = cpu_packing(
             isa, tokens_per_block=tokens, head_dim=head_dim, itemsize=dtype.itemsize
@@ -91,8 +90,8 @@ def test_a_wrong_digit_is_found_out(part: int) -> None:
     ("isa", "tokens", "head_dim", "itemsize"),
     [
         *((isa, 32, 64, 2) for isa in ("amx_fp8", "neon", "rvv", "vsx", "vxe", "unheard-of")),
-        *((isa, 32, 64, 1) for isa in TOKEN_UNITS),  # a quantized cache
-        *((isa, tokens, 64, 2) for isa in TOKEN_UNITS for tokens in (8, 24, 40)),
+        *((isa, 32, 64, 1) for isa in MEASURED),  # a quantized cache
+        *((isa, tokens, 64, 2) for isa in MEASURED for tokens in (8, 24, 40)),
         *(("amx", *sizes) for sizes in ((48, 64, 2), (32, 80, 2), (32, 64, 4))),
     ],
 )

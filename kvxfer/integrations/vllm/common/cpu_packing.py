@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-TOKEN_UNITS = {"vec": 32, "vec16": 16, "amx": 32}
-"""Measured instruction sets, and the number of tokens that their blocks are a multiple of."""
-MEASURED_ITEMSIZES = {"vec": (2, 4), "vec16": (2, 4), "amx": (2,)}
-"""Sizes of elements that kernels copy bit by bit; elements of one byte are quantized."""
+MEASURED = {"vec": (32, (2, 4)), "vec16": (16, (2, 4)), "amx": (32, (2,))}
+"""Measured instruction sets: tokens that their blocks are a multiple of, and sizes of elements that
+kernels copy bit by bit; elements of one byte are quantized."""
 AMX_ROWS, AMX_PAIR = 16, 2
 """Rows of a tile, and the elements of two bytes in each of its columns.
 
@@ -68,8 +67,8 @@ def cpu_packing(
     `kernel_packs_as` proves the answer for the kernel of this process. `tokens_per_block` are those
     of the tensor, not of the block table.
     """
-    unit = TOKEN_UNITS.get(isa)
-    if unit is None or itemsize not in MEASURED_ITEMSIZES[isa] or tokens_per_block % unit:
+    unit, itemsizes = MEASURED.get(isa, (1, ()))
+    if itemsize not in itemsizes or tokens_per_block % unit:
         return None
     if isa == "amx":
         return _amx_packing(tokens_per_block, head_dim)

@@ -105,12 +105,7 @@ class PrefillSpeed:
     def compute(self, keys: Sequence[BlockKey]) -> None:
         """Note chunks that the last step computes."""
         if self._steps:
-            self._steps[-1][1].append(self._count_tokens(keys))
-
-    def load_pays(self, keys: Sequence[BlockKey], num_bytes: int, *, queued_bytes: int) -> bool:
-        """Whether to load chunks; see `LoadOrCompute.pays`."""
-        tokens = self._count_tokens(keys)
-        return self.loads.pays(num_bytes, tokens, queued_bytes=queued_bytes)
+            self._steps[-1][1].append(self.count_tokens(keys))
 
     def end_step(self) -> None:
         """Note that the first step has ended."""
@@ -122,7 +117,7 @@ class PrefillSpeed:
             self.loads.computed(num_tokens, now - max(began_s, self._ended_s))
         self._ended_s = now
 
-    def _count_tokens(self, keys: Sequence[BlockKey]) -> int:
+    def count_tokens(self, keys: Sequence[BlockKey]) -> int:
         """Count the tokens of a prompt's chunks."""
         num_chunks = Counter(map(group_of, keys))
         return max((n * self._tokens_per_chunk[at] for at, n in num_chunks.items()), default=0)
@@ -433,7 +428,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         queued_bytes = tier.queued_bytes
         for keys in wanted.values():
             num_bytes = len(keys) * self._slot_bytes
-            if prefill.load_pays(keys, num_bytes, queued_bytes=queued_bytes):
+            num_tokens = prefill.count_tokens(keys)
+            if prefill.loads.pays(num_bytes, num_tokens, queued_bytes=queued_bytes):
                 queued_bytes += num_bytes
                 continue
             self._wanted.deny(keys)
