@@ -155,7 +155,7 @@ class LendingEngine(ModelEngine):
         a known limit of recomputing, see vLLM's pull request 57841.
         """
         worker = self.worker._worker
-        has_loads = worker._loads or worker._unsafe or self.worker._loads._open
+        has_loads = worker._loads or worker._ending or self.worker._loads._open
         has_ended = self.scheduler.finished_recving_kv_req_ids
         return bool(has_ended and not (has_loads or self.scheduler.running))
 
@@ -198,7 +198,7 @@ class LendingEngine(ModelEngine):
             "requests of D": len(decode._asked.keys() | decode._settled),
             "loads that were planned": len(decode._fetches),
             "loads": len(worker._loads),
-            "unsafe loads": len(worker._unsafe),
+            "unsafe loads": len(worker._ending),
             "leases of the worker": len(worker._lent),
             "shares": len(connector._shares),
             "heads": len(connector._heads),

@@ -459,13 +459,12 @@ TABLE = """
 +        self.num_requests -= 1
 --- kvxfer/integrations/vllm/prefill_decode/worker.py
 @@ handover 40 blocks that were not loaded are not reported
--                ended.end_load(request_id, bad)
-+                ended.end_load(request_id, [])
+-                ended.bad_blocks |= {request_id: bad} if bad else {}
 @@ handover 40 a lease is not revoked when its blocks are gone
 -            self._handover.revoke(step.revoked)
 @@ handover 40 a load has ended although a read goes on
--            if load.exception() or load.result().memory_safe:
-+            if load.done():
+-            if not load.exception() and not load.result().memory_safe:
++            if not load.done():
 --- kvxfer/storage/leases/book.py
 @@ handover 60 a lease is held for a reader that is gone
 -                del entry.holders[holder]

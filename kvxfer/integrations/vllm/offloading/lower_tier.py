@@ -274,7 +274,7 @@ class LowerTier:
         """Record lookup results; return the rows that were moved since the last call."""
         ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
         self._take_answers()
-        moved: list[RowOutcome] = []
+        moved, now = list[RowOutcome](), runtime.monotonic()
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             is_load = job.direction is Direction.LOAD
@@ -287,9 +287,7 @@ class LowerTier:
                 elif not outcome.done and not job.void:
                     self.wanted.deny([key])
                     if outcome.status is Status.TIMED_OUT:
-                        self._suspension.note_late(
-                            runtime.monotonic(), "a load", self._timeouts.move_s
-                        )
+                        self._suspension.note_late(now, "a load", self._timeouts.move_s)
         late, self._late = self._late, []
         for each in late:
             if self._engine.may_touch(each.job.job_id):

@@ -64,12 +64,6 @@ class Ended:
     # Our blocks that were not loaded, of each of these requests and each group.
     bad_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def end_load(self, request_id: str, bad_blocks: list[list[int]]) -> None:
-        """Note that a load has ended."""
-        self.received.add(request_id)
-        if bad_blocks:
-            self.bad_blocks[request_id] = bad_blocks
-
 
 class PrefillDecodeWorker:
     """Worker's side of P and of D, called from the engine's thread; `reports` is told of leases."""
@@ -88,8 +82,8 @@ class PrefillDecodeWorker:
         self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
-        # Ends of late reads, and the blocks that are bad: vLLM would compute into them before.
-        self._unsafe: dict[str, tuple[Future[None], list[list[int]]]] = {}
+        # Bad blocks of loads that have ended, and ends of late reads: vLLM would compute into them.
+        self._ending: dict[str, tuple[list[list[int]], Future[None] | None]] = {}
 
     def prepare(self, step: StepData) -> None:
         """Do what the scheduler planned for the time before a step's computation.
@@ -137,16 +131,17 @@ class PrefillDecodeWorker:
         self._num_expired = num_expired
         for request_id in [each for each, (_, load, _) in self._loads.items() if load.done()]:
             fetch, load, began = self._loads.pop(request_id)
-            bad = self._count(fetch, load, runtime.monotonic() - began)
-            if load.exception() or load.result().memory_safe:
-                ended.end_load(request_id, bad)
-                continue
-            text = "%s waits: a read that NIXL does not end may still write to its blocks"
-            logger.warning(text, request_id)
-            quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
-            self._unsafe[request_id] = quiet, bad
-        for request_id in [each for each, (quiet, _) in self._unsafe.items() if quiet.done()]:
-            ended.end_load(request_id, self._unsafe.pop(request_id)[1])
+            bad, quiet = self._count(fetch, load, runtime.monotonic() - began), None
+            if not load.exception() and not load.result().memory_safe:
+                text = "%s waits: a read that NIXL does not end may still write to its blocks"
+                logger.warning(text, request_id)
+                quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
+            self._ending[request_id] = bad, quiet
+        for request_id, (bad, quiet) in list(self._ending.items()):
+            if quiet is None or quiet.done():
+                del self._ending[request_id]
+                ended.received.add(request_id)
+                ended.bad_blocks |= {request_id: bad} if bad else {}
         return ended
 
     def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
