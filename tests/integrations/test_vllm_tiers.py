@@ -253,25 +253,31 @@ def test_an_idle_engine_gives_what_is_below_in_the_second_step(
     backend.rates = FaultRates(delay=1.0, delay_s=0.02)
     monkeypatch.setattr(manager, "YIELD_S", LIMIT_S)
     monkeypatch.setattr(manager, "EMPTY_STEP_S", 0.0)  # it was idle for longer
+    scheduler.manager.on_new_request(ReqContext("request"))
     assert scheduler.lookup(KEYS) == [RETRY] * 3
     scheduler.step()
     assert scheduler.lookup(KEYS) == [HIT] * 3
 
 
-def test_a_step_that_runs_a_model_does_not_wait_for_what_is_below(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_replicas", [False, True])
+def test_a_step_that_may_run_a_model_does_not_wait_for_what_is_below(
+    start: Start, monkeypatch: pytest.MonkeyPatch, *, has_replicas: bool
 ) -> None:
-    scheduler = start(broken(Operation.LOOKUP, hang=1.0))
+    scheduler = start(broken(Operation.LOOKUP, hang=1.0), has_replicas=has_replicas)
     monkeypatch.setattr(manager, "EMPTY_STEP_S", 0.0)
     monkeypatch.setattr(scheduler.tier, "wait", waits := Mock())
     scheduler.manager.on_new_request(ReqContext("runs"))
-    assert scheduler.lookup(KEYS[:1]) == [RETRY]
     scheduler.step("runs")
+    scheduler.manager.on_new_request(ReqContext("waits"))
+    assert scheduler.lookup(KEYS[:1], "waits") == [RETRY]
+    scheduler.step()
+    for name in "runs", "waits":
+        scheduler.manager.on_request_finished(ReqContext(name))
     scheduler.step()
     assert not waits.called
-    scheduler.manager.on_request_finished(ReqContext("runs"))
+    scheduler.manager.on_new_request(ReqContext("first"))
     scheduler.step()
-    assert waits.called
+    assert waits.called is not has_replicas
 
 
 def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> None:

@@ -152,6 +152,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         trace: TraceRecorder | None = None,
         observers: Sequence[Observer] = (),
         prefill: PrefillSpeed | None = None,
+        has_replicas: bool = False,
     ) -> None:
         self._pool = pool
         self._index = index
@@ -164,6 +165,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._polled = tier is None
         self._has_failed = False  # a load, while others go on
         self._step_ended_s = 0.0
+        self._was_idle = False  # before the present step: the time since the last says nothing
+        self._has_replicas = has_replicas  # these may run a model, in step with this engine
         self._preempted: dict[str, bool] = {}  # requests; whether each was looked up in this step
         self._given: set[str] = set()  # requests with tokens of another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
@@ -288,7 +291,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
-        self._requests.arrive(req_context)
+        self._was_idle |= self._requests.arrive(req_context) and not self._has_replicas
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -310,9 +313,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 self._decline_slow(tier, self._prefill)
             tier.flush(self._make_room(tier))
             is_short = runtime.monotonic() - self._step_ended_s < EMPTY_STEP_S
-            if is_short or not self._requests.has_begun:
+            if is_short or (self._was_idle and not context.new_req_ids):
                 tier.wait(YIELD_S)
-            self._step_ended_s = runtime.monotonic()
+            self._was_idle, self._step_ended_s = False, runtime.monotonic()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""

@@ -117,6 +117,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 trace=TraceRecorder.from_environment(),
                 observers=journal_observers(None, engine=self._name),
                 prefill=prefill,
+                has_replicas=self.config.parallel.data_parallel_size > 1,
             )
             undo.pop_all()
         return self._manager

@@ -55,13 +55,14 @@ class Requests:
         self._cannot_record = False
         self._requests: dict[str, _Request] = {}
 
-    def arrive(self, context: ReqContext) -> None:
-        """Note the arrival of a request, whose answers are kept from now on."""
+    def arrive(self, context: ReqContext) -> bool:
+        """Note a request, whose answers are kept from now on; return whether there is no other."""
         known = self._requests.get(context.req_id)
         if known is None or known.tiers is None:
             retention = None if self._metrics is None else _read_wish(context, self._metrics)
             arrived_at = 0.0 if self._trace is None else runtime.wall_time()
             self._requests[context.req_id] = _Request(context, arrived_at, retention)
+        return len(self._requests) == 1
 
     def retention(self, req_id: str) -> Retention | None:
         """Return the wish of a request; None if it has none."""
@@ -82,11 +83,6 @@ class Requests:
                 if self._trace is not None and not self._cannot_record:
                     self._record(self._trace, request)
                 self._tell(request, request.tiers, "")
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a request has begun to load or compute, and has not ended."""
-        return any(request.tiers is None for request in self._requests.values())
 
     def note_reset(self) -> None:
         """Note that the caches were reset: what requests have loaded or computed is stale."""
