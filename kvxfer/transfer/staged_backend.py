@@ -107,6 +107,21 @@ class StagedBackend(WrappingBackend):
             self._copy_engine.attach(staged if self._pinned else [*staged, self._staging.region])
             self._pinned = True
 
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        self._guard.check_batch(keys)
+        return await self.inner.lookup(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        self._guard.check_batch(keys)
+        return await self.inner.delete(keys)
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        self._guard.check()
+        await self.inner.flush()
+
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
         return await self._move(Direction.STORE, keys, blocks)
@@ -175,10 +190,9 @@ class StagedBackend(WrappingBackend):
         """Copy on a thread, to the end; return the one outcome of all the blocks."""
         try:
             await self._threads.run(self._copy_blocking, source, destination)
-        except DeviceLostError as exc:
-            return Outcome(Status.FAILED, memory_safe=False, reason=str(exc))
         except DeviceError as exc:
-            return Outcome(Status.FAILED, reason=str(exc))
+            is_safe = not isinstance(exc, DeviceLostError)
+            return Outcome(Status.FAILED, memory_safe=is_safe, reason=str(exc))
         except Exception as exc:
             logger.exception("copy of %d blocks failed", source.num_blocks)
             return Outcome(Status.FAILED, reason=repr(exc))

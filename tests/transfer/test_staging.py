@@ -14,7 +14,7 @@ import torch
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import Copy, CopyEngine
-from kvxfer.errors import DeviceError
+from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
@@ -188,6 +188,22 @@ async def test_copies_that_hang_keep_the_copy_engine_open(
     ends.set()
     await storing
     assert not closed.called
+
+
+async def test_while_it_closes_no_call_reaches_the_inner_backend(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_close, keys = asyncio.Event(), make_keys(1)
+    monkeypatch.setattr(staged.inner, "aclose", may_close.wait)
+    closing = asyncio.create_task(staged.backend.aclose())
+    await asyncio.sleep(0)
+    backend, blocks = staged.backend, staged.blocks(1)
+    calls = [backend.lookup(keys), backend.delete(keys), backend.flush()]
+    for call in (*calls, backend.load(keys, blocks), backend.store(keys, blocks)):
+        with pytest.raises(ClosedError, match="staged backend"):
+            await call
+    may_close.set()
+    await closing
 
 
 async def test_blocks_that_the_backend_reaches_go_there_without_a_copy(staged: Staged) -> None:
