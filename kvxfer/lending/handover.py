@@ -222,13 +222,13 @@ class Handover:
             if self._lender is not None:
                 keys = worker_keys(self._description, keys)
                 self._lender.offer(ticket, keys, block_ids, complete=is_complete)
+                self._watch_soon()
+            elif is_complete:  # without `listen` nobody reads it
+                self._ended.append(ticket)
         except Exception:  # whatever it is, the engine waits for the end of the ticket
             logger.exception("the blocks of %s are not lent", ticket)
             if is_complete:
                 self._give_up(ticket)
-        if self._lender is None and is_complete:  # without `listen` nobody reads it
-            self._ended.append(ticket)
-        self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
         """End a ticket, known or not; it has ended when no block is pinned."""
@@ -241,7 +241,7 @@ class Handover:
         self._watch_soon()
 
     def _watch_soon(self) -> None:
-        if self._lender is not None and (self._watching is None or self._watching.done()):
+        if self._watching is None or self._watching.done():
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -252,19 +252,20 @@ class Handover:
             await asyncio.sleep(LOOK_S)
 
     async def _shut_down(self) -> None:
+        num_running = 0
         try:
             async with asyncio.timeout(CLOSE_S):
-                await self._loop.end_submitted(CLOSE_S / 2)
+                num_running += await self._loop.end_submitted(CLOSE_S / 2)
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()
-                num_running = await self._threads.aclose()
+                num_running += await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
-            num_running = await self._threads.aclose(0.0)
-        if not num_running:  # else a thread still copies
+            num_running += await self._threads.aclose(0.0)
+        if not num_running:  # else a call or a thread still uses them
             self._copy_engine.close()
-        self.reader.close()
+            self.reader.close()
 
 
 def _choose_way(

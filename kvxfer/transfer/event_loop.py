@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -18,6 +19,8 @@ LIVENESS_S = 0.5
 """Interval at which a caller that waits for another event loop checks that it still runs."""
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
@@ -77,9 +80,13 @@ class EngineLoop:
             raise
         return self._give(work, self._submitted)
 
-    async def end_submitted(self, timeout_s: float | None = None) -> None:
-        """Cancel what was submitted, and wait for its end; to be called on this loop."""
+    async def end_submitted(self, timeout_s: float) -> int:
+        """Cancel, on this loop, what was submitted; return how many calls outlast the time."""
         await end_tasks(self._submitted, timeout_s)
+        if left := len(self._submitted):
+            text = "%s: %d calls still run after %g s and are abandoned"
+            logger.warning(text, self._what, left, timeout_s)
+        return left
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
         """Call a function on this loop and return at once."""
