@@ -667,8 +667,8 @@ class Reader:
                         in_place.setdefault(part.rank, []).append((part, direct, places))
                 sizes = [engine.block_size_bytes(part.group)] * len(staged)
                 for start, stop in self._exchange.staging.cut(sizes) if sizes else ():
-                    run, worker = staged[start:stop], workers[part.rank]
-                    tasks.create_task(self._load_staged(worker, engine, wanted, part, run))
+                    run = staged[start:stop]
+                    tasks.create_task(self._load_staged(workers, engine, wanted, part, run))
             for rank, batch in in_place.items():
                 places = Descriptors.concatenate([each for *_, each in batch])
                 all_rows = [(part, row) for part, rows, _ in batch for row in rows.tolist()]
@@ -699,13 +699,15 @@ class Reader:
         return rows[chosen], places
 
     async def _load_staged(
-        self, worker: Endpoint, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
+        self, at: Sequence[Endpoint], engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
     ) -> None:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
         sizes = [engine.block_size_bytes(part.group)] * len(rows)
         peer, starts = self._exchange.peer, [0] * len(sizes)
-        async with peer(worker).hold_staging(sizes, starts) as staged:
-            loaded = await staged.move(peer(worker).load, part.keys_of(rows), staged.blocks)
+        # Workers stall together: those of an engine have one share of the memory, of the first.
+        async with peer(at[0]).hold_staging(sizes, starts) as staged:
+            load = peer(at[part.rank]).load
+            loaded = await staged.move(load, part.keys_of(rows), staged.blocks)
             if good := positions_done(loaded):
                 sides = self._copied(engine, wanted, part, rows[good], staged.blocks.take(good))
                 try:
@@ -758,11 +760,8 @@ def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
     Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
     """
     has_failed = Status.FAILED
-    open_parts = [part for part in parts if len(positions_done(part.outcomes)) < len(part.keys)]
-    failed = [
-        np.array([each.status is has_failed for each in part.outcomes]) for part in open_parts
-    ]
-    return _choose([(part, np.arange(len(part.keys))) for part in open_parts], failed)
+    failed = [[each.status is has_failed for each in part.outcomes] for part in parts]
+    return [(part, np.flatnonzero(at)) for part, at in zip(parts, failed, strict=True) if any(at)]
 
 
 def _choose(

@@ -296,12 +296,14 @@ def test_a_copy_that_hangs_keeps_the_copy_engine_open(
     assert not closed.called
 
 
-def test_a_call_that_does_not_end_keeps_no_port(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_does_not_end_keeps_no_port_and_is_counted_and_has_what_it_uses(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvxfer.lending.handover.CLOSE_S", 1.0)
     engine = open_engine(stack)
     [worker] = engine.workers
+    monkeypatch.setattr(worker._copy_engine, "close", closed := Mock())
+    monkeypatch.setattr(worker.reader, "close", closed)
     port, stop = worker.port, time.monotonic() + 1.3
 
     async def hang() -> None:
@@ -313,6 +315,37 @@ def test_a_call_that_does_not_end_keeps_no_port(
     engine.close()
     with socket.create_server(("127.0.0.1", port)):
         pass
+    assert "hand-over: 1 calls still run after 0.5 s and are abandoned" in caplog.text
+    assert not closed.called
+
+
+def test_workers_that_stall_together_leave_staging_memory_to_other_engines(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "IN_PLACE_BYTES", 1 << 40)
+    theirs, others = open_engine(stack, 8, tp_size=4), open_engine(stack, 8)
+    ours = open_engine(stack, timeout_s=LIMIT_S)
+    stalled = {Endpoint(theirs.endpoint.host, worker.port) for worker in theirs.workers}
+    load, begun = Client.load, threading.Semaphore(0)
+
+    async def stall(client: Client, *args: Any) -> Any:
+        if client.endpoint in stalled:
+            begun.release()
+            await asyncio.Event().wait()
+        return await load(client, *args)
+
+    monkeypatch.setattr(Client, "load", stall)
+    for engine, ticket in ((theirs, TICKET), (others, "another")):
+        engine.lend(ticket, TOKENS, ids(engine, THEIRS))
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, ids(ours, OURS))
+    num_buffers = ours.workers[0]._exchange.staging.num_buffers
+    for _ in range(num_buffers - 1):
+        assert begun.acquire(timeout=LIMIT_S)
+    [fetched] = ours.fetch(others.endpoint, "another", TOKENS, ids(ours, OURS))
+    loading.cancel()
+    assert not any(fetched.bad_blocks)
+    assert ours.all_good(TOKENS, ids(ours, OURS))
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
