@@ -243,8 +243,8 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be made."""
-        return self._error is None
+        """Whether requests can be made, and blocks be read."""
+        return self._error is None and not self.memory.agent.is_closed
 
     def forget(self, ticket: str) -> AskedTicket | None:
         """Forget a ticket that the holder ends, and places that were told with it."""

@@ -39,6 +39,8 @@ LINK_SHARE = 0.8
 """Share of the time for a handshake that NIXL may take to reach a peer: both sides try at the same
 time, within the time that they wait for each other."""
 
+_UNUSABLE = (BackendUnavailableError, DeviceUnavailableError, TransferFailedError)
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,7 +64,7 @@ async def why_not_straight(
             agent.register(memory)
         finally:
             await agent.aclose()
-    except (BackendUnavailableError, DeviceUnavailableError, TransferFailedError) as exc:
+    except _UNUSABLE as exc:
         return str(exc)
     return ""
 
@@ -142,19 +144,17 @@ class LocalNode:
         self.memory = memory
 
     async def open(self) -> TransferAgent | None:
-        """Open NIXL, if it is not open; None where only sockets are used."""
+        """Open NIXL, if it is not open or has failed; None where only sockets are used."""
         self._is_open = True
         if self.config.transport == "socket":
             return None
         async with self._opening:
+            if self.agent is not None and self.agent.is_closed:  # it says why in the log
+                self.end_agent()
             if self.agent is None:
                 try:
                     await self._threads.run(self._open_agent)
-                except (
-                    BackendUnavailableError,
-                    DeviceUnavailableError,
-                    TransferFailedError,
-                ) as exc:
+                except _UNUSABLE as exc:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
                     logger.info("NIXL cannot be used; using sockets: %s", exc)

@@ -24,7 +24,7 @@ from kvxfer.backends.nixl.agents import Fragments, NixlAgent, SocketAgent, Trans
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.messages import Hello
-from kvxfer.errors import InvalidArgumentError, PeerLostError
+from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.testing import FakeNixlAgent
 from tests.backends import agent_contract as contract
@@ -390,3 +390,45 @@ async def test_nixl_is_told_the_kind_and_the_device_of_either_side(
     )
     for agent in agents:
         await agent.aclose()
+
+
+async def test_a_thread_that_fails_ends_its_reads_once_the_agent_is_gone() -> None:
+    agents, pools = [NixlAgent(), NixlAgent()], [contract.Pool(), contract.Pool()]
+    for agent, pool in zip(agents, pools, strict=True):
+        agent.register(pool.regions())
+    name = await agents[0].add_peer(agents[1].metadata)
+    thread = agents[0]._thread
+    alive, were_alive = weakref.ref(thread._agent), list[bool]()
+
+    def fail(handle: object) -> str:
+        mine = thread._agent  # a name in a frame of the error keeps it
+        raise TypeError(f"{mine} does not know {handle}")
+
+    thread._agent.transfer = fail
+    ours, theirs = (contract.words(pool.address) for pool in pools)
+    wanted = Fragments.of(ours, theirs, contract.words(64))
+    flight = agents[0].begin(name, [wanted], lambda _: None)
+    flight.done.add_done_callback(lambda _: were_alive.append(alive() is not None))
+    with pytest.raises(TransferFailedError, match="the agent was closed"):
+        await asyncio.wait_for(asyncio.wrap_future(flight.done), 10)
+    assert were_alive == [False]
+    assert agents[0].is_closed
+    with pytest.raises(ClosedError):
+        await agents[0].remove_peer(name)
+    for agent in agents:
+        await agent.aclose()
+
+
+async def test_a_read_that_waits_for_a_connection_ends_when_its_peer_is_removed() -> None:
+    agent, other, pool = SocketAgent(timeout_s=60), SocketAgent(timeout_s=60), contract.Pool()
+    for each in (agent, other):
+        each.register(pool.regions())
+    name = await agent.add_peer(other.metadata)
+    place = contract.words(pool.address)
+    flight = agent.begin(name, [Fragments.of(place, place, contract.words(64))], lambda _: None)
+    await asyncio.sleep(0)
+    await agent.remove_peer(name)
+    with pytest.raises(PeerLostError):
+        await asyncio.wait_for(asyncio.wrap_future(flight.done), 10)
+    for each in (agent, other):
+        await each.aclose()

@@ -134,6 +134,12 @@ class TransferAgent(ABC):
     """
 
     name: str
+    _closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or has failed: it reads nothing any more. On any thread."""
+        return self._closed
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 import queue
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +37,8 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.runtime import outlive_caller, wait_despite_cancel
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MAX_PIECES_OF_A_READ = 4
 """Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
@@ -71,10 +75,6 @@ MAX_KEPT = 1024
 
 MAX_UNANSWERED = 512
 """Most peers that may leave the read of their beacon unanswered: each keeps a slot and metadata."""
-
-
-def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:
-    return [(each.address, each.num_bytes, each.device.index or 0, "") for each in regions]
 
 
 def _kind(device: torch.device) -> str:
@@ -224,7 +224,7 @@ class Reads:
     def close(self) -> None:
         """Release the handles; the reads end with `end_all`, once the agent was destroyed."""
         while self._flights:
-            with contextlib.suppress(*self._errors):
+            with contextlib.suppress(Exception):  # whatever it is, the agent is destroyed next
                 self._flights.pop()[0].release()
         del self._agent
 
@@ -240,14 +240,6 @@ class Reads:
             reason += f", reading memory of {piece.remote_device} into {piece.local_device}"
         reading.in_flight -= 1
         reading.stop((PeerLostError if lost else TransferFailedError)(reading.peer, reason))
-
-
-def _digest(peer: AgentMetadata) -> bytes:
-    return hashlib.sha256(peer.encode()).digest()
-
-
-def _region_of(array: NDArray[np.uint8]) -> MemoryRegion:
-    return MemoryRegion(array.ctypes.data, array.nbytes, array)
 
 
 @dataclass(slots=True, eq=False)
@@ -328,7 +320,7 @@ class NixlPeers:
             raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
             slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
-            self._register([_region_of(slots)])
+            self._register([MemoryRegion(slots.ctypes.data, slots.nbytes, slots)])
             self._free_slots.extend(slots)
         regions = Regions(peer.regions)
         kept = self._connect(peer)
@@ -419,7 +411,7 @@ class NixlPeers:
     def _connect(self, peer: AgentMetadata) -> bool:
         """Connect to a peer that is not connected; return whether the connection was kept."""
         kept = self._kept.pop(peer.name, None)
-        if kept == _digest(peer):
+        if kept == hashlib.sha256(peer.encode()).digest():
             return True
         if kept:
             self._disconnect(peer.name)
@@ -438,7 +430,7 @@ class NixlPeers:
 
     def _keep(self, peer: AgentMetadata) -> None:
         """Keep the connection to a peer that has left, which may be gone."""
-        self._kept[peer.name] = _digest(peer)
+        self._kept[peer.name] = hashlib.sha256(peer.encode()).digest()
         if len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
@@ -470,7 +462,7 @@ class NixlThread:
         self._beacon = np.frombuffer(runtime.token_bytes(BEACON_BYTES), np.uint8)
         self._commands: queue.SimpleQueue[Callable[[], None]] = runtime.queue()
         self._lock = runtime.lock()
-        self._stopping = False
+        self.is_stopping = False
         self._stopped: Future[None] = Future()
         opened: Future[None] = Future()
         self._thread = runtime.start_thread(self._run, name=f"{name[:15]}-nixl", args=(opened,))
@@ -479,7 +471,7 @@ class NixlThread:
     def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
         """Put a command, which ends `done` now or later, into the queue; from any thread."""
         with self._lock:
-            if self._stopping:
+            if self.is_stopping:
                 raise ClosedError(f"agent {self._name}")
             self._commands.put(partial(attempt, done, command))
 
@@ -499,8 +491,8 @@ class NixlThread:
     def begin_stop(self) -> "Future[None]":
         """Ask the thread to end all reads, and itself; from any thread."""
         with self._lock:
-            if not self._stopping:
-                self._stopping = True
+            if not self.is_stopping:
+                self.is_stopping = True
                 self._commands.put(lambda: None)
         return self._stopped
 
@@ -522,8 +514,9 @@ class NixlThread:
         with contextlib.ExitStack() as undo:
             for device in dict.fromkeys(region.device for region in regions):
                 on_device = [region for region in regions if region.device == device]
+                rows = [(at.address, at.num_bytes, device.index or 0, "") for at in on_device]
                 try:
-                    registered = self._agent.register_memory(_rows(on_device), _kind(device))
+                    registered = self._agent.register_memory(rows, _kind(device))
                 except self._errors as exc:
                     raise self._refuse(device, exc) from exc
                 undo.callback(self._deregister, registered)
@@ -593,7 +586,7 @@ class NixlThread:
         opened.set_result(None)
         pause_s, polled_at, active_at = 0.0, 0.0, runtime.monotonic()
         try:
-            while not self._stopping:
+            while not self.is_stopping:
                 acted = self._obey(pause_s)
                 posted = self._reads.post()
                 late = runtime.monotonic() - polled_at > POLL_WITHIN_S
@@ -607,11 +600,15 @@ class NixlThread:
                 pause_s = self._pause_s(is_quiet=now - active_at > SOON_S)
                 if posted:  # and there may be more to post
                     pause_s = 0.0
+        except Exception as exc:  # the bindings of NIXL raise what they like
+            logger.exception("the thread of agent %s has failed", self._name)
+            traceback.clear_frames(exc.__traceback__)  # they keep the agent, which would read on
         finally:
             with self._lock:  # whatever has ended it, nobody obeys what is ordered from now on
-                self._stopping = True
+                self.is_stopping = True
             attempt(self._stopped, self._close)
-            self._stopped.set_result(None)
+            if not self._stopped.done():
+                self._stopped.set_result(None)
 
     def _open(self) -> None:
         nixl = import_nixl(otherwise="use another backend")
@@ -621,7 +618,7 @@ class NixlThread:
             backends=[],
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        beacon = _region_of(self._beacon)
+        beacon = MemoryRegion(self._beacon.ctypes.data, BEACON_BYTES, self._beacon)
         errors: tuple[type[Exception], ...] = (TransferFailedError, *self._errors)
         try:
             self._agent = nixl.nixl_agent(self._name, config)
@@ -683,6 +680,11 @@ class NixlAgent(TransferAgent):
     def __repr__(self) -> str:
         peers = sorted(self._thread.peers.regions)
         return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
+
+    @property
+    def is_closed(self) -> bool:
+        """See `TransferAgent.is_closed`."""
+        return self._thread.is_stopping
 
     @property
     def plugins(self) -> list[str]:

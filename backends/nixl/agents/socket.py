@@ -116,6 +116,7 @@ class Remote:
     async def aclose(self) -> None:
         """End the connections, and wait for their threads."""
         self._closed = True
+        self._changed.set()  # also for a read that waits for the first connection
         await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
 
     def _rest(self, line: Line) -> None:
