@@ -66,12 +66,6 @@ class HeldTiers:
         assert host is not None
         return host
 
-    @property
-    def chunk_sizes(self) -> list[int]:
-        """Bytes of a chunk of each group."""
-        assert self._opened is not None
-        return self._opened[0].chunk_sizes
-
     async def settle(self, namespace: Namespace) -> Backend:
         """Open the backend for the first namespace, and refuse others."""
         async with self._settling:
@@ -110,13 +104,15 @@ class HeldTiers:
             namespace.fingerprint,
             namespace.model,
             sum(host.num_slots for host in hosts),
-            format_size(max(self.chunk_sizes)),
+            format_size(max(namespace.chunk_sizes)),
             len(tiers) - 1,
         )
 
 
 class Session(Protocol):
     """Session of one process that blocks are held for."""
+
+    draining: bool = False
 
     @property
     def num_pins(self) -> int:
@@ -127,13 +123,13 @@ class Session(Protocol):
         """Whether it reads and stores nothing."""
 
     def drain(self) -> None:
-        """Refuse what begins anew."""
+        """Refuse what begins anew; what is under way may end."""
+        self.draining = True
 
 
 def gauges_of(sessions: Sequence[Session]) -> Mapping[Gauge, float]:
     """State of sessions for observers."""
-    pins = sum(session.num_pins for session in sessions)
-    return {Gauge.PEERS: len(sessions), Gauge.PINS: pins}
+    return {Gauge.PEERS: len(sessions), Gauge.PINS: sum(each.num_pins for each in sessions)}
 
 
 async def drain_sessions(

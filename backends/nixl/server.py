@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.host.held_tiers import drain_sessions, gauges_of
+from kvxfer.backends.host.held_tiers import Session, drain_sessions, gauges_of
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.reads import RemoteMemory
@@ -33,7 +33,6 @@ from kvxfer.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
-    TransferFailedError,
 )
 from kvxfer.listener import Listener
 from kvxfer.runtime import await_call, wait_despite_cancel
@@ -78,7 +77,7 @@ HeldBlocks: TypeAlias = tuple[Backend | CacheLender, Lender]
 Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
 
-class ClientSession:
+class ClientSession(Session):
     """Session of one peer: answers the requests of its control connection, several at a time.
 
     When its connection ends, or it was silent for `lease_s`, its pins are released, its requests
@@ -103,7 +102,9 @@ class ClientSession:
         # the same number: their room, and XXH3-64 of what was read, if it was hashed.
         self._unpublished: dict[int, tuple[ReservedBlocks, list[int] | None]] = {}
         self._lending: set[asyncio.Task[None]] = set()
-        self._draining = False
+        # Other peers need memory that blocks are lent in, too, also while this one stalls.
+        most = self._lender.max_loans
+        self._loans = None if most is None else asyncio.Semaphore(most)
         self._ended = False
 
     @property
@@ -113,7 +114,11 @@ class ClientSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is pinned or done for this peer."""
+        """See `Session.is_idle`.
+
+        Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
+        checksum.
+        """
         return not (self._pins or self._jobs)
 
     @property
@@ -168,14 +173,6 @@ class ClientSession:
         finally:
             self._lending.discard(task)
 
-    def drain(self) -> None:
-        """Refuse lookups, pins, stores and tickets from here on; what is under way may end.
-
-        Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
-        checksum.
-        """
-        self._draining = True
-
     async def aclose(self) -> None:
         """End the connection; `serve` returns soon."""
         await self._channel.aclose()
@@ -203,7 +200,7 @@ class ClientSession:
                 job.cancel()
         elif number in self._jobs or number in self._pins:
             await self._refuse(number, f"request {number} has not ended")
-        elif self._draining and isinstance(request, wire.Lookup | wire.Pin | wire.Pull | wire.Hold):
+        elif self.draining and isinstance(request, wire.Lookup | wire.Pin | wire.Pull | wire.Hold):
             await self._refuse(number, "this peer is about to end")
         elif isinstance(request, wire.TicketRequest):
             await self._do(request)  # waits for nothing: a burst of them is no load
@@ -223,12 +220,7 @@ class ClientSession:
         except PeerLostError as exc:  # a peer that connects again is linked anew
             self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
             return
-        except (
-            InvalidArgumentError,
-            BackendUnavailableError,
-            TransferFailedError,
-            ClosedError,
-        ) as exc:
+        except KVXferError as exc:
             answer = wire.Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
@@ -278,6 +270,8 @@ class ClientSession:
 
     async def _pin(self, request: wire.Pin) -> wire.Pinned:
         async with AsyncExitStack() as stack:
+            if self._loans is not None:
+                await stack.enter_async_context(self._loans)
             wanted = BlockParts(request.keys, request.starts, request.sizes)
             lend = self._lender.lend(wanted, fenced=request.fenced)
             loan = await stack.enter_async_context(lend)
@@ -297,10 +291,14 @@ class ClientSession:
     async def _pull(self, request: wire.Pull) -> wire.Pulled:
         """Read blocks, and keep them until the peer has confirmed them."""
         assert self._theirs is not None
+        if self._theirs.agent.is_closed:
+            raise PeerLostError(str(self._channel.peer), "NIXL has failed here")
         number = request.request_id
         theirs = self._theirs.regions.resolve(request.extents)
         offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
         async with AsyncExitStack() as stack:
+            if self._loans is not None:
+                await stack.enter_async_context(self._loans)
             room = await stack.enter_async_context(self._lender.make_room(offered))
             if room.blocks is None:
                 return wire.Pulled(request_id=number, endings=_endings(room.outcomes))

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
-from kvxfer.backends.host.held_tiers import HeldTiers, drain_sessions, gauges_of
+from kvxfer.backends.host.held_tiers import HeldTiers, Session, drain_sessions, gauges_of
 from kvxfer.backends.pool import messages as wire
 from kvxfer.backends.pool.messages import PROTOCOL_VERSION, peer_of
 from kvxfer.endpoint import remove_abandoned
@@ -61,7 +61,7 @@ _REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.R
 _HELLO: msgspec.msgpack.Decoder[wire.Hello] = msgspec.msgpack.Decoder(wire.Hello)
 
 
-class PoolSession:
+class PoolSession(Session):
     """Session of one engine: answers its requests, one after the other.
 
     When the engine ends the connection, its pins are released at once: it is dead, or reads no
@@ -73,13 +73,13 @@ class PoolSession:
 
     def __init__(self, connection: socket.socket, tiers: HeldTiers) -> None:
         self._connection = connection
+        assert tiers.namespace is not None
+        self._chunk_sizes = tiers.namespace.chunk_sizes
         self._backend, self._host = tiers.backend, tiers.host
-        self._chunk_sizes = tiers.chunk_sizes
         self._pins: Counter[BlockKey] = Counter()
         self._num_batches = 0
         # Slots that the engine writes, their blocks, and the stack whose close keeps these.
         self._rooms: dict[int, tuple[ReservedBlocks, BlockParts, AsyncExitStack]] = {}
-        self._draining = False
         self._number = next(self._numbers)
         self._pid, _ = peer_of(connection)
         self._process = _watch(connection, self._pid)
@@ -94,12 +94,8 @@ class PoolSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this engine reads and stores nothing."""
+        """See `Session.is_idle`."""
         return not (self._pins or self._rooms)
-
-    def drain(self) -> None:
-        """Refuse what begins anew."""
-        self._draining = True
 
     async def serve(self) -> None:
         """Answer until the engine ends the connection, and release what it had.
@@ -159,7 +155,7 @@ class PoolSession:
         try:
             if isinstance(request, wire.Publish):
                 return await self._publish(request)
-            if self._draining:
+            if self.draining:
                 return wire.Failed(reason="it is about to end")
             if isinstance(request, wire.Lookup):
                 return wire.Found(there=await self._find(request.keys, request.within_s))
@@ -338,10 +334,9 @@ class PoolServer:
         self._socket = listening, self._path.stat()
         if not self._tiers.is_open:
             require_memory(self._capacity_bytes, "capacity")
+        self._listener.add(listening, self._serve)
         if self._tiers.namespace is not None:
             await self._tiers.settle(self._tiers.namespace)
-        listening.listen()
-        self._listener.add(listening, self._serve)
         self.is_ready = True
         logger.info("host pool at %s (mode %o)", self._path, MODE)
 
@@ -390,7 +385,7 @@ class PoolServer:
         if hello.version != PROTOCOL_VERSION:
             raise NamespaceMismatchError("protocol_version", PROTOCOL_VERSION, hello.version)
         if not self.is_ready:
-            raise BackendUnavailableError("it is about to end")
+            raise BackendUnavailableError("it has not begun, or is about to end")
         await self._tiers.settle(hello.namespace)
 
     async def _refuse(self, connection: socket.socket, exc: Exception) -> None:
@@ -409,12 +404,13 @@ class PoolServer:
 
 
 def _make_socket(path: Path) -> socket.socket:
-    """Make the socket, in place of one that a dead process left; nobody can connect yet."""
+    """Make the socket, in place of one that a dead process left."""
     listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         remove_abandoned(path)
         listening.bind(str(path))
         path.chmod(MODE)
+        listening.listen()  # at once: who finds nobody there takes it for that of a dead process
     except OSError as exc:
         listening.close()
         raise BackendUnavailableError(f"cannot listen at {path}: {exc}") from exc

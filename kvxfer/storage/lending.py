@@ -19,7 +19,7 @@ from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import chunk_bytes, require_within
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.staging_memory import StagedBlocks, staging_of
+from kvxfer.storage.staging_memory import staging_of
 
 GENERATION_BYTES = 8
 """Bytes of a slot's generation: a uint64, which one read fetches whole."""
@@ -102,6 +102,7 @@ class Lender(ABC):
     """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself."""
 
     regions: Sequence[MemoryRegion]  # all that is ever lent, and that of generations
+    max_loans: int | None = None  # most of one reader, which may stall: others need memory, too
 
     @abstractmethod
     def lend(
@@ -155,6 +156,7 @@ class StagedLender(Lender):
         self._threads = threads
         self._staging = staging_of(backend, max_bytes, max(self._chunk_sizes))
         self.regions = [self._staging.region]
+        self.max_loans = self._staging.num_buffers - 1
 
     @asynccontextmanager
     async def lend(
@@ -167,7 +169,7 @@ class StagedLender(Lender):
         require_parts_in_blocks(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)
         outcomes = [NO_ROOM] * len(wanted.keys)
-        async with self._hold(wanted, fitting) as staged:
+        async with self._staging.hold(wanted.sizes[:fitting], wanted.starts[:fitting]) as staged:
             keys = wanted.keys[:fitting]
             outcomes[:fitting] = await staged.move(self._backend.load, keys, staged.blocks)
             there = positions_done(outcomes)
@@ -185,7 +187,7 @@ class StagedLender(Lender):
         fitting = self._staging.num_fitting(offered.sizes)
         outcomes: list[Outcome | None] = [NO_ROOM] * len(offered.keys)
         outcomes[:fitting] = [None] * fitting
-        async with self._hold(offered, fitting) as staged:
+        async with self._staging.hold(offered.sizes[:fitting], offered.starts[:fitting]) as staged:
             room = ReservedBlocks(outcomes, staged.blocks)
             yield room
             outcomes[:fitting] = [NOT_ARRIVED] * fitting
@@ -195,9 +197,6 @@ class StagedLender(Lender):
                 stored = await staged.move(self._backend.store, keys, blocks)
                 for index, outcome in zip(arrived, stored, strict=True):
                     outcomes[index] = outcome
-
-    def _hold(self, wanted: BlockParts, fitting: int) -> AbstractAsyncContextManager[StagedBlocks]:
-        return self._staging.hold(wanted.sizes[:fitting], wanted.starts[:fitting])
 
     async def aclose(self) -> None:
         """Wait until the backend touches no staging buffer any more."""

@@ -142,7 +142,7 @@ class _ObservedLender(Lender):
 
     def __init__(self, inner: Lender, reports: Reports) -> None:
         self._inner, self._reports = inner, reports
-        self.regions = inner.regions
+        self.regions, self.max_loans = inner.regions, inner.max_loans
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:

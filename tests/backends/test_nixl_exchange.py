@@ -1,5 +1,6 @@
 """Exchange: readers that say themselves which peer has blocks, tickets, and stand-alone peers."""
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -9,13 +10,16 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
+    Connection,
     Endpoint,
     Exchange,
+    LocalNode,
     NixlBackend,
     NixlConfig,
     StandalonePeer,
@@ -39,6 +43,7 @@ from tests.backends.nixl_proven import (
     endpoint_of,
     holding,
     proven,
+    require_served,
 )
 from tests.cli import peers
 from tests.cli.test_serve import pin
@@ -206,6 +211,42 @@ async def test_a_store_that_lends_no_memory_is_served_through_memory_of_the_peer
         assert read_payloads(target) == payloads
         assert await backend.delete(KEYS[:1]) == [True]
         assert await backend.lookup(KEYS) == [False, True, True, True]
+
+
+async def test_a_peer_that_pins_and_stalls_leaves_memory_to_others() -> None:
+    async with standing(partial(DictBackend, None)) as peer, engine(peer) as backend:
+        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        node = LocalNode(NixlConfig(transport="socket"), NAMESPACE, make_agent=NixlAgent)
+        connection = await Connection.open(node, peer.endpoint)
+        pin = partial(wire.Pin, keys=KEYS[:1], starts=[0], sizes=[4096])
+        pins = [asyncio.create_task(connection.request(pin, wire.Pinned)) for _ in range(9)]
+        await asyncio.wait(pins, return_when=asyncio.FIRST_COMPLETED)
+        target = MEMORY.describe(0, range(4, 8))
+        async with asyncio.timeout(LIMIT_S):
+            assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 4
+            assert read_payloads(target) == payloads
+        assert not all(each.done() for each in pins)
+        for each in pins:
+            each.cancel()
+        await connection.aclose()
+        await node.aclose()
+
+
+@pytest.mark.parametrize("side", ["client", "holder"])
+async def test_a_thread_of_nixl_that_has_failed_is_replaced(tmp_path: Path, side: str) -> None:
+    async with holding(tmp_path) as holder, asking(tmp_path, holder) as client:
+        await require_served(client)
+        agent = (client._exchange if side == "client" else holder)._node.agent
+        assert isinstance(agent, NixlAgent)
+        agent._thread._reads.poll = Mock(side_effect=TypeError("what nobody expected"))  # type: ignore[method-assign]
+        await asyncio.wrap_future(agent._thread._stopped)
+        stop = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                await require_served(client, first_key=8)
+                break
+            except AssertionError:
+                assert time.monotonic() < stop
 
 
 async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -195,6 +196,28 @@ async def test_a_delete_that_a_tier_below_does_not_answer_goes_on_and_ends_no_at
             assert engine.is_attached
             may_delete.set()
             assert await engine.delete_or_keep(peers.KEYS) == (set(), set()), "not removed before"
+
+
+async def test_a_holder_keeps_its_socket_while_it_begins(path: Path) -> None:
+    config, may_begin = HostConfig(capacity=ByteSize(1 << 20), shared=True), asyncio.Event()
+
+    async def wait(_: Backend) -> None:
+        await may_begin.wait()
+
+    def make(**how: Any) -> PoolServer:
+        open_host = partial(HostBackend, config)
+        return PoolServer(path, config.capacity, open_host, namespace=peers.namespace(), **how)
+
+    async with contextlib.aclosing(make(prepare=wait)) as pool, contextlib.aclosing(make()) as late:
+        starting = asyncio.create_task(pool.start())
+        async with await asyncio.to_thread(attach, path) as engine:
+            assert not engine.is_attached
+        with pytest.raises(BackendUnavailableError, match="another process serves"):
+            await late.start()
+        may_begin.set()
+        await starting
+        async with await asyncio.to_thread(attach, path) as engine:
+            assert engine.is_attached
 
 
 async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(path: Path) -> None:

@@ -213,7 +213,7 @@ class LendingEngine(ModelEngine):
                 "early leases": len(prefill._early),
                 "tickets": book.num_tickets,
                 "pins": len(book._pins),
-                "offers": book.num_offered,
+                "offers": len(book._offers),
             }
         staging = self.handover._exchange.staging
         counts["missing staging buffers"] = staging.num_buffers - len(staging._idle)

@@ -433,7 +433,7 @@ class _Run:
         left = [f"{ticket} has not ended" for ticket in self._lent]
         for rank, worker in enumerate(self._engines["p"].workers):
             book = worker._lender.book  # type: ignore[union-attr]
-            if any(counts := (book.num_tickets, book.num_offered, len(book._pins))):
+            if any(counts := (book.num_tickets, len(book._offers), len(book._pins))):
                 left.append(f"tickets, offers, pins {counts} at worker {rank}")
         for name in "pd":
             for worker in self._engines[name].workers:

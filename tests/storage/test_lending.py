@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,14 +21,17 @@ from kvxfer.errors import (
     UnknownGroupError,
 )
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Status
+from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.leases.book import LONGEST_S
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, yield_to_loop
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.clock import Clock
 
@@ -36,10 +40,8 @@ OTHER_KEYS = make_keys(2, group=1)
 
 
 def make_lender(caches: CanonicalKVCaches, **options: Any) -> CacheLender:
-    none: Any = None
-    return CacheLender(
-        caches, lease_s=8, description=b"", threads=none, copy_engine=none, **options
-    )
+    needed: dict[str, Any] = {"lease_s": 8, "description": b"", "threads": None}
+    return CacheLender(caches, **needed | {"copy_engine": None} | options)
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ async def test_an_offer_of_blocks_that_are_not_there_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=named):
         lender.offer("u", keys, block_ids, complete=True)
-    assert lender.book.num_tickets == lender.book.num_offered == 1
+    assert lender.book.num_tickets == len(lender.book._offers) == 1
 
 
 def test_a_block_that_is_released_is_not_offered_any_more(lender: CacheLender) -> None:
@@ -225,5 +227,63 @@ async def test_a_block_that_has_another_key_when_its_checksum_is_there_is_not_le
         lent = await asyncio.gather(*lending)
     assert [statuses(each.outcomes) for each in lent] == [[Status.MISSING], [Status.DONE]]
     await lender.aclose()
+    await threads.aclose()
+    engine.close()
+
+
+async def test_an_engine_waits_for_no_reader_of_a_copy_and_for_none_that_waits_for_a_buffer(
+    memory: BlockMemory,
+) -> None:
+    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+    size = memory.chunk_size_bytes(0)
+    lender = make_lender(memory.caches, threads=threads, copy_engine=engine, staging_bytes=1)
+    parts = BlockParts(KEYS[:1], [0], [size])
+    write_payloads(memory.describe(0, [1]), [payload := make_payload(KEYS[0], size)])
+
+    async def lend(outcomes: list[Status]) -> None:
+        async with lender.lend(parts) as loan:
+            outcomes += statuses(loan.outcomes)
+
+    async with asyncio.timeout(10), AsyncExitStack() as held:
+        lender.offer("t", KEYS[:1], [1], complete=True)
+        loans = [await held.enter_async_context(lender.lend(parts)) for _ in range(2)]
+        outcomes: list[Status] = []
+        late = asyncio.create_task(lend(outcomes))
+        await asyncio.sleep(0)
+        lender.release(["t"])
+        assert lender.take_ended() == ["t"]
+        memory.fill(0xA5)
+        for loan in loans:
+            assert loan.blocks is not None
+            assert read_payloads(loan.blocks) == [payload]
+        await held.aclose()
+        await late
+        assert outcomes == [Status.MISSING]
+    await lender.aclose()
+    await threads.aclose()
+    engine.close()
+
+
+async def test_what_an_engine_writes_while_its_blocks_are_copied_is_not_lent(
+    memory: BlockMemory,
+) -> None:
+    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+    size, copy = memory.chunk_size_bytes(0), engine.copy
+
+    def revoke_and_copy(source: Descriptors, destination: Descriptors) -> None:
+        lends.revoke("t")
+        memory.fill(0xA5)
+        copy(source, destination)
+
+    lends = make_lender(memory.caches, threads=threads, copy_engine=engine, staging_bytes=1 << 20)
+    lends.offer("t", KEYS[:1], [1], complete=True)
+    lends.offer("u", KEYS[1:2], [2], complete=True)
+    with patch.object(engine, "copy", revoke_and_copy):
+        async with lends.lend(BlockParts(KEYS[:2], [0, 0], [size, size])) as loan:
+            assert statuses(loan.outcomes) == [Status.MISSING, Status.DONE]
+            assert loan.blocks is not None
+            assert loan.checksums == checksum_blocks(loan.blocks, engine)
+    assert lends.take_ended() == ["t"]
+    await lends.aclose()
     await threads.aclose()
     engine.close()

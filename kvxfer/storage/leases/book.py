@@ -76,11 +76,6 @@ class LeaseBook:
         """Tickets that have not ended."""
         return len(self._tickets)
 
-    @property
-    def num_offered(self) -> int:
-        """Blocks that are offered."""
-        return len(self._offers)
-
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
         """Offer blocks under a ticket, which is new or open; return those not offered until now.
 
@@ -111,18 +106,16 @@ class LeaseBook:
         pairs = zip(keys, blocks, strict=True)
         return [block if block in places.get(key, ()) else None for key, block in pairs]
 
-    def is_complete(self, ticket: str) -> bool:
-        """Whether all blocks of a ticket were offered; False for one that is not known."""
-        entry = self._tickets.get(ticket)
-        return entry is not None and entry.is_complete
+    def hold(self, ticket: str, holder: Hashable, number: int = 0) -> bool | None:
+        """Keep a ticket from running out until its holder is dropped; None if it is over.
 
-    def hold(self, ticket: str, holder: Hashable, number: int = 0) -> bool:
-        """Keep a ticket from running out until its holder is dropped; False if it is over."""
+        Else whether all blocks of the ticket were offered.
+        """
         entry = self._tickets.get(ticket)
         if entry is None or entry.is_over or entry.ends <= runtime.monotonic():
-            return False
+            return None
         entry.holders[holder] = number
-        return True
+        return entry.is_complete
 
     def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
         """Drop a holder from every ticket; those that it held alone run out.

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -111,6 +112,7 @@ class CacheLender(Lender):
             self._staging = StagingMemory(staging_bytes, max(self._sizes), touched_by_none)
             copy_engine.attach([*regions, self._staging.region])
             regions = [self._staging.region]
+            self.max_loans = self._staging.num_buffers - 1
         self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
@@ -161,10 +163,9 @@ class CacheLender(Lender):
         all earlier ones of the ticket.
         """
         self._expire()
-        is_known = self.book.hold(ticket, holder, number)
-        is_complete = is_known and self.book.is_complete(ticket)
+        is_complete = self.book.hold(ticket, holder, number)
         there = [slot is not None for slot in self.book.find(keys)]
-        return Held(is_known=is_known, is_complete=is_complete, there=there)
+        return Held(is_complete is not None, bool(is_complete), there)
 
     def release(self, tickets: Sequence[str]) -> None:
         """End the leases of tickets at once; unknown ones are ignored."""
@@ -195,17 +196,17 @@ class CacheLender(Lender):
         """
         self._guard.check()
         self._require_whole(wanted)
-        if not fenced and self._staging is None:
+        if self._staging is not None:
+            async with self._stage(self._staging, wanted) as lent:
+                yield lent
+            return
+        if not fenced:
             self._require_hashable("fenced", fenced)
         self._expire()
         slots = self.book.find(wanted.keys)
         found = [slot for slot in slots if slot is not None]
         self.book.pin(found)
         try:
-            if self._staging is not None:
-                async with self._stage(self._staging, wanted, slots) as lent:
-                    yield lent
-                return
             if not fenced:
                 await self._hash(found)
             yield self._locate(wanted.keys, slots, fenced=fenced)
@@ -276,7 +277,10 @@ class CacheLender(Lender):
     ) -> LentBlocks:
         """Describe the blocks that are still those of their keys, with what proves their bytes."""
         found = self.book.still_offered(keys, slots)
-        outcomes = [self._outcome(slot, fenced=fenced) for slot in found]
+        outcomes = [
+            MISSING if slot is None else DONE if fenced or slot in self._checksums else _NOT_HASHED
+            for slot in found
+        ]
         pairs = zip(found, outcomes, strict=True)
         there = [slot for slot, outcome in pairs if slot is not None and outcome is DONE]
         if not there:
@@ -287,30 +291,38 @@ class CacheLender(Lender):
         return LentBlocks(outcomes, blocks, [self._checksums[slot] for slot in there])
 
     @asynccontextmanager
-    async def _stage(
-        self, staging: StagingMemory, wanted: BlockParts, slots: Sequence[int | None]
-    ) -> AsyncIterator[LentBlocks]:
-        """Copy pinned blocks to a buffer that is held for their reader."""
-        fitting = staging.num_fitting(wanted.sizes)
-        outcomes = [MISSING if slot is None else NO_ROOM for slot in slots]
-        there = {row: slot for row, slot in enumerate(slots[:fitting]) if slot is not None}
-        if not there:
-            yield LentBlocks(outcomes, None, [])
-            return
-        sizes = [wanted.sizes[row] for row in there]
-        async with staging.hold(sizes, [0] * len(sizes)) as staged:
-            blocks = self._describe([*there.values()])
-            checksums = await self._threads.run(
-                _copy_and_hash, blocks, staged.blocks, self._copy_engine
-            )
-            for row in there:
-                outcomes[row] = DONE
-            yield LentBlocks(outcomes, staged.blocks, checksums)
+    async def _stage(self, staging: StagingMemory, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
+        """Copy blocks to a buffer that is held for their reader.
 
-    def _outcome(self, slot: int | None, *, fenced: bool) -> Outcome:
-        if slot is None:
-            return MISSING
-        return DONE if fenced or slot in self._checksums else _NOT_HASHED
+        They are pinned for the copy alone: the engine waits neither for a reader nor for a buffer.
+        """
+        fitting = staging.num_fitting(wanted.sizes)
+        async with AsyncExitStack() as stack:
+            if any(slot is not None for slot in self.book.find(wanted.keys[:fitting])):
+                holding = staging.hold(wanted.sizes[:fitting], [0] * fitting)
+                staged = await stack.enter_async_context(holding)
+            self._expire()
+            slots = self.book.find(wanted.keys)
+            outcomes = [MISSING if slot is None else NO_ROOM for slot in slots]
+            there = {row: slot for row, slot in enumerate(slots[:fitting]) if slot is not None}
+            if not there:
+                yield LentBlocks(outcomes, None, [])
+                return
+            found, blocks = [*there.values()], staged.blocks.take([*there])
+            generations = self._generations.fences(found).generations
+            self.book.pin(found)
+            try:
+                checksums = await self._threads.run(
+                    _copy_and_hash, self._describe(found), blocks, self._copy_engine
+                )
+            finally:
+                self.book.unpin(found)
+            # Of a ticket that was revoked meanwhile, the engine may have written to the blocks.
+            same = self._generations.fences(found).generations == generations
+            for row, is_same in zip(there, same.tolist(), strict=True):
+                outcomes[row] = DONE if is_same else MISSING
+            lent = blocks.take(np.flatnonzero(same).tolist()) if same.any() else None
+            yield LentBlocks(outcomes, lent, [*compress(checksums, same)])
 
     def _describe(self, slots: Sequence[int]) -> Descriptors:
         each, rows = np.unique(np.asarray(slots, np.int64), return_inverse=True)
@@ -341,9 +353,8 @@ class CacheLender(Lender):
     def _end_hashing(self, slots: Sequence[int], hashing: "asyncio.Future[list[int]]") -> None:
         self._running.discard(hashing)
         self.book.unpin(slots)
-        has_failed = hashing.cancelled() or hashing.exception() is not None
-        if has_failed:
-            error = None if hashing.cancelled() else hashing.exception()
+        error = None if hashing.cancelled() else hashing.exception()
+        if has_failed := hashing.cancelled() or error is not None:
             logger.warning("hashing of %d blocks failed", len(slots), exc_info=error)
         for row, slot in enumerate(slots):
             if self._hashings.get(slot) is hashing:  # offered all the time
