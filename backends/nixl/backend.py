@@ -25,7 +25,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Calls
 from kvxfer.storage.backend import MISSING, Outcome, Status, TellsKept, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import call_backend, delete_from
+from kvxfer.storage.calls import Move, call_backend, delete_from
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 
@@ -155,7 +155,7 @@ class NixlBackend(TellsKept):
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
-            lambda home, at: _store_at(home, _chosen(keys, at), blocks.take(at)),
+            lambda home, at: _move_at(home, home.store, _chosen(keys, at), blocks.take(at)),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -173,7 +173,7 @@ class NixlBackend(TellsKept):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: call_backend(home.load, _chosen(keys, at), blocks.take(at)),
+                lambda home, at: _move_at(home, home.load, _chosen(keys, at), blocks.take(at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
@@ -268,13 +268,16 @@ class NixlBackend(TellsKept):
 
 
 def _is_suspended(home: Home) -> bool:
-    return isinstance(home, Client) and home.suspension.is_on(runtime.monotonic())
+    suspension = home.suspension if isinstance(home, Client) else None
+    return bool(suspension and suspension.num_failures and suspension.is_on(runtime.monotonic()))
 
 
-async def _store_at(home: Home, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+async def _move_at(
+    home: Home, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+) -> list[Outcome]:
     if _is_suspended(home):
         return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
-    return await call_backend(home.store, keys, blocks)
+    return await call_backend(move, keys, blocks)
 
 
 async def _delete_at(home: Home, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:

@@ -5,12 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, exchange, reads
 from kvxfer.backends.nixl.connection import Places
@@ -29,6 +31,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.agent_contract import words
 from tests.backends.host_blocks import flip
+from tests.backends.nixl_proven import endpoint_of
 from tests.backends.nixl_wire import extents
 
 KEYS = make_keys(4)
@@ -113,6 +116,22 @@ async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_e
         for _ in range(2):
             await pair.client.load(KEYS, pair.memory.describe(0, range(8, 12)))
         assert (await load(pair, KEYS))[0] == [DONE] * 4
+
+
+async def test_a_load_leaves_out_a_peer_that_does_not_answer_lookups() -> None:
+    async with open_pair() as pair, open_pair() as other:
+        keys = make_keys(8, first=20)
+        address = ",".join(str(endpoint_of(each.holder)) for each in (pair, other))
+        config = NixlConfig(address=address, replicas=2, timeout_s=60.0)
+        client = NixlBackend(config, pair.memory.namespace(), make_agent=FakeNixlAgent)
+        async with client, asyncio.timeout(10):
+            await store_generated(client, keys, pair.memory.describe(0, range(8)))
+            silent, _ = client._exchange.clients.values()
+            silent.load = AsyncMock(side_effect=asyncio.Event().wait)  # type: ignore[method-assign]
+            silent.suspension.note_late(runtime.monotonic(), "a lookup", 1.0)
+            assert all(await client.lookup(keys))
+            assert (await load(pair, keys, client))[0] == [DONE] * 8
+            assert not silent.load.called
 
 
 async def test_a_drain_ends_reads_that_never_end_by_themselves() -> None:
