@@ -121,6 +121,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         peers, listen = self.peers, self.listen_endpoint
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
+        if not all(peer.port for peer in peers):
+            raise InvalidArgumentError("address", self.address, "a port from 1 on for each peer")
         if self.capacity is not None and not self.listen:
             raise InvalidArgumentError("capacity", self.capacity, "none without listen=HOST:PORT")
         tls = (self.tls_cert, self.tls_key, self.tls_ca)
@@ -236,9 +238,11 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         return secret
 
     def _require_bounds(self) -> None:
-        for name in ("capacity", "staging", "max_connections", "max_unauthenticated"):
+        for name in ("capacity", "staging", "max_unauthenticated"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
+        most = (1 << 31) - 1  # that a socket can let wait
+        require_integer("max_connections", self.max_connections, minimum=1, maximum=most)
         require_integer("data_port", self.data_port, maximum=MAX_PORT)
         for name in self.__struct_fields__:
             if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):

@@ -82,6 +82,8 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
     [
         ({"address": "a:1,"}, "address"),
         ({"address": "a:1,a:1"}, "address"),
+        ({"address": "a:0"}, "address"),
+        ({"address": "a:1", "max_connections": 1 << 31}, "max_connections"),
         ({"listen": "a", "capacity": GIB}, "listen"),
         ({"address": "a:1", "capacity": GIB}, "capacity"),
         ({"address": "a:1", "tls_ca": "ca.pem"}, "tls_cert, tls_key, tls_ca"),
