@@ -274,12 +274,12 @@ class Client:
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            return await self._move(self._load_direct, self._load_staged, keys, blocks)
+            return await self._move(self._load_direct, keys, blocks, stores=False)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            return await self._move(self._store_direct, self._store_staged, keys, blocks)
+            return await self._move(self._store_direct, keys, blocks, stores=True)
 
     async def _open(self) -> Connection:
         self.disconnect()
@@ -342,11 +342,12 @@ class Client:
         return self._memory.contains(blocks) and not is_in_crumbs
 
     async def _move(
-        self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
+        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors, *, stores: bool
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         is_direct = self._is_direct(blocks)
-        move = direct if is_direct else staged
+        if not is_direct:
+            move = partial(self._move_staged, move, stores=stores)
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
         connection = self._connection
         is_placed = connection is not None and keys[0] in connection.places
@@ -381,10 +382,9 @@ class Client:
             async with asyncio.timeout_at(stop), slot:
                 await wait_for_mark(blocks.after)
                 return await move(await self.open(), keys, blocks)
-        except PeerLostError as exc:
-            self.disconnect()  # reconnecting finds out how to reach it now
-            return self._end(Status.FAILED, blocks, str(exc))
         except KVXferError as exc:  # before `TimeoutError`: some are both, and end in time
+            if isinstance(exc, PeerLostError):
+                self.disconnect()  # reconnecting finds out how to reach it now
             return self._end(Status.FAILED, blocks, str(exc))
         except TimeoutError:
             reason = f"{self.endpoint} took longer than {self._timeout_s:g} s"
@@ -398,18 +398,28 @@ class Client:
         is_safe = self._quarantine.is_safe(blocks)
         return [Outcome(status, memory_safe=each, reason=reason) for each in is_safe]
 
-    async def _load_staged(
-        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    async def _move_staged(
+        self,
+        move: MoveAtPeer,
+        connection: Connection,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        *,
+        stores: bool,
     ) -> list[Outcome]:
+        """Move blocks by way of staging memory, from or to which `move` does."""
         outcomes: list[Outcome] = []
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
-            wanted = blocks.select(start, stop)
-            async with self._hold(wanted) as staged:
+            part = blocks.select(start, stop)
+            sizes, starts = part.block_sizes.tolist(), part.payload_starts.tolist()
+            async with self.hold_staging(sizes, starts) as staged:
+                if stores:
+                    await self._hasher.copy(part, staged.blocks)
                 async with self._in_flight:
-                    loaded = await self._load_direct(connection, keys[start:stop], staged.blocks)
-                if done := positions_done(loaded):
-                    await self._hasher.copy(staged.blocks.take(done), wanted.take(done))
-            outcomes += loaded
+                    moved = await move(connection, keys[start:stop], staged.blocks)
+                if not stores and (done := positions_done(moved)):
+                    await self._hasher.copy(staged.blocks.take(done), part.take(done))
+            outcomes += moved
         return outcomes
 
     async def _load_direct(
@@ -489,20 +499,6 @@ class Client:
             raise ProtocolError(str(connection.endpoint), "sent generations, not checksums")
         return set(await memory.read_fenced(theirs, blocks, proofs, self._generations, late=late))
 
-    async def _store_staged(
-        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
-            offered = blocks.select(start, stop)
-            async with self._hold(offered) as staged:
-                await self._hasher.copy(offered, staged.blocks)
-                async with self._in_flight:
-                    outcomes += await self._store_direct(
-                        connection, keys[start:stop], staged.blocks
-                    )
-        return outcomes
-
     async def _store_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
@@ -539,9 +535,6 @@ class Client:
     ) -> AbstractAsyncContextManager[StagedBlocks]:
         """See `StagingMemory.hold`: never all for this peer, or one that stalls stops others."""
         return self._staging.hold(sizes, starts, share=self._share)
-
-    def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
-        return self.hold_staging(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
 
 def read_endings(

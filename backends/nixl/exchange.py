@@ -17,7 +17,7 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import fetch_error
+from kvxfer.runtime import end_tasks, fetch_error
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
@@ -206,10 +206,12 @@ class Exchange:
         if not endpoints:
             return
         connecting = [asyncio.ensure_future(self.peer(endpoint).open()) for endpoint in endpoints]
-        await asyncio.wait(connecting, timeout=self._config.timeout_s)
         for each in connecting:
-            each.cancel()
-        await asyncio.gather(*connecting, return_exceptions=True)
+            each.add_done_callback(fetch_error)
+        try:
+            await asyncio.wait(connecting, timeout=self._config.timeout_s)
+        finally:
+            await end_tasks(connecting)
 
     async def keep_quarantine_small(self) -> None:
         """Replace the agent when its late reads keep too much memory in quarantine.

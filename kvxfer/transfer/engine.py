@@ -137,11 +137,7 @@ class PolledEngine(Generic[MoverT]):
             self._memory = CacheMemory(caches)
             opened.callback(self._memory.close)
             self._mover = JobMover(
-                self._reach,
-                self._memory,
-                max_bytes_in_flight,
-                self._reports,
-                self._note_ended,
+                self._reach, self._memory, max_bytes_in_flight, self._reports, self._note_ended
             )
             opened.pop_all()
         self._job_ids = count()
@@ -249,7 +245,8 @@ class PolledEngine(Generic[MoverT]):
         """
         self._guard.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
-        ids = [_job_id("job_ids", job_id) for job_id in require_iterable("job_ids", job_ids)]
+        given = require_iterable("job_ids", job_ids)
+        ids = [JobId(require_integer("job_ids", each)) for each in given]
         self._wait_for(ids, inf if timeout_s is None else runtime.monotonic() + timeout_s)
         finished = (self._finished.get(job_id) for job_id in dict.fromkeys(ids))
         return [job for job in finished if job is not None]
@@ -260,7 +257,7 @@ class PolledEngine(Generic[MoverT]):
         Without effect on an unknown or ended job.
         """
         self._guard.require_same_process()
-        job_id = _job_id("job_id", job_id)
+        job_id = JobId(require_integer("job_id", job_id))
         self._mover.cancel(job_id)
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
@@ -270,7 +267,7 @@ class PolledEngine(Generic[MoverT]):
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
         self._guard.require_same_process()
-        return self._mover.may_touch(_job_id("job_id", job_id))
+        return self._mover.may_touch(JobId(require_integer("job_id", job_id)))
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included.
@@ -419,10 +416,6 @@ class PolledEngine(Generic[MoverT]):
     def _timeout(self, timeout_s: float | None) -> float | None:
         given = require_timeout("timeout_s", timeout_s)
         return self._timeout_s if given is None else given
-
-
-def _job_id(name: str, value: object) -> JobId:
-    return JobId(require_integer(name, value))
 
 
 class TransferEngine(PolledEngine[Backend]):

@@ -156,14 +156,9 @@ class Job:
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
         done = [outcome.done for outcome in outcomes]
-        blocks = self.blocks
-        return FinishedJob(
-            job_id=self.job_id,
-            direction=self.direction,
-            outcomes=outcomes,
-            num_bytes=blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum()),
-            seconds=runtime.monotonic() - self.submitted,
-        )
+        blocks, seconds = self.blocks, runtime.monotonic() - self.submitted
+        num_bytes = blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum())
+        return FinishedJob(self.job_id, self.direction, outcomes, num_bytes, seconds)
 
 
 def describe_batch(
@@ -204,18 +199,13 @@ def describe_batch(
         index, group = next((index, group) for index, (group, actual) in pairs if group != actual)
         raise InvalidArgumentError(f"keys[{index}]", keys[index], f"a key of group {group}")
     null = describer.caches.null_block_id
-    if null is not None and direction is Direction.LOAD:
-        _require_absent(null, used)
+    for group, ids in used.items() if direction is Direction.LOAD else ():
+        if null is not None and (ids == null).any():
+            expected = "a block other than the null block, which keeps no data"
+            raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
     for overlaid in describer.overlaid_groups:
         _require_apart([group for group in used if group in overlaid], used, null)
     return Descriptors.concatenate(described)
-
-
-def _require_absent(null: int, used: Mapping[int, NDArray[np.int64]]) -> None:
-    for group, ids in used.items():
-        if (ids == null).any():
-            expected = "a block other than the null block, which keeps no data"
-            raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
 
 
 def _require_apart(

@@ -267,7 +267,9 @@ class JobMover:
             if tasks:
                 _, running = await asyncio.wait(tasks, timeout=left)
             if tasks and not running:  # a block that has no outcome then has failed
-                status, reason = Status.FAILED, _error_of(tasks)
+                errors = [None if task.cancelled() else task.exception() for task in tasks]
+                reason = next((repr(error) for error in errors if error is not None), "cancelled")
+                status = Status.FAILED
         except asyncio.CancelledError:
             status, reason = Status.CANCELLED, "cancelled"
             raise
@@ -469,9 +471,3 @@ class JobMover:
             each.reported = True  # then whoever waits for it finds its result
         if each.transfer is None:
             self._begun.pop(each.job.job_id, None)
-
-
-def _error_of(tasks: Sequence[asyncio.Task[None]]) -> str:
-    """Describe the first error of tasks that have ended; there may be none."""
-    errors = [None if task.cancelled() else task.exception() for task in tasks]
-    return next((repr(error) for error in errors if error is not None), "cancelled")

@@ -167,7 +167,7 @@ async def greet_as_client(
         await handshake.verify()
         session = handshake.secure(holder=theirs)
         await channel.send(await reach(theirs))
-        return await handshake.end(theirs, session)
+        return Greeting(theirs, await handshake.receive(_REACH), session)
 
 
 async def ask_hello(
@@ -209,7 +209,7 @@ async def greet_as_server(
         await channel.send(handshake.proof())
         session = handshake.secure(holder=handshake.ours)
         await channel.send(offered)
-        return await handshake.end(theirs, session)
+        return Greeting(theirs, await handshake.receive(_REACH), session)
 
 
 class _Greeting:
@@ -274,10 +274,6 @@ class _Greeting:
         session = Session(self._role, session_id=holder.nonce, key=self._mac("session"))
         self._channel.secure(session.frame_keys())
         return session
-
-    async def end(self, theirs: Hello, session: Session) -> Greeting:
-        """Wait for the access to the other side's memory; return the result."""
-        return Greeting(theirs, await self.receive(_REACH), session)
 
     def _mac(self, purpose: str, *parts: bytes) -> bytes:
         said = self._hellos[Role.ASKING], self._hellos[Role.SERVING]
