@@ -91,9 +91,8 @@ class ReservedBlocks:
     the XXH3-64 of each; None where nobody has hashed it.
     """
 
-    outcomes: list[
-        Outcome | None
-    ]  # None for blocks that have room, `DONE` for those stored already
+    # None for blocks that have room, `DONE` for those stored already.
+    outcomes: list[Outcome | None]
     blocks: Descriptors | None  # that room, in order; None when there is none
     arrived: dict[int, int | None] = field(default_factory=dict)
 

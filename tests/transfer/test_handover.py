@@ -324,7 +324,7 @@ def test_workers_that_stall_together_leave_staging_memory_to_other_engines(
 ) -> None:
     monkeypatch.setattr(reader, "IN_PLACE_BYTES", 1 << 40)
     theirs, others = open_engine(stack, 8, tp_size=4), open_engine(stack, 8)
-    ours = open_engine(stack, timeout_s=LIMIT_S)
+    ours = open_engine(stack, timeout_s=2 * LIMIT_S)
     stalled = {Endpoint(theirs.endpoint.host, worker.port) for worker in theirs.workers}
     load, begun = Client.load, threading.Semaphore(0)
 

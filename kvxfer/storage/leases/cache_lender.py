@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -196,15 +196,15 @@ class CacheLender(Lender):
         """
         self._guard.check()
         self._require_whole(wanted)
-        if self._staging is not None:
-            async with self._stage(self._staging, wanted) as lent:
-                yield lent
-            return
-        if not fenced:
+        if not fenced and self._staging is None:
             self._require_hashable("fenced", fenced)
         self._expire()
         slots = self.book.find(wanted.keys)
         found = [slot for slot in slots if slot is not None]
+        if found and self._staging is not None:
+            async with self._stage(self._staging, wanted) as lent:
+                yield lent
+            return
         self.book.pin(found)
         try:
             if not fenced:
@@ -297,10 +297,7 @@ class CacheLender(Lender):
         They are pinned for the copy alone: the engine waits neither for a reader nor for a buffer.
         """
         fitting = staging.num_fitting(wanted.sizes)
-        async with AsyncExitStack() as stack:
-            if any(slot is not None for slot in self.book.find(wanted.keys[:fitting])):
-                holding = staging.hold(wanted.sizes[:fitting], [0] * fitting)
-                staged = await stack.enter_async_context(holding)
+        async with staging.hold(wanted.sizes[:fitting], [0] * fitting) as staged:
             self._expire()
             slots = self.book.find(wanted.keys)
             outcomes = [MISSING if slot is None else NO_ROOM for slot in slots]
