@@ -30,7 +30,7 @@ from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import Held, require_ticket
-from kvxfer.storage.lending import Fences
+from kvxfer.storage.lending import NO_ROOM, Fences
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
 FIRST_RETRY_S = 0.1
@@ -73,7 +73,7 @@ _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 
 _OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
-MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
+PeerMove = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
 
 class Client:
@@ -274,12 +274,12 @@ class Client:
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            return await self._move(self._load_direct, keys, blocks, stores=False)
+            return await self._move(self._load_direct, keys, blocks)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
-            return await self._move(self._store_direct, keys, blocks, stores=True)
+            return await self._move(self._store_direct, keys, blocks)
 
     async def _open(self) -> Connection:
         self.disconnect()
@@ -342,12 +342,12 @@ class Client:
         return self._memory.contains(blocks) and not is_in_crumbs
 
     async def _move(
-        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors, *, stores: bool
+        self, move: PeerMove, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         is_direct = self._is_direct(blocks)
         if not is_direct:
-            move = partial(self._move_staged, move, stores=stores)
+            move = partial(self._move_staged, move)
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
         connection = self._connection
         is_placed = connection is not None and keys[0] in connection.places
@@ -371,7 +371,7 @@ class Client:
 
     async def _move_piece(
         self,
-        move: MoveAtPeer,
+        move: PeerMove,
         keys: Sequence[BlockKey],
         blocks: Descriptors,
         stop: float,
@@ -399,25 +399,19 @@ class Client:
         return [Outcome(status, memory_safe=each, reason=reason) for each in is_safe]
 
     async def _move_staged(
-        self,
-        move: MoveAtPeer,
-        connection: Connection,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        *,
-        stores: bool,
+        self, move: PeerMove, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks by way of staging memory, from or to which `move` does."""
-        outcomes: list[Outcome] = []
+        """Move blocks by way of staging memory, to or from which `move` loads or stores."""
+        is_load, outcomes = move == self._load_direct, list[Outcome]()
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             part = blocks.select(start, stop)
             sizes, starts = part.block_sizes.tolist(), part.payload_starts.tolist()
             async with self.hold_staging(sizes, starts) as staged:
-                if stores:
+                if not is_load:
                     await self._hasher.copy(part, staged.blocks)
                 async with self._in_flight:
                     moved = await move(connection, keys[start:stop], staged.blocks)
-                if not stores and (done := positions_done(moved)):
+                if is_load and (done := positions_done(moved)):
                     await self._hasher.copy(staged.blocks.take(done), part.take(done))
             outcomes += moved
         return outcomes
@@ -484,6 +478,13 @@ class Client:
                         outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else corrupt
         finally:
             connection.release(pinned.request_id)
+        # A holder may lend fewer at a time than there are, by way of staging memory.
+        left = [index for index, outcome in enumerate(outcomes) if outcome == NO_ROOM]
+        if 0 < len(left) < len(keys):
+            rest = [keys[index] for index in left]
+            read = await self._read_pinned(connection, rest, blocks.take(left))
+            for index, outcome in zip(left, read, strict=True):
+                outcomes[index] = outcome
         return outcomes
 
     async def _read_proven(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -27,12 +28,15 @@ from kvxfer.backends.nixl import (
 )
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire import messages as wire
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.testing import DictBackend
+from kvxfer.storage.leases import CacheLender
+from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from tests.backends.nixl_proven import (
     CAPACITY,
     LIMIT_S,
@@ -162,6 +166,22 @@ async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed(tmp_p
             await second.describe()
 
 
+async def test_a_connection_that_fails_after_its_callers_have_left_is_no_error_of_theirs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = Endpoint("127.0.0.1", 1)
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    async with reading(tmp_path) as exchange, asyncio.timeout(LIMIT_S):
+        connecting = asyncio.create_task(exchange.connect([at]))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        while exchange.peer(at)._failure is None:  # noqa: ASYNC110 - it is refused soon
+            await asyncio.sleep(0.01)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 async def test_while_the_thread_of_nixl_hangs_the_event_loop_does_not(tmp_path: Path) -> None:
     agent, may_go_on = NixlAgent(), threading.Event()
     async with holding(tmp_path) as holder, asking(tmp_path, holder, make_agent=lambda: agent) as c:
@@ -230,6 +250,32 @@ async def test_a_peer_that_pins_and_stalls_leaves_memory_to_others() -> None:
             each.cancel()
         await connection.aclose()
         await node.aclose()
+
+
+async def test_blocks_that_fit_into_no_buffer_of_their_lender_together_are_read_in_turn(
+    tmp_path: Path,
+) -> None:
+    lent, threads, copies = BlockMemory([[4096]], num_blocks=8), Threads("test", 1), CPUCopyEngine()
+    how: dict[str, Any] = {"threads": threads, "copy_engine": copies, "staging_bytes": 1}
+    desk = CacheLender(lent.caches, lease_s=60, description=b"", **how)
+    payloads = [make_payload(key, 4096) for key in KEYS[1:]]
+    write_payloads(lent.describe(0, range(1, 4)), payloads)
+    desk.offer("ours", KEYS[1:], range(1, 4), complete=True)
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    config = NixlConfig(
+        listen="127.0.0.1:0", transport="socket", secret_file=str(tmp_path / "secret")
+    )
+    async with (
+        Exchange(config, NAMESPACE, own=desk, largest_block_bytes=4096) as holder,
+        reading(tmp_path) as exchange,
+    ):
+        target = MEMORY.describe(0, range(4, 8))
+        outcomes = await exchange.peer(endpoint_of(holder)).load(KEYS, target)
+        assert statuses(outcomes) == [Status.MISSING, *[Status.DONE] * 3]
+        assert read_payloads(target)[1:] == payloads
+    await desk.aclose()
+    await threads.aclose()
+    copies.close()
 
 
 @pytest.mark.parametrize("side", ["client", "holder"])
