@@ -155,7 +155,9 @@ class NixlBackend(TellsKept):
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
-            lambda home, at: _move_at(home, home.store, _chosen(keys, at), blocks.take(at)),
+            lambda home, at: call_backend(
+                _unless_suspended(home, home.store), _chosen(keys, at), blocks.take(at)
+            ),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -173,7 +175,9 @@ class NixlBackend(TellsKept):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: _move_at(home, home.load, _chosen(keys, at), blocks.take(at)),
+                lambda home, at: call_backend(
+                    _unless_suspended(home, home.load), _chosen(keys, at), blocks.take(at)
+                ),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
@@ -272,12 +276,12 @@ def _is_suspended(home: Home) -> bool:
     return bool(suspension and suspension.num_failures and suspension.is_on(runtime.monotonic()))
 
 
-async def _move_at(
-    home: Home, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
-) -> list[Outcome]:
-    if _is_suspended(home):
-        return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
-    return await call_backend(move, keys, blocks)
+def _unless_suspended(home: Home, move: Move) -> Move:
+    return _fail if _is_suspended(home) else move
+
+
+async def _fail(keys: Sequence[BlockKey], _: Descriptors) -> list[Outcome]:
+    return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
 
 
 async def _delete_at(home: Home, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:

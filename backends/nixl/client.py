@@ -271,15 +271,13 @@ class Client:
                 some = list(tickets[start : start + wire.MAX_TICKETS])
                 await connection.request(partial(wire.Release, tickets=some), wire.Released)
 
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Awaitable[list[Outcome]]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
-        with self._call():
-            return await self._move(self._load_direct, keys, blocks)
+        return self._move(self._load_direct, keys, blocks)
 
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Awaitable[list[Outcome]]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
-        with self._call():
-            return await self._move(self._store_direct, keys, blocks)
+        return self._move(self._store_direct, keys, blocks)
 
     async def _open(self) -> Connection:
         self.disconnect()
@@ -358,16 +356,15 @@ class Client:
         slot = self._in_flight if is_direct else contextlib.nullcontext()
         longest = MAX_GENERATIONS if self._is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
-        if len(bounds) == 1:  # saves switching to a task and back
-            return await self._move_piece(move, keys, blocks, stop, slot)
-        async with asyncio.TaskGroup() as tasks:
-            pieces = [
-                tasks.create_task(
-                    self._move_piece(move, keys[start:end], blocks.select(start, end), stop, slot)
-                )
-                for start, end in bounds
-            ]
-        return [outcome for piece in pieces for outcome in piece.result()]
+        with self._call():
+            if len(bounds) == 1:  # saves switching to a task and back
+                return await self._move_piece(move, keys, blocks, stop, slot)
+            async with asyncio.TaskGroup() as tasks:
+                pieces = []
+                for i, j in bounds:
+                    piece = self._move_piece(move, keys[i:j], blocks.select(i, j), stop, slot)
+                    pieces.append(tasks.create_task(piece))
+            return [outcome for piece in pieces for outcome in piece.result()]
 
     async def _move_piece(
         self,
@@ -406,7 +403,7 @@ class Client:
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             part = blocks.select(start, stop)
             sizes, starts = part.block_sizes.tolist(), part.payload_starts.tolist()
-            async with self.hold_staging(sizes, starts) as staged:
+            async with self._staging.hold(sizes, starts, share=self._share) as staged:
                 if not is_load:
                     await self._hasher.copy(part, staged.blocks)
                 async with self._in_flight:

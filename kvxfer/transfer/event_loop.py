@@ -84,8 +84,7 @@ class EngineLoop:
         """Cancel, on this loop, what was submitted; return how many calls outlast the time."""
         await end_tasks(self._submitted, timeout_s)
         if left := len(self._submitted):
-            text = "%s: %d calls still run after %g s and are abandoned"
-            logger.warning(text, self._what, left, timeout_s)
+            logger.warning("%s: %d calls outlast %g s and are left", self._what, left, timeout_s)
         return left
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:

@@ -199,10 +199,11 @@ def describe_batch(
         index, group = next((index, group) for index, (group, actual) in pairs if group != actual)
         raise InvalidArgumentError(f"keys[{index}]", keys[index], f"a key of group {group}")
     null = describer.caches.null_block_id
-    for group, ids in used.items() if direction is Direction.LOAD else ():
-        if null is not None and (ids == null).any():
-            expected = "a block other than the null block, which keeps no data"
-            raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
+    if null is not None and direction is Direction.LOAD:
+        for group, ids in used.items():
+            if (ids == null).any():
+                expected = "a block other than the null block, which keeps no data"
+                raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
     for overlaid in describer.overlaid_groups:
         _require_apart([group for group in used if group in overlaid], used, null)
     return Descriptors.concatenate(described)

@@ -267,9 +267,9 @@ class JobMover:
             if tasks:
                 _, running = await asyncio.wait(tasks, timeout=left)
             if tasks and not running:  # a block that has no outcome then has failed
-                errors = [None if task.cancelled() else task.exception() for task in tasks]
-                reason = next((repr(error) for error in errors if error is not None), "cancelled")
-                status = Status.FAILED
+                ended = [task for task in tasks if not task.cancelled()]
+                errors = [repr(error) for task in ended if (error := task.exception())]
+                status, reason = Status.FAILED, next(iter(errors), "cancelled")
         except asyncio.CancelledError:
             status, reason = Status.CANCELLED, "cancelled"
             raise
