@@ -7,22 +7,26 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face.salted_keys import SaltedKeys
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.runtime import Suspension
 from kvxfer.storage.backend import Outcome, Purgeable, Status, can_purge_all, positions_done
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import SharesBuffers
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
 JOBS_IN_FLIGHT = 2
-"""Jobs of one call: while the backend moves the pages of one, those of another are copied."""
+"""Jobs of one call: while the backend moves the pages of one, those of another are copied. There
+are rows for more of them, so that one call or tier that hangs leaves some to others."""
 
 GRACE_S = 0.5
 """Time beyond a deadline for the answer of the engine, which keeps the deadline itself."""
@@ -38,15 +42,11 @@ class _RowJob:
     """Pages of a call that are being moved, each in a row."""
 
     direction: Direction
-    first: int  # index of the first page in the call
+    group: int
+    pages: range  # indices in the call
     rows: Sequence[int]
     num_purges: int  # when the call began
-    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # once the job has begun
-
-    @property
-    def pages(self) -> range:
-        """Indices of the pages in the call."""
-        return range(self.first, self.first + len(self.rows))
+    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # another once it has begun
 
     @property
     def what(self) -> str:
@@ -70,10 +70,9 @@ class RowStore:
         engine: Engine over the rows, whose backend deletes pages if it can; closed with the store.
         rows: Rows for stores and for loads, which may be the same.
         name: Name of the store in the log.
+        describer: Describes the rows, as the engine does.
         pause_s: Time that the backend is left alone after a call that did not get its answer.
         timeout_s: Time that a call has, for the log.
-        waits_for_rows: Whether a call waits for rows that a late transfer may touch.
-        num_groups: Groups of the engine.
     """
 
     def __init__(
@@ -82,19 +81,22 @@ class RowStore:
         rows: Mapping[Direction, "RowPool"],
         *,
         name: str,
+        describer: BlockDescriber,
         pause_s: float = 0.0,
         timeout_s: float = math.inf,
-        waits_for_rows: bool = False,
-        num_groups: int = 1,
     ) -> None:
         self._engine = engine
+        self._describer = describer
         self._purgeable = engine.backend.provide(Purgeable)
         self._rows_of = rows
         self._name = name
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
-        self._waits_for_rows = waits_for_rows
-        self._num_groups = num_groups
+        num_rows, num_jobs = min(each.num_rows for each in rows.values()), 2 * JOBS_IN_FLIGHT
+        if (shares := engine.backend.provide(SharesBuffers)) is not None:
+            num_jobs = min(num_rows, max(num_jobs, 2 * shares.num_shares))
+            shares.share_out(num_jobs)
+        self._rows_per_job = max(1, num_rows // num_jobs)
         self._keys = SaltedKeys(self._purgeable)
         self._num_purges = 0  # that have begun
         self._num_purging = 0
@@ -110,19 +112,18 @@ class RowStore:
         names, what = [self._keys.name(key) for key in keys], f"a lookup of {len(keys)} pages"
         asked = list(dict.fromkeys(names))
         answer = self._engine.submit_lookup(asked, timeout_s=_limit_s(deadline))
+        found: dict[BlockKey, bool] = {}
         try:
-            answers = runtime.result(answer, _limit_s(deadline, GRACE_S))
-            found = dict(zip(asked, answers, strict=True))
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                answers = runtime.result(answer, _limit_s(deadline, GRACE_S))
+                found = dict(zip(asked, answers, strict=True))
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
             logger.warning("%s: %s failed: %r", self._name, what, exc)
             return missing
-        else:
-            if any(found.values()) or _left_s(deadline):
-                return [found[name] for name in names]
         finally:
             answer.cancel()
+        if any(found.values()) or (found and _left_s(deadline)):
+            return [found[name] for name in names]
         self._note_late(what)
         return missing
 
@@ -135,7 +136,7 @@ class RowStore:
         *,
         group: int = 0,
     ) -> list[bool]:
-        """Store or load pages, in jobs of half of the rows; return for each whether that was done.
+        """Store or load pages, in jobs of some of the rows; return for each whether that was done.
 
         Nothing is moved beyond a purge that begins after the call, or with a key that appears
         twice. `copy` copies pages to rows before they are stored, or from rows once they have
@@ -146,30 +147,29 @@ class RowStore:
             self._guard.check_batch(keys)
         done = [False] * len(keys)
         pool, start, in_flight = self._rows_of[direction], 0, deque[_RowJob]()
-        most = max(1, pool.num_rows // JOBS_IN_FLIGHT)
         try:
             while start < len(keys) or in_flight:
                 left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start
                 if left and len(in_flight) < JOBS_IN_FLIGHT:
-                    wait_s = _left_s(deadline) if self._waits_for_rows and not in_flight else 0.0
-                    rows = pool.take(min(left, most), wait_s)
+                    wait_s = 0.0 if in_flight else _left_s(deadline)
+                    rows = pool.take(min(left, self._rows_per_job), wait_s)
                     if rows:
-                        job = _RowJob(direction, start, rows, num_purges)
+                        pages = range(start, start := start + len(rows))
+                        job = _RowJob(direction, group, pages, rows, num_purges)
                         in_flight.append(job)
-                        start += len(rows)
-                        job.outcomes = self._begin(group, job, keys, copy, deadline)
+                        self._begin(job, keys, copy, deadline)
                         continue
-                    if not in_flight:
-                        self._note_late(f"the wait of {left} pages for memory")
                 if not in_flight:
+                    if left:
+                        self._note_late(f"the wait of {left} pages for memory")
                     break
                 job = in_flight.popleft()
                 ended = self._end(job, copy, deadline)
-                done[job.first : job.first + len(ended)] = ended
+                done[job.pages.start : job.pages.stop] = ended
         finally:  # of a thread that was interrupted
             for job in in_flight:
                 job.outcomes.cancel()
-                self._give_back(direction, job.rows, [_UNSAFE] * len(job.rows))
+                self._give_back(job, [_UNSAFE] * len(job.rows))
         return done
 
     def purge(self, deadline: float) -> None:
@@ -203,9 +203,8 @@ class RowStore:
                 purging = self._engine.submit_call(self._purge(self._purgeable))
                 try:
                     runtime.result(purging, _limit_s(deadline))
-                except TimeoutError:
-                    purging.cancel()  # it would delete what is stored after the call
-                    raise
+                finally:
+                    purging.cancel()  # a late one would delete what is stored after the call
                 return True
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("%s: pages cannot be deleted: %r", self._name, exc)
@@ -221,29 +220,24 @@ class RowStore:
         except Exception as exc:  # noqa: BLE001 - the next purge tries it again
             logger.warning("%s: pages that nobody finds cannot be deleted: %r", self._name, exc)
 
-    def _begin(
-        self, group: int, job: _RowJob, keys: Sequence[BlockKey], copy: Copy, deadline: float
-    ) -> Future[list[Outcome]]:
+    def _begin(self, job: _RowJob, keys: Sequence[BlockKey], copy: Copy, deadline: float) -> None:
         """Begin a job, after the pages of a store were copied; one that cannot begin has failed."""
-        of_groups: list[Sequence[int]] = [()] * self._num_groups
-        of_groups[group] = job.rows
-        some = keys[job.first : job.pages.stop]
+        move = self._engine.load if job.direction is Direction.LOAD else self._engine.store
         try:
-            if job.direction is Direction.LOAD:
-                names = [self._keys.name(key) for key in some]
-                load = self._engine.load(names, of_groups, timeout_s=_limit_s(deadline))
-                return self._engine.submit_call(load)
-            with self._beginning:
-                self._require_no_purge(job)
-                copy(job.pages, job.rows)
-                names = [self._keys.name(key) for key in some]
-                store = self._engine.store(names, of_groups, timeout_s=_limit_s(deadline))
-                return self._engine.submit_call(store)
+            with ExitStack() as held:
+                if job.direction is Direction.STORE:
+                    held.enter_context(self._beginning)
+                    self._require_no_purge(job)
+                    copy(job.pages, job.rows)
+                names = [self._keys.name(key) for key in keys[job.pages.start : job.pages.stop]]
+                groups = range(self._describer.num_groups)
+                of_groups = [job.rows if group == job.group else () for group in groups]
+                moving = move(names, of_groups, timeout_s=_limit_s(deadline))
+                job.outcomes = self._engine.submit_call(moving)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             logger.warning("%s: %s failed: %r", self._name, job.what, exc)
-            failed = Future[list[Outcome]]()  # no transfer knows its rows
-            failed.set_result([Outcome(Status.FAILED, reason=repr(exc))] * len(job.rows))
-            return failed
+            failed = Outcome(Status.FAILED, reason=repr(exc))  # no transfer knows its rows
+            job.outcomes.set_result([failed] * len(job.rows))
 
     def _require_no_purge(self, job: _RowJob) -> None:
         if self._num_purges != job.num_purges:
@@ -257,7 +251,7 @@ class RowStore:
             arrived = positions_done(outcomes)
             if arrived and job.direction is Direction.LOAD:
                 self._require_no_purge(job)
-                copy([job.first + at for at in arrived], [job.rows[at] for at in arrived])
+                copy([job.pages[at] for at in arrived], [job.rows[at] for at in arrived])
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             is_late = outcomes is unanswered and isinstance(exc, TimeoutError)
             if not is_late:
@@ -266,26 +260,24 @@ class RowStore:
             outcomes = [replace(each, status=status, reason=repr(exc)) for each in outcomes]
         finally:
             job.outcomes.cancel()  # of a thread that does not wait for it any more
-            self._give_back(job.direction, job.rows, outcomes)
+            self._give_back(job, outcomes)
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
         return [outcome.done for outcome in outcomes]
 
-    def _give_back(
-        self, direction: Direction, rows: Sequence[int], outcomes: Sequence[Outcome]
-    ) -> None:
-        pool = self._rows_of[direction]
-        is_safe = [outcome.memory_safe for outcome in outcomes]
-        late = [row for row, safe in zip(rows, is_safe, strict=True) if not safe]
-        pool.give_back([row for row, safe in zip(rows, is_safe, strict=True) if safe])
+    def _give_back(self, job: _RowJob, outcomes: Sequence[Outcome]) -> None:
+        pairs = zip(job.rows, outcomes, strict=True)
+        late = [row for row, outcome in pairs if not outcome.memory_safe]
+        self._rows_of[job.direction].give_back([r for r in job.rows if r not in late], late=late)
         if late:
             with suppress(ClosedError):
-                self._engine.submit_call(self._give_back_in_the_end(pool, late))
+                self._engine.submit_call(self._give_back_in_the_end(job, late))
 
-    async def _give_back_in_the_end(self, pool: "RowPool", late: Sequence[int]) -> None:
+    async def _give_back_in_the_end(self, job: _RowJob, late: Sequence[int]) -> None:
+        drain = partial(self._engine.drain, self._describer.describe(job.group, late))
         what = f"{len(late)} rows of staging memory"
-        if await drain_in_the_end(self._engine.drain, what, asyncio.Event()):
-            pool.give_back(late)
+        if await drain_in_the_end(drain, what, asyncio.Event()):
+            self._rows_of[job.direction].give_back(late)
 
     def _is_suspended(self) -> bool:
         return self._num_purging > 0 or self._suspension.is_on(runtime.monotonic())
@@ -298,26 +290,34 @@ class RowStore:
 
 
 class RowPool:
-    """Pool of rows that nobody uses; thread-safe."""
+    """Pool of rows that nobody uses; thread-safe.
 
-    def __init__(self, rows: Collection[int]) -> None:
+    Whoever takes rows waits for those that calls use. Late ones, which a transfer may touch after
+    the end of its call, may never come back: he waits for them if the pool `waits_for_late` rows.
+    """
+
+    def __init__(self, rows: Collection[int], *, waits_for_late: bool = False) -> None:
         self.num_rows = len(rows)  # used or not
         self._free = list(rows)
+        self._late: set[int] = set()
+        self._most_late = math.inf if waits_for_late else self.num_rows
         self._changed = runtime.condition()
 
     def take(self, most: int, timeout_s: float) -> list[int]:
-        """Take at least one row and at most `most`; none after the timeout."""
+        """Take at least one row and at most `most`; none after the timeout, or if all are late."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._free, min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+                lambda: self._free or len(self._late) >= self._most_late,
+                min(max(0.0, timeout_s), threading.TIMEOUT_MAX),
             )
             taken, self._free = self._free[:most], self._free[most:]
             return taken
 
-    def give_back(self, rows: Sequence[int]) -> None:
-        """Give rows back."""
+    def give_back(self, rows: Sequence[int], *, late: Sequence[int] = ()) -> None:
+        """Give rows back; late ones are given back later, once nothing can touch them."""
         with self._changed:
             self._free += rows
+            self._late = self._late.difference(rows).union(late)
             self._changed.notify_all()
 
 

@@ -36,6 +36,7 @@ from kvxfer.storage.keys import (
     group_of,
     make_block_key,
 )
+from kvxfer.storage.staging_memory import SharesBuffers
 
 T = TypeVar("T")
 
@@ -133,7 +134,8 @@ class PortableBackend(TellsKept, WrappingBackend):
     The inner backend is opened with `portable_namespace`, and closed with this one.
     """
 
-    passes_on = frozenset({Purgeable})  # keys of shards begin as those of their pages
+    # Keys of shards begin as those of their pages, and lie in the memory of these.
+    passes_on = frozenset({Purgeable, SharesBuffers})
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
         super().__init__(backend)

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 from kvxfer import runtime
 from kvxfer.checks import require_number, require_timeout
 from kvxfer.errors import BackendUnavailableError, KVXferError
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import (
     MISSING,
@@ -224,10 +224,8 @@ class IsolatedTier:
 
         A `BackendUnavailableError` if the tier may touch it for ever.
         """
-        mine = set(map(id, blocks.owners))
         for ended, others in list(self._requests.items()):
-            theirs = set(map(id, others.owners))
-            if not (mine and theirs) or mine & theirs:  # memory of no owner may be the same
+            if overlap(blocks, others):
                 await asyncio.shield(ended)
 
     async def wait_for_requests(self) -> None:

@@ -26,6 +26,7 @@ from kvxfer.checks import (
 from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.runtime import Calls
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
@@ -269,15 +270,19 @@ class PolledEngine(Generic[MoverT]):
         self._guard.require_same_process()
         return self._mover.may_touch(JobId(require_integer("job_id", job_id)))
 
-    async def drain(self) -> None:
+    async def drain(self, blocks: Descriptors | None = None) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included.
+
+        With `blocks` of the caches it waits for what may touch these, and no other tier.
 
         Raises:
             BackendUnavailableError: The backend cannot be drained: memory may still be in use, and
                 `may_touch` says of which jobs.
         """
         self._guard.require_same_process()
-        await self._loop.run(self._mover.drain())
+        if blocks is not None:
+            require_instance("blocks", blocks, Descriptors)
+        await self._loop.run(self._mover.drain(blocks))
 
     def close(self) -> None:
         """Close the engine as `aclose` does, without an event loop; blocks the thread.

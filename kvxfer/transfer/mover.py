@@ -12,8 +12,9 @@ from math import inf
 from kvxfer import runtime
 from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.runtime import await_call
+from kvxfer.runtime import await_call, end_tasks
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import (
     MARK_PAUSE_S,
@@ -23,6 +24,7 @@ from kvxfer.storage.calls import (
     poll_begun,
 )
 from kvxfer.storage.observer import Gauge, Operation, Reports
+from kvxfer.storage.staging_memory import SharesBuffers
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
@@ -31,7 +33,6 @@ PIECES_IN_FLIGHT = 4
 store, not for all of it."""
 AT_ONCE_S = 100e-6
 """Time between two looks below which the thread computes nothing."""
-_NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 class Admission:
@@ -153,7 +154,7 @@ class JobMover:
         self._memory = memory
         self._admission = Admission(max_bytes_in_flight)
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
-        self._moving: dict[asyncio.Task[None], JobId] = {}
+        self._moving: dict[asyncio.Task[None], Job] = {}
         self._settling: dict[asyncio.Task[bool], JobId] = {}
         self._gives_up = asyncio.Event()
         self._lost: set[JobId] = set()
@@ -175,9 +176,9 @@ class JobMover:
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer may still touch memory of a job; thread-safe."""
         # In the order in which a job comes into them, each before it leaves the one before.
-        on_loop = [*list(self._moving.values()), *list(self._settling.values()), *self._lost.copy()]
+        ids = [*(job.job_id for job in list(self._moving.values())), *list(self._settling.values())]
         self._ask_in_turn()
-        return job_id in on_loop or job_id in self._begun
+        return job_id in ids or job_id in self._lost or job_id in self._begun
 
     def begin(self, job: Job) -> bool:
         """Begin a job on the calling thread; False where it has to be moved on the event loop."""
@@ -259,7 +260,7 @@ class JobMover:
         pieces = () if left == 0 else job.cut(self._max_piece)
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in pieces]
         for task in tasks:
-            self._moving[task] = job.job_id
+            self._moving[task] = job
             task.add_done_callback(self._moving.pop)
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
@@ -301,18 +302,21 @@ class JobMover:
         for job_id in list(self._begun):
             self.cancel(job_id)
 
-    async def drain(self) -> None:
-        """Wait until no earlier transfer touches the caches, abandoned ones included."""
-        await self._wait_for_calls()
-        if settling := list(self._settling):
-            try:
+    async def drain(self, blocks: Descriptors | None = None) -> None:
+        """Wait until no earlier transfer touches the caches, or these blocks; also late ones."""
+        await self._wait_for_calls(blocks)
+        settling, shares = list(self._settling), self._backend.provide(SharesBuffers)
+        try:
+            if blocks is not None and shares is not None:
+                await await_call(shares.drain_of(blocks))
+                return
+            if settling:
                 await await_call(self._backend.drain())
-            except Exception as exc:
-                raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
-            for task in settling:
-                self._settling.pop(task, None)
-                task.cancel()
-            await asyncio.wait(settling)
+        except Exception as exc:
+            raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
+        for task in settling:
+            self._settling.pop(task, None)
+        await end_tasks(settling)
 
     async def end(self) -> bool:
         """Drain once the backend is closed; whether no memory is left that may be touched."""
@@ -322,10 +326,11 @@ class JobMover:
             await asyncio.wait(list(self._settling))
         return not self._lost
 
-    async def _wait_for_calls(self) -> None:
+    async def _wait_for_calls(self, blocks: Descriptors | None = None) -> None:
         await self.drain_begun()
-        if self._moving:
-            await asyncio.wait(list(self._moving))
+        moving = self._moving.items()
+        if met := [t for t, job in moving if blocks is None or overlap(job.blocks, blocks)]:
+            await asyncio.wait(met)
 
     async def _move(self, job: Job, piece: Piece) -> None:
         began = runtime.monotonic()
@@ -358,8 +363,6 @@ class JobMover:
     @property
     def _bytes_begun(self) -> int:
         """Bytes that devices are moving."""
-        if not self._begun:
-            return 0
         begun = list(self._begun.values())
         return sum([each.job.blocks.num_bytes for each in begun if each.transfer is not None])
 
@@ -444,7 +447,7 @@ class JobMover:
         if each.transfer is not None:
             piece = each.pieces[0]
             num_keys = piece.stop - piece.start
-            outcomes = poll_begun(each.transfer, _NAMES[job.direction], num_keys)
+            outcomes = poll_begun(each.transfer, job.direction.name.lower(), num_keys)
             if outcomes is None:
                 job.in_backend[piece.start : piece.stop] = [True] * num_keys
             else:

@@ -9,9 +9,12 @@ from unittest.mock import AsyncMock, Mock, call
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
@@ -19,9 +22,9 @@ from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, Fau
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
-from tests.clock import until
+from tests.clock import LIMIT_S, until
 
-NUM_ROWS, ROW_BYTES = 4, 64
+NUM_ROWS, ROW_BYTES = 8, 64
 KEYS = make_keys(6)
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -37,7 +40,9 @@ class Pages:
         self.engine = TransferEngine(rows.caches, self.backend)
         self.free = RowPool(range(NUM_ROWS))
         both = dict.fromkeys(Direction, self.free)
-        self.store = RowStore(self.engine, both, name="pages")
+        self.store = RowStore(
+            self.engine, both, name="pages", describer=BlockDescriber(rows.caches)
+        )
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
     def move(
@@ -46,6 +51,7 @@ class Pages:
         keys: Sequence[BlockKey] = KEYS,
         *,
         then: Callable[[], object] = lambda: None,
+        within_s: float = math.inf,
     ) -> list[bool]:
         """Store or load pages; `then` is called after the first copy."""
 
@@ -57,7 +63,7 @@ class Pages:
             call, then = then, lambda: None
             call()
 
-        return self.store.move(direction, keys, copy, math.inf)
+        return self.store.move(direction, keys, copy, runtime.monotonic() + within_s)
 
     def num_free(self) -> int:
         rows = self.free.take(2 * NUM_ROWS, 0)
@@ -101,6 +107,19 @@ def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
                 pages.move(direction, then=Mock(side_effect=KeyboardInterrupt))
             until(lambda: pages.num_free() == NUM_ROWS)
         assert pages.move(STORE) == [True] * 6
+
+
+def test_a_call_waits_for_rows_of_others_and_not_for_late_ones(pages: Pages) -> None:
+    taken = [pages.free.take(NUM_ROWS, 0)]
+    waiting = begin_aside("store", lambda: pages.move(STORE))
+    pages.free.give_back(taken.pop())
+    assert waiting.result(LIMIT_S) == [True] * 6
+    pages.backend.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
+    while pages.num_free():
+        assert pages.move(LOAD, within_s=0.1) == [False] * 6
+    assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
+    pages.backend.release()
+    until(lambda: pages.num_free() == NUM_ROWS)
 
 
 def test_a_key_that_comes_twice_is_refused_however_many_rows_there_are(pages: Pages) -> None:

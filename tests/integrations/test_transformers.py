@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from kvxfer.errors import ClosedError, InvalidArgumentError, UnsupportedEngineEr
 from kvxfer.integrations.transformers import interface  # noqa: E402
 from kvxfer.integrations.transformers.model_layers import LayerShape  # noqa: E402
 from kvxfer.integrations.transformers.page_pool import PagePool  # noqa: E402
+from tests.clock import LIMIT_S, until  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     REFUSED,
@@ -63,7 +66,7 @@ def test_a_page_of_the_pool_is_free_when_a_copy_has_returned(
     layer = LayerShape(
         num_kv_heads=2, head_dim=4, head_dim_v=4, dtype=torch.float32, device=torch.device("cpu")
     )
-    pool = PagePool([layer], 4, 1 << 12, {})
+    pool = PagePool([layer], 4, 1 << 12, {}, 2)
     room = pool.make_room(2)
     past: Any = SimpleNamespace(layers=[SimpleNamespace(keys=k, values=v) for k, v in room])
     copy, go_on = torch.Tensor.copy_, list[bool]()
@@ -157,7 +160,7 @@ def test_any_prompts_with_shared_prefixes_give_the_tokens_without_the_cache(
 
 
 @pytest.mark.slow
-def test_threads_take_turns(tmp_path: Path) -> None:
+def test_threads_share_a_cache(tmp_path: Path) -> None:
     model = shared_model()
     expected = {seed: generate(model, prompt_of(40, seed=seed)) for seed in range(4)}
 
@@ -170,6 +173,42 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
     with open_cache(model, tmp_path) as cache, ThreadPoolExecutor(len(expected)) as threads:
         list(threads.map(work, expected))
+
+
+def test_a_call_that_hangs_keeps_no_other_one_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def give_out(*arguments: Any) -> None:
+        monkeypatch.undo()
+        hangs.set()
+        assert may_go_on.wait(LIMIT_S)
+        cache._pool.give_out(*arguments)
+
+    with ThreadPoolExecutor(2) as threads, open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        monkeypatch.setattr(cache._pool, "give_out", give_out)
+        hanging = threads.submit(num_loaded, cache, prompt)
+        assert hangs.wait(LIMIT_S)
+        assert num_loaded(cache, prompt) == 32
+        assert fill(cache, model, prompt_of(40, seed=1)) > 0
+        closing = threads.submit(cache.close)
+        until(lambda: cache._guard.closed)
+        assert not closing.done()
+        may_go_on.set()
+        assert hanging.result() == 32
+        closing.result()
+
+
+def test_what_was_generated_while_the_cache_was_closed_is_returned(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    with open_cache(model, tmp_path) as cache:
+        streamer = Mock(end=cache.close)
+        output = cache.generate(prompt, max_new_tokens=3, do_sample=False, streamer=streamer)
+    assert torch.equal(output, expected)
 
 
 def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ TABLE = """
 -            self.queue.put_off(runtime.monotonic(), keys, failed=False)
 --- kvxfer/tiering/isolated_tier.py
 @@ isolation 200 a buffer of a caller is said to be quiet while a tier touches it
--            if not (mine and theirs) or mine & theirs:  # memory of no owner may be the same
+-            if overlap(blocks, others):
 +            if blocks is None:
 @@ isolation 200 a share comes back while its tier may touch the buffer of a caller
 -                if is_quiet:
@@ -167,9 +167,7 @@ TABLE = """
 -                await await_call(self._backend.drain())
 +                await asyncio.sleep(0)
 @@ tiers 40 a drain does not wait for pieces that move
-         await self.drain_begun()
--        if self._moving:
-+        if not self._moving:
+-            await asyncio.wait(met)
 @@ tiers 20 pieces go on after the deadline
 -            for task in tasks:
 -                task.cancel()
@@ -518,15 +516,15 @@ TABLE = """
 -        self._ledger.close()
 --- kvxfer/face/row_store.py
 @@ rows 40 rows that a late transfer may touch are given back at once
--        pool.give_back([row for row, safe in zip(rows, is_safe, strict=True) if safe])
-+        pool.give_back(rows)
+-        self._rows_of[job.direction].give_back([r for r in job.rows if r not in late], late=late)
++        self._rows_of[job.direction].give_back(job.rows)
 +        late = []
 @@ rows 200 pages are copied to their caller beyond a purge
              if arrived and job.direction is Direction.LOAD:
 -                self._require_no_purge(job)
 @@ rows 200 pages of before a purge are stored after it
-             with self._beginning:
--                self._require_no_purge(job)
+                     held.enter_context(self._beginning)
+-                    self._require_no_purge(job)
 @@ rows 500 a purge does not drain the stores that have begun
 -        await self._engine.drain()  # a store that is late would put its pages there afterwards
 @@ rows 40 no other salt is taken when a purge has failed
@@ -540,11 +538,14 @@ TABLE = """
 -            return taken
 +            return self._free[:most]
 @@ rows 40 rows are not given back when a late transfer has ended
--        if await drain_in_the_end(self._engine.drain, what, asyncio.Event()):
--            pool.give_back(late)
-+        await drain_in_the_end(self._engine.drain, what, asyncio.Event())
+-            self._rows_of[job.direction].give_back(late)
+@@ rows 60 a tier that hangs has all rows
+-            shares.share_out(num_jobs)
+@@ rows 60 rows wait for tiers that hang, and do not touch them
+-        drain = partial(self._engine.drain, self._describer.describe(job.group, late))
++        drain = self._engine.drain
 @@ rows 60 a purge that is late goes on
--                    purging.cancel()  # it would delete what is stored after the call
+-                    purging.cancel()  # a late one would delete what is stored after the call
 --- backends/nixl/discovery.py
 @@ peers 20 a holder whose lease has ended stays known
 -                self._drop(name, now)
@@ -628,10 +629,10 @@ TABLE = """
 +blocks.take(list(range(len(left)))))
 --- kvxfer/transfer/mover.py
 @@ tiers 40 a drain that has failed says that memory is safe
--            except Exception as exc:
--                raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
-+            except Exception:
-+                pass
+-        except Exception as exc:
+-            raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
++        except Exception:
++            pass
 --- kvxfer/tiering/write_back_queue.py
 @@ tiers 300 a flush does not wait for what was put off
 -        entries = chain(self._waiting.values(), self._taken.values(), self._put_off.values())

@@ -12,12 +12,14 @@ from kvxfer import runtime
 from kvxfer.errors import ClosedError
 from kvxfer.face import RowPool, RowStore
 from kvxfer.face.row_store import GRACE_S
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.testing.simulation import Scenario, Simulation, Step
+from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step
 from kvxfer.testing.simulation.faults import TierFault
 from kvxfer.testing.simulation.world import History
+from kvxfer.tiering import TieredBackend
 from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.simulation.polled import carry_out_on_threads, draw_faults
@@ -29,6 +31,7 @@ KEYS = make_keys(8)
 CLOSE_S = 30.0
 SLACK_S = 0.1
 QUIET_S = 600.0
+HANGS_S, USE_S = 120.0, 60.0
 BY_LINE = 0.02
 """Share of the lines of kvxfer after which another thread goes on, in every third seed."""
 
@@ -46,6 +49,8 @@ class RowsScenario(Scenario):
             return self._plan_late_purges(random)
         if kind < 0.25:
             return self._plan_late_stores(random)
+        if kind < 0.4:
+            return self._plan_hung_tier(random)
         steps, length_s = [], random.choice((0.5, 2.0))
         num_keys = random.choice((1, 3, len(KEYS)))
         for _ in range(random.choice((10, 40))):
@@ -83,6 +88,23 @@ class RowsScenario(Scenario):
             Step(at_s + 0.5, "load", {"thread": 1} | page),
         ]
 
+    def _plan_hung_tier(self, random: Random) -> list[Step]:
+        """Plan loads of pages of which a lower tier hangs, and of those that the first one has."""
+        kept, lost = (0, 1, 2), (3, 4, 5, 6, 7)
+        fault = {"tier": 1, "fault": random.choice((TierFault.LATE, TierFault.STUCK))}
+        steps = [
+            Step(0.0, "store", {"thread": 0, "limit_s": inf, "numbers": (*kept, *lost)}),
+            Step(1.0, "lose", {"thread": 0, "numbers": lost}),
+            Step(1.1, "fault", {"thread": 0, "for_s": HANGS_S, "calls": ("load",)} | fault),
+        ]
+        for _ in range(random.choice((10, 30))):
+            limit_s = random.choice((inf, 5.0, 0.5, 0.02, 0.01))
+            numbers = random.choice((kept, kept, lost, (random.choice(lost),), (*kept, *lost)))
+            load = {"thread": random.randrange(NUM_THREADS), "limit_s": limit_s, "numbers": numbers}
+            steps.append(Step(1.2 + 15.0 * random.random(), "load", load))
+        steps.append(Step(USE_S, "use", {"thread": 0, "numbers": kept, "limit_s": 5.0}))
+        return sorted(steps, key=lambda step: step.at_s)
+
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         if simulation.random("lines").random() < 0.3:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
@@ -94,8 +116,10 @@ class RowsScenario(Scenario):
 class _Rows(RowPool):
     """Rows that nobody may touch while they are free: each has bytes of its own then."""
 
-    def __init__(self, simulation: Simulation, memory: BlockMemory, num_rows: int) -> None:
-        super().__init__(range(num_rows))
+    def __init__(
+        self, simulation: Simulation, memory: BlockMemory, num_rows: int, *, waits_for_late: bool
+    ) -> None:
+        super().__init__(range(num_rows), waits_for_late=waits_for_late)
         self.bytes = memory.caches.tensors[0].tensor.numpy().view(np.uint8)[:, :ROW_BYTES]
         self.canaries: dict[int, int] = {}
         self.asked_at: dict[object, float] = {}  # of the call of a thread
@@ -113,9 +137,9 @@ class _Rows(RowPool):
                 self._simulation.fail("a free row was touched", row)
         return rows
 
-    def give_back(self, rows: Sequence[int]) -> None:
+    def give_back(self, rows: Sequence[int], *, late: Sequence[int] = ()) -> None:
         self._seal(rows)
-        super().give_back(rows)
+        super().give_back(rows, late=late)
 
     def _seal(self, rows: Collection[int]) -> None:
         for row in rows:
@@ -137,18 +161,18 @@ class _Run:
         self._engine = TransferEngine(
             memory.caches, self._opened.backend, timeout_s=20.0, close_timeout_s=CLOSE_S
         )
-        self._rows = _Rows(simulation, memory, num_rows)
-        pause_s, waits_for_rows = random.choice((0.0, 0.0, 1.0)), random.random() < 0.7
+        pause_s, waits_for_late = random.choice((0.0, 0.0, 1.0)), random.random() < 0.7
+        self._rows = _Rows(simulation, memory, num_rows, waits_for_late=waits_for_late)
         self._pages = RowStore(
             self._engine,
             dict.fromkeys(Direction, self._rows),
             name="rows",
+            describer=BlockDescriber(memory.caches),
             pause_s=pause_s,
-            waits_for_rows=waits_for_rows,
         )
         self._history = History(simulation, [ROW_BYTES])
         self._history.is_strict = False  # only what a purge promises holds whatever fails
-        self._is_calm = not (has_faults or pause_s) and waits_for_rows and self._opened.is_roomy
+        self._is_calm = not (has_faults or pause_s) and waits_for_late and self._opened.is_roomy
         self._copied: dict[int, float] = {}  # when the page of a store was copied to a row
         self._purges: list[tuple[float, float]] = []
         self._purging: dict[int, None] = {}  # numbers of those that go on
@@ -160,8 +184,11 @@ class _Run:
             given = {name: each for name, each in step.arguments.items() if name != "thread"}
             self._simulation.note(f"-> {step}")
             if step.what == "fault":
-                if tier := self._opened.faulty.get(given["tier"]):
-                    tier.begin_fault(given["fault"], given["for_s"], 1.0)
+                if tier := self._opened.faulty.get(given.pop("tier")):
+                    tier.begin_fault(share=1.0, **given)
+                continue
+            if step.what == "lose":
+                self._lose(**given)
                 continue
             began, self._simulation.num_calls = self._simulation.now, self._simulation.num_calls + 1
             getattr(self, f"_{step.what}")(**given)
@@ -247,6 +274,22 @@ class _Run:
                 self._simulation.fail("a page was written that was not loaded", key.hex())
             elif limit_s == inf:
                 self._judge_miss(key, began)
+
+    def _lose(self, numbers: tuple[int, ...]) -> None:
+        """Delete pages from the first of several tiers."""
+        if self._opened.tiers:
+            tier = self._opened.faulty.get(0, self._opened.tiers[0])
+            first = tier.inner if isinstance(tier, FaultyTier) else tier
+            keys = [KEYS[number] for number in numbers]
+            runtime.result(self._engine.submit_call(first.delete(keys)))
+
+    def _use(self, numbers: tuple[int, ...], limit_s: float) -> None:
+        """Load what the first tier has, while the one below hangs."""
+        keys = [KEYS[number] for number in numbers]
+        done = self._move(Direction.LOAD, keys, limit_s, [b""] * len(keys), {})
+        is_tiered = isinstance(self._opened.backend, TieredBackend)
+        if is_tiered and self._opened.is_roomy and not all(done):
+            self._simulation.fail("not loaded beside a tier that hangs", done)
 
     def _lookup(self, numbers: tuple[int, ...], limit_s: float) -> None:
         began, keys = self._simulation.now, [KEYS[number] for number in numbers]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvxfer import runtime
-from kvxfer.connect import open_backend, start_engine
+from kvxfer.connect import backend_choices, open_backend, start_engine
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.face import RowPool, RowStore
@@ -28,8 +28,6 @@ from kvxfer.storage.staging_memory import aligned, allocate_aligned
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
-MIN_ROWS = 2
-
 LASTING = (InvalidArgumentError, UnsupportedEngineError)
 """Errors of an opening that another attempt would end in, too."""
 
@@ -42,7 +40,7 @@ class PageStore(RowStore):
     Loads and stores have rows of their own: SGLang has a thread for each.
 
     The pools have one group each, and the namespace has none. The memory of the rows is bounded by
-    the settings, but there are two rows in each direction.
+    the settings, but there are two rows in each direction, and one more for each further tier.
 
     Raises:
         Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
@@ -59,7 +57,8 @@ class PageStore(RowStore):
         mappings, timeout_s = [mapping for _, mapping in pools], settings.timeout_s
         sizes = [mapping.num_bytes for mapping in mappings]
         row_bytes = aligned(max(sizes))
-        num_rows = max(MIN_ROWS, settings.staging // row_bytes // len(Direction))
+        least = 1 + len(backend_choices(settings.backend))
+        num_rows = max(least, settings.staging // row_bytes // len(Direction))
         memory = torch.from_numpy(allocate_aligned(num_rows * len(Direction) * row_bytes))
         rows = CanonicalKVCaches(
             tensors=[
@@ -67,7 +66,6 @@ class PageStore(RowStore):
             ],
             group_data_refs=[[CanonicalKVCacheRef(0, size)] for size in sizes],
         )
-        self._rows = BlockDescriber(rows)
         complete = portable_namespace(namespace, mappings)
         self._copy_engine = CPUCopyEngine()
         make = partial(TransferEngine, rows, timeout_s=timeout_s, close_timeout_s=CLOSE_TIMEOUT_S)
@@ -79,14 +77,15 @@ class PageStore(RowStore):
         super().__init__(
             engine,
             {
-                direction: RowPool(range(direction * num_rows, (direction + 1) * num_rows))
+                direction: RowPool(
+                    range(direction * num_rows, (direction + 1) * num_rows), waits_for_late=True
+                )
                 for direction in Direction
             },
             name="kvxfer's storage of SGLang",
+            describer=BlockDescriber(rows),
             timeout_s=timeout_s,
             pause_s=settings.pause_s,
-            waits_for_rows=True,
-            num_groups=len(sizes),
         )
 
     def move_pages(
@@ -104,7 +103,7 @@ class PageStore(RowStore):
 
         def copy(some: Sequence[int], rows: Sequence[int]) -> None:
             pool = self._pools[group].describe(0, [pages[index] for index in some])
-            ours = self._rows.describe(group, rows)
+            ours = self._describer.describe(group, rows)
             ends = (pool, ours) if direction is Direction.STORE else (ours, pool)
             self._copy_engine.copy(*ends)
 

@@ -24,8 +24,8 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 class PagePool:
     """Pool of pages in host memory, pinned for a GPU; a transfer that is late touches nothing else.
 
-    A page has the keys and values of `tokens_per_page` tokens of every layer. There are two pages
-    at least. The axes of keys, `k`, and of values, `v`, are `USUAL_AXES` unless they are given.
+    A page has the keys and values of `tokens_per_page` tokens of every layer. There are at least
+    `least` pages. Axes of keys, `k`, and of values, `v`, are `USUAL_AXES` unless they are given.
 
     Attributes:
         caches: The pool as KV caches, a block for each page.
@@ -38,6 +38,7 @@ class PagePool:
         tokens_per_page: int,
         num_bytes: int,
         axes: Axes,
+        least: int,
     ) -> None:
         self._layers, self._tokens = layers, tokens_per_page
         orders = {part: axes.get(part, USUAL_AXES) for part in ("k", "v")}
@@ -52,7 +53,7 @@ class PagePool:
             for layer in layers
         ]
         page_bytes = sum(spec.page_size_bytes for spec in specs)
-        self.num_pages = max(2, num_bytes // page_bytes)
+        self.num_pages = max(least, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
         try:
             size = self.num_pages, page_bytes

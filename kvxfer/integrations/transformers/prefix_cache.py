@@ -1,21 +1,20 @@
 """Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from kvxfer import runtime
 from kvxfer.checks import require_positive, require_text, require_timeout
-from kvxfer.connect import BackendChoice, connect
+from kvxfer.connect import BackendChoice, backend_choices, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
 from kvxfer.engine_side.weight_files import config_facts, hash_text
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, count_leading
 from kvxfer.integrations.transformers import prompts
 from kvxfer.integrations.transformers.interface import (
@@ -29,14 +28,13 @@ from kvxfer.integrations.transformers.model_layers import count_tokens, find_lay
 from kvxfer.integrations.transformers.module_state import is_thread_altering, require_unchanged
 from kvxfer.integrations.transformers.page_pool import PagePool
 from kvxfer.integrations.transformers.weights import Weights
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.runtime import begin_aside
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.job import Direction
-
-logger = logging.getLogger(__name__)
 
 
 class _Loaded(NamedTuple):
@@ -54,8 +52,8 @@ class PrefixCache:
     damaged, missing or late makes the prefix shorter: the model computes the rest. Pages are found
     by their tokens and the bytes of the weights, in this and any later process.
 
-    May be called from several threads; one call at a time moves pages, the others wait for their
-    turn within their deadline. A cache that `load` returned belongs to the caller alone.
+    May be called from several threads; a call waits within its deadline for memory that others use.
+    A cache that `load` returned belongs to the caller alone.
 
     Args:
         model: Model with `generate()`: a decoder with full or sliding-window attention.
@@ -67,7 +65,7 @@ class PrefixCache:
             of kvxfer's own.
         namespace: Fingerprint of the engine's namespace, where the store has several of the model.
         timeout_s: Deadline of calls without one of their own, None for no limit.
-        pool_bytes: Host memory that pages pass through; raised to two pages.
+        pool_bytes: Host memory that pages pass through; raised to two pages, one more per tier.
         observers: Told what happens to pages, such as `kvxfer.Metrics`.
 
     Raises:
@@ -103,7 +101,9 @@ class PrefixCache:
         self._change: str | None = ""  # of the model, as of the last call
         self._has_changed = False  # at any call
         if engine_keys:
-            keys = _vllm_keys(engine_keys)
+            keys = VLLMKeys() if engine_keys == "vllm" else engine_keys
+            if not isinstance(keys, VLLMKeys):
+                raise InvalidArgumentError("engine_keys", engine_keys, "'vllm' or VLLMKeys")
             self._vllm = find_vllm_pages(
                 model, backend, keys, revision=revision, fingerprint=fingerprint
             )
@@ -122,7 +122,8 @@ class PrefixCache:
                 config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
             )
             self.tokens_per_page = tokens_per_page or 128
-        self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
+        least = 1 + len(backend_choices(backend))
+        self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes, least)
         if self._vllm is not None:
             self._vllm.require_same_pages(self._pool.caches, self._pool.mappings)
         engine = connect(
@@ -133,10 +134,15 @@ class PrefixCache:
             timeout_s=self._timeout_s,
             observers=observers,
         )
-        slots = RowPool(range(self._pool.num_pages))
-        self._pages = RowStore(engine, dict.fromkeys(Direction, slots), name="prefix cache")
+        self._pages = RowStore(
+            engine,
+            dict.fromkeys(Direction, RowPool(range(self._pool.num_pages))),
+            name="prefix cache",
+            describer=BlockDescriber(self._pool.caches),
+        )
         self._guard = CallGuard("prefix cache")
-        self._lock = runtime.lock()
+        self._ended = runtime.condition()  # of a call
+        self._num_calls = 0
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
 
     def load(
@@ -166,7 +172,7 @@ class PrefixCache:
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
         is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
-        with self._turn(timeout_s) as deadline:
+        with self._call(timeout_s) as deadline:
             expected = self._change
             finding = begin_aside("kvxfer-weights", self._weights.find_change)
             try:
@@ -229,7 +235,7 @@ class PrefixCache:
         elif tokens[: len(loaded.tokens)] != loaded.tokens:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
-        with self._turn(timeout_s) as deadline:
+        with self._call(timeout_s) as deadline:
             change = self._note(self._weights.find_change())
             is_other = self._has_changed if loaded is None else loaded.change != change
             if is_other:
@@ -258,24 +264,26 @@ class PrefixCache:
         Raises:
             InvalidArgumentError: As `load`; or there are beams, several sequences, inputs besides
                 tokens, or settings that compute the whole prompt behind a prefix.
-            ClosedError: The cache was closed.
+            ClosedError: The cache was closed before.
         """
         prompts.require_one_sequence(settings, self._model)
         prompts.require_tensor(input_ids)
         past = self._load(input_ids, settings.get("attention_mask"), None)
         output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
         if self._loaded[past].change is not None:  # else its shapes may be others, too
-            self.store(output, past)
+            with suppress(ClosedError):  # meanwhile
+                self.store(output, past)
         return output
 
     def close(self) -> None:
         """Close the backend; what was stored is then in every tier. May be called again.
 
-        Waits for the call of another thread, no longer than the deadline.
+        Waits for the calls of other threads, no longer than the deadline.
         """
         self._guard.close()
-        with self._turn(None):
-            self._pages.close()
+        with self._ended:
+            self._ended.wait_for(lambda: not self._num_calls, self._timeout_s)
+        self._pages.close()
 
     def __enter__(self) -> Self:
         self._guard.check()
@@ -285,23 +293,23 @@ class PrefixCache:
         self.close()
 
     @contextmanager
-    def _turn(self, timeout_s: float | None) -> Iterator[float]:
-        """Wait for the turn of this thread; its deadline has passed if it did not come in time."""
+    def _call(self, timeout_s: float | None) -> Iterator[float]:
+        """Count a call until it ends; yields its deadline."""
         given = require_timeout("timeout_s", timeout_s)
         left_s = self._timeout_s if given is None else given
-        deadline = math.inf if left_s is None else runtime.monotonic() + left_s
-        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
-            logger.warning("no turn in %s s: another call is still moving pages", left_s)
-            yield -math.inf
-            return
+        with self._ended:
+            self._num_calls += 1
         try:
-            yield deadline
+            yield math.inf if left_s is None else runtime.monotonic() + left_s
         finally:
-            self._lock.release()
+            with self._ended:
+                self._num_calls -= 1
+                self._ended.notify_all()
 
     def _note(self, change: str | None) -> str | None:
         self._change = change
-        self._has_changed |= change != ""
+        if change != "":  # without taking back what another thread notes
+            self._has_changed = True
         return change
 
     def _keys(self, tokens: Sequence[int], num_tokens: int, change: str | None) -> list[BlockKey]:
@@ -315,11 +323,3 @@ class PrefixCache:
         if change:  # the engine's keys do not name its weights: these are no longer the same
             return []
         return self._vllm.page_keys(tokens[:whole])
-
-
-def _vllm_keys(engine_keys: object) -> VLLMKeys:
-    if engine_keys == "vllm":
-        return VLLMKeys()
-    if not isinstance(engine_keys, VLLMKeys):
-        raise InvalidArgumentError("engine_keys", engine_keys, "'vllm' or VLLMKeys")
-    return engine_keys
