@@ -126,7 +126,8 @@ class StagingMemory:
     `num_buffers`, if the largest block fits into each; `max_bytes` are raised to `min_buffers` of
     that block.
 
-    A buffer that comes back and is not quiet is drained by `drain`, which returns when it is. One
+    A buffer that comes back and is not quiet is drained by `drain`, or by the backend whose media
+    have `shares` of the buffers; either returns when it is. One
     that raises is called again after a pause, until the memory is closed.
     """
 
@@ -138,6 +139,7 @@ class StagingMemory:
         *,
         num_buffers: int = NUM_BUFFERS,
         min_buffers: int = MIN_BUFFERS,
+        shares: SharesBuffers | None = None,
     ) -> None:
         share = max_bytes // num_buffers // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.buffer_bytes = max(share, aligned(largest_block_bytes))
@@ -148,16 +150,12 @@ class StagingMemory:
         self._order = count()
         self._waiting: list[tuple[int, int, asyncio.Future[Buffer]]] = []
         self._drain = drain
-        self._shares: SharesBuffers | None = None
+        self._shares = shares
+        if shares is not None:
+            shares.share_out(self.num_buffers)
         self._withdrawn = False
         self._settling: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-
-    def share_with(self, backend: Backend) -> None:
-        """Let the media of a backend share the buffers, if it has several."""
-        self._shares = backend.provide(SharesBuffers)
-        if self._shares is not None:
-            self._shares.share_out(self.num_buffers)
 
     @property
     def unsafe_bytes(self) -> int:
@@ -270,15 +268,14 @@ def staging_of(backend: Backend, max_bytes: int, largest_block_bytes: int) -> St
     """Make staging memory for the blocks of a backend, whose media share its buffers."""
     shares = backend.provide(SharesBuffers)
     num_shares = 1 if shares is None else shares.num_shares
-    staging = StagingMemory(
+    return StagingMemory(
         max_bytes,
         largest_block_bytes,
         backend.drain,
         num_buffers=max(NUM_BUFFERS, 2 * num_shares),
         min_buffers=max(MIN_BUFFERS, num_shares),
+        shares=shares,
     )
-    staging.share_with(backend)
-    return staging
 
 
 def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:

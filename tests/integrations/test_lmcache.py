@@ -52,6 +52,7 @@ from kvxfer.storage.observer import (
     Reports,
 )
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.tiered_backend import observe
 from kvxfer.units import ByteSize
 from tests.clock import LIMIT_S, until
@@ -705,6 +706,42 @@ def test_stores_that_wait_for_a_buffer_suspend_no_backend_that_answers(
     assert adapter.report_status()["is_healthy"]
 
 
+class ThreeTiersAdapter(KVXferL2Adapter):
+    """Adapter over three tiers that inject faults."""
+
+    tiers: list[FaultyBackend]
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        inner = [DictBackend(DictConfig(), namespace) for _ in range(3)]
+        self.tiers = [FaultyBackend(each, seed=1, rates=FaultRates()) for each in inner]
+        timeouts = TierTimeouts(lookup_s=1.0, move_s=0.2, pause_s=60.0)
+        return TieredBackend([*self.tiers], namespace, timeouts=timeouts)
+
+
+def test_two_tiers_that_hang_leave_a_buffer_to_the_third(memory: Memory) -> None:
+    given = PARAMS | {"timeout_s": LIMIT_S, "staging": "256KiB"}
+    adapter = ThreeTiersAdapter(given, l1_memory_desc=memory.desc)
+    driver, keys = Driver(adapter), [make_key(number) for number in range(3)]
+    stored = [memory.fill(1000, number) for number in range(3)]
+    driver.store(keys, stored)
+    dicts: list[Any] = [tier.inner for tier in adapter.tiers]
+    until(lambda: all(len(each._blocks) == 3 for each in dicts))
+    for number, each in enumerate(dicts):  # each object is in one tier
+        for key in [key for key in each._blocks if piece_of(key)[0] != object_id_of(keys[number])]:
+            del each._blocks[key]
+    for tier in adapter.tiers[1:]:
+        tier.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
+    loaded = [memory.allocate(1000) for _ in keys]
+    assert driver.load(keys[1:], loaded[1:]) == [False, False]
+    assert driver.load(keys[2:], loaded[2:]) == [False]
+    assert driver.load(keys[:1], loaded[:1]) == [True]
+    assert bytes_of(loaded[:1]) == bytes_of(stored[:1])
+    for tier in adapter.tiers:
+        tier.rates = FaultRates()
+        tier.release()
+    adapter.close()
+
+
 @pytest.mark.parametrize("kind", ["stuck", "late"])
 def test_a_late_load_does_not_write_to_memory_that_was_answered_for(
     kind: str, adapter: FaultyAdapter, memory: Memory
@@ -755,16 +792,14 @@ def test_pieces_left_over_that_the_backend_kept_go_later(
 
 
 def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Mock()
-    monkeypatch.setattr(KVXferL2Adapter, "open_backend", opened)
-    with pytest.raises(InvalidArgumentError, match="staging_bytes is "):
-        KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
-    assert not opened.called
-    monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
     monkeypatch.setattr(FaultyBackend, "aclose", closed := AsyncMock())
+    with pytest.raises(InvalidArgumentError, match="staging_bytes is "):
+        FaultyAdapter(PARAMS | {"staging": 1 << 60})
+    assert closed.call_count == 1
+    monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         FaultyAdapter(PARAMS)
-    assert closed.called
+    assert closed.call_count == 2
 
 
 def test_a_backend_that_cannot_be_closed_is_told_and_leaves_no_thread(

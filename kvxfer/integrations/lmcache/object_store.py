@@ -29,7 +29,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory, staging_of
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 
@@ -92,10 +92,7 @@ class ObjectStore:
     ) -> None:
         self._settings = settings
         self._residents = residents
-        self._staging = {
-            each: StagingMemory(settings.staging // 2, settings.piece, self._drain)
-            for each in Direction
-        }
+        self._staging: dict[Direction, StagingMemory] = {}
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
         self._deletes = KeyLocks()
@@ -104,8 +101,6 @@ class ObjectStore:
         self._suspension = Suspension("LMCache's store", settings.pause_s)
         self._moved_s = runtime.monotonic()  # when the backend answered a store or load last
         self._backend = open_it()  # last: an error of what comes after it would leave it open
-        for each in self._staging.values():
-            each.share_with(self._backend)
 
     @property
     def is_suspended(self) -> bool:
@@ -113,7 +108,10 @@ class ObjectStore:
         return self._suspension.is_on(runtime.monotonic())
 
     def start(self) -> None:
-        """Attach and start the backend, also to be closed if that fails; blocks the thread."""
+        """Make buffers, and start the backend, to be closed also if that fails; blocks."""
+        for each in Direction:
+            num_bytes, piece_bytes = self._settings.staging // 2, self._settings.piece
+            self._staging[each] = staging_of(self._backend, num_bytes, piece_bytes)
         self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
@@ -194,9 +192,6 @@ class ObjectStore:
         if gone := [key for key in keys if key not in kept]:  # else nothing has changed
             self._residents.discard(gone, since=since)
         return kept
-
-    async def _drain(self) -> None:
-        await self._backend.drain()
 
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return await self._calls.wait_for(self._settings.timeout_s, call())

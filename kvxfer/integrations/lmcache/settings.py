@@ -26,7 +26,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         timeout_s: Deadline of a store, a lookup or a load, in seconds.
         pause_s: Time without calls of the backend after one of them missed the deadline.
         piece: Bytes of the pieces that objects are stored in.
-        staging: Bytes of the buffers that pieces pass through, half of them for loads.
+        staging: Bytes of the buffers that pieces pass through, half of them for loads; two pieces
+            for each tier at least.
         capacity: Bytes that LMCache may fill before it evicts globally; none by default: the
             backend evicts by itself. Quotas of LMCache need none.
         close_timeout_s: Deadline of closing.
