@@ -105,6 +105,27 @@ def test_pages_of_earlier_weights_are_not_taken_for_new_ones_that_another_thread
         assert tokens == [0]
 
 
+def test_hooks_that_are_installed_while_they_are_looked_at_are_no_error(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+
+    class Hook:
+        """Hook of transformers, beside which another thread installs one when it is looked at."""
+
+        def __call__(self, *_: Any) -> None:
+            """Note nothing."""
+
+        @property
+        def __module__(self) -> str:  # type: ignore[override]
+            model.register_forward_hook(Hook())
+            return "transformers.utils.output_capturing"
+
+    model.register_forward_hook(Hook())
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        model._forward_hooks.clear()
+        assert num_loaded(cache, prompt) == 32
+
+
 def replace_attention(model: Any) -> None:
     known = transformers.AttentionInterface()["sdpa"]
 

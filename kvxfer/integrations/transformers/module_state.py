@@ -137,7 +137,7 @@ class _Encoder:
             {
                 prefix + name: value
                 for prefix, owner in owners
-                for name, value in getattr(owner, "__dict__", {}).items()
+                for name, value in dict(getattr(owner, "__dict__", {})).items()
                 if name not in HARMLESS
             }
         )
@@ -219,7 +219,7 @@ class _Encoder:
 def _require_no_hooks(module: Any) -> None:
     """Check that nothing alters what a module gets or returns: what a hook does is not known."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        for hook in getattr(module, name).values():
+        for hook in list(getattr(module, name).values()):  # of which another thread may add some
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
                 raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
 

@@ -68,9 +68,8 @@ class Weights:
             logger.warning(text, obstacle)
         self._logged = obstacle
         names = _tensors(self._model)
-        named = [(several[0], tensor) for several, tensor in names]
         with DaemonThreads("kvxfer-weights", self._threads) as executor:
-            parts = executor.map(lambda each: take(*each), named)
+            parts = executor.map(lambda each: take(each[0][0], each[1]), names)
             whole = xxhash.xxh3_128(json.dumps(state, sort_keys=True).encode())
             for (several, tensor), part in zip(names, parts, strict=True):
                 whole.update(f"{' '.join(several)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
