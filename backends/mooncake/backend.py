@@ -340,11 +340,11 @@ class StoreClient:
         return self._running
 
     def _call(self, ask: Ask) -> Sequence[int]:
-        """Make a call, on the thread."""
+        """Make a call, on the thread; after a close it would connect once more."""
+        self._require_idle("a call")
         if self._store is None:
             self._store = self._config.open_store()
-            code = self._store.register_buffer(self._memory.address, self._memory.num_bytes)
-            if code:
+            if code := self._store.register_buffer(self._memory.address, self._memory.num_bytes):
                 self._shut()
                 raise BackendUnavailableError(f"the memory cannot be registered ({code})")
         began_at = runtime.monotonic()
