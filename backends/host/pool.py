@@ -277,15 +277,15 @@ class HostPool:
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        The bytes are verified here only with `FULL`, and where they are a part of the stored ones;
-        their reader has to verify them. Unless they are to be `hashed`, no byte is read here.
+        The bytes are verified here only where they are a part of the stored ones; else their reader
+        has to verify them. Unless they are to be `hashed`, no byte is read here.
 
         Returns:
             Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
                 zero when integrity is off or they are not hashed.
         """
         outcomes, checksums = [], []
-        verifies = hashed and self.integrity is MemoryIntegrity.FULL
+        verifies = hashed and self.integrity is not MemoryIntegrity.OFF
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
             tag = self._tags[slot, 0].tolist()
             whole = (start, stop) == tag[1:3]
