@@ -170,7 +170,7 @@ class Backend(BlockMover):
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return for each key whether a load would find it now."""
+        """Return for each key whether a load would find it now; errors as `BlockMover.store`."""
 
     @abstractmethod
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -185,7 +185,7 @@ class Backend(BlockMover):
         """Remove the blocks of keys; return for each whether it was present and was removed.
 
         A block that is in use at that moment may stay. A backend with several copies of it says
-        that it was removed only if none stays.
+        that it was removed only if none stays. Errors as `BlockMover.store`.
         """
 
     async def flush(self) -> None:

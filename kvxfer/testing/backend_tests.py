@@ -10,13 +10,14 @@ import random
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvxfer import runtime
 from kvxfer.errors import (
-    BackendUnavailableError,
     ClosedError,
     DuplicateError,
     InvalidArgumentError,
@@ -24,8 +25,8 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import begin_aside
-from kvxfer.storage.backend import Purgeable, Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.backend import Backend, Purgeable, Status
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.conformance.suite import (
@@ -33,10 +34,12 @@ from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
     cancel,
+    count_held,
     load_done,
     make_keys,
     make_large_memory,
     make_memory,
+    purge,
     statuses,
     store_generated,
     tails,
@@ -46,6 +49,10 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 PATIENCE_S = 2.0
 """Time that a busy thread may take between its result and its next task."""
+LIMIT_S = 10.0
+"""Time after which a call is said to hang."""
+MANY_TIMES = 4
+"""Backends opened and closed, of which each may leave something."""
 
 
 @pytest.mark.asyncio
@@ -67,8 +74,7 @@ class BackendTests(BackendSuite):
     # Stores and loads, of whole chunks and parts of them.
 
     async def test_stored_blocks_are_loaded_bit_for_bit(self) -> None:
-        memory, keys = make_memory(), make_keys(8)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(8) as (backend, memory, keys):
             blocks = memory.describe(0, [3, 9, 1, 0, 17, 18, 19, 40])
             payloads = await store_generated(backend, keys, blocks)
             assert read_payloads(blocks) == payloads, "store changed its source"
@@ -78,8 +84,7 @@ class BackendTests(BackendSuite):
             assert loaded == [payloads[i] for i in order]
 
     async def test_a_load_writes_nothing_but_its_blocks(self) -> None:
-        memory, keys = make_memory(), make_keys(4)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(4) as (backend, memory, keys):
             payloads = await store_generated(backend, keys, memory.describe(0, [0, 1, 2, 3]))
             memory.fill(SENTINEL)
             target = memory.describe(0, [4, 20, 21, 7])
@@ -106,8 +111,7 @@ class BackendTests(BackendSuite):
         assert memory.snapshot() == before
 
     async def test_present_blocks_of_a_partly_missing_batch_are_loaded(self) -> None:
-        memory, keys = make_memory(), make_keys(4)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(4) as (backend, memory, keys):
             payloads = await store_generated(backend, keys[::2], memory.describe(0, [0, 1]))
             memory.fill(SENTINEL)
             target = memory.describe(0, [5, 6, 7, 8])
@@ -119,16 +123,14 @@ class BackendTests(BackendSuite):
             assert loaded[1::2] == [untouched, untouched]
 
     async def test_storing_a_present_key_is_done_and_keeps_the_old_bytes(self) -> None:
-        memory, keys = make_memory(), make_keys(3)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(3) as (backend, memory, keys):
             old = await store_generated(backend, keys[:2], memory.describe(0, [0, 1]))
             new = await store_generated(backend, keys, memory.describe(0, [2, 3, 4]), version=1)
             assert await load_done(backend, keys, memory.describe(0, [5, 6, 7])) == [*old, new[2]]
 
     async def test_a_store_of_a_larger_part_replaces_the_stored_one(self) -> None:
-        self.require_parts()
-        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
-        async with await self.make_backend(memory.namespace()) as backend:
+        self.require(self.stores_parts, "stores whole chunks only")
+        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
             for key, first in zip(keys, [0, 2], strict=True):  # the head, the tail
                 part = memory.describe(0, [0, 1], first_block_index=first)
                 await store_generated(backend, [key], part)
@@ -138,8 +140,7 @@ class BackendTests(BackendSuite):
                 assert await load_done(backend, [key], memory.describe(0, range(8, 12))) == payloads
 
     async def test_a_store_of_a_smaller_part_changes_nothing(self) -> None:
-        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
             for key, first in zip(keys, [0, 2], strict=True):
                 payloads = await store_generated(backend, [key], memory.describe(0, range(4)))
                 part = memory.describe(0, [4, 5], first_block_index=first)
@@ -147,9 +148,8 @@ class BackendTests(BackendSuite):
                 assert await load_done(backend, [key], memory.describe(0, range(8, 12))) == payloads
 
     async def test_of_two_disjoint_parts_the_last_one_is_stored(self) -> None:
-        self.require_parts()
-        memory, keys = make_memory(blocks_per_chunk=4), make_keys(1)
-        async with await self.make_backend(memory.namespace()) as backend:
+        self.require(self.stores_parts, "stores whole chunks only")
+        async with self.opened(1, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
             await store_generated(backend, keys, memory.describe(0, [0, 1]))
             tail = memory.describe(0, [2, 3], first_block_index=2)
             payloads = await store_generated(backend, keys, tail, version=1)
@@ -179,7 +179,7 @@ class BackendTests(BackendSuite):
             assert loaded == [payloads[0][2 * block :], payloads[1][: 3 * block]]
 
     async def test_loading_the_whole_of_a_stored_part_writes_no_memory(self) -> None:
-        self.require_parts()
+        self.require(self.stores_parts, "stores whole chunks only")
         memory = BlockMemory([[64 << 10]], num_blocks=16, blocks_per_chunk=4)  # large fragments
         [key] = make_keys(1)
         async with await self.make_backend(memory.namespace()) as backend:
@@ -191,9 +191,8 @@ class BackendTests(BackendSuite):
             assert memory.snapshot() == before
 
     async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
-        self.require_parts()
-        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
-        async with await self.make_backend(memory.namespace()) as backend:
+        self.require(self.stores_parts, "stores whole chunks only")
+        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
             source = memory.describe(0, range(7), first_block_index=1)
             payloads = await store_generated(backend, keys, source)
             memory.fill(SENTINEL)
@@ -208,16 +207,14 @@ class BackendTests(BackendSuite):
     # What is seen: lookup, delete, misuse, namespaces, and closing.
 
     async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
-        memory, keys = make_memory(), make_keys(20)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(20) as (backend, memory, keys):
             stored = random.Random(2).sample(keys, 9)
             await store_generated(backend, stored, memory.describe(0, range(9)))
             asked = random.Random(3).sample(keys, 20)
             assert await backend.lookup(asked) == [key in stored for key in asked]
 
     async def test_a_deleted_block_is_gone_and_can_be_stored_anew(self) -> None:
-        memory, keys = make_memory(), make_keys(3)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(3) as (backend, memory, keys):
             await store_generated(backend, keys, memory.describe(0, [0, 1, 2]))
             assert await backend.delete(keys[1::-1]) == [True, True]
             assert await backend.delete(keys[1:]) == [False, True]
@@ -229,8 +226,7 @@ class BackendTests(BackendSuite):
             assert await load_done(backend, keys[:1], memory.describe(0, [3])) == new
 
     async def test_deleting_a_block_in_use_does_not_harm_its_reader(self) -> None:
-        memory, keys = make_large_memory(), make_keys(8)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(8, make_large_memory()) as (backend, memory, keys):
             payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             for turns in range(4):
@@ -247,8 +243,7 @@ class BackendTests(BackendSuite):
                 await store_generated(backend, keys, memory.describe(0, range(8)))
 
     async def test_an_invalid_batch_is_refused_and_nothing_moves(self) -> None:
-        memory, keys = make_memory(), make_keys(3)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(3) as (backend, memory, keys):
             blocks = memory.describe(0, [0, 1, 2])
             none = blocks.take(np.zeros(0, np.int64))
             before = memory.snapshot()
@@ -259,6 +254,11 @@ class BackendTests(BackendSuite):
                     await move(keys[:2], blocks)
                 with pytest.raises(DuplicateError):
                     await move([keys[0], keys[1], keys[0]], blocks)
+            for look in (backend.lookup, backend.delete):
+                with pytest.raises(InvalidArgumentError):
+                    await look([])
+                with pytest.raises(DuplicateError):
+                    await look([keys[0], keys[1], keys[0]])
             assert memory.snapshot() == before
             assert await backend.lookup(keys) == [False] * 3
 
@@ -268,7 +268,12 @@ class BackendTests(BackendSuite):
         backend = await self.make_backend(memory.namespace())
         async with backend:
             await store_generated(backend, keys, blocks)
+            async with asyncio.timeout(LIMIT_S):
+                await backend.drain()
+                await backend.flush()
         await backend.aclose()
+        async with asyncio.timeout(LIMIT_S):
+            await backend.drain()
         calls: list[Callable[[], Awaitable[object]]] = [
             *(partial(call, keys) for call in (backend.lookup, backend.delete)),
             *(partial(call, keys, blocks) for call in (backend.store, backend.load)),
@@ -279,19 +284,63 @@ class BackendTests(BackendSuite):
             with pytest.raises(ClosedError):
                 await call()
 
+    async def test_what_runs_when_a_backend_is_closed_ends(self) -> None:
+        memory, keys = make_large_memory(), make_keys(8)
+        for turns in range(4):
+            async with await self.make_backend(memory.namespace()) as backend:
+                payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
+                target = memory.describe(0, range(8, 16))
+                load = asyncio.ensure_future(backend.load(keys, target))
+                await yield_to_loop(turns)
+                await backend.aclose()
+                async with asyncio.timeout(LIMIT_S):
+                    [ended] = await asyncio.gather(load, return_exceptions=True)
+                if not isinstance(ended, BaseException):
+                    assert_done_are(ended, target, payloads)
+
+    async def test_nothing_is_left_of_closed_backends(self) -> None:
+        memory, keys, before = make_memory(), make_keys(2), 0
+        for _ in range(1 + MANY_TIMES):
+            async with await self.make_backend(memory.namespace()) as backend:
+                await store_generated(backend, keys, memory.describe(0, [0, 1]))
+                await load_done(backend, keys, memory.describe(0, [2, 3]))
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks are left"
+            before = before or count_held()
+        stop = runtime.monotonic() + PATIENCE_S
+        while count_held() >= before + MANY_TIMES and runtime.monotonic() < stop:
+            await asyncio.wrap_future(begin_aside("kvxfer-testing", gc.collect))
+        assert count_held() < before + MANY_TIMES, "descriptors or threads are left"
+
     async def test_namespaces_never_see_each_other(self) -> None:
         memory, keys = make_memory(), make_keys(2)
-        theirs_too = memory.namespace(revision="another")
-        async with (
-            await self.make_backend(memory.namespace()) as ours,
-            await self.make_backend(theirs_too) as theirs,
-        ):
+        namespace = memory.namespace(revision="1")
+        async with await self.make_backend(namespace) as ours:
             await store_generated(ours, keys, memory.describe(0, [0, 1]))
-            assert await theirs.lookup(keys) == [False, False]
-            outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
-            assert statuses(outcomes) == [Status.MISSING] * 2
-            assert await theirs.delete(keys) == [False, False]
-            assert await ours.lookup(keys) == [True, True]
+            for field in ("model", "revision", "dtype", "config_hash"):
+                another = msgspec.structs.replace(namespace, **{field: "another"})
+                async with await self.make_backend(another) as theirs:
+                    assert await theirs.lookup(keys) == [False, False], f"{field} is not in it"
+                    outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
+                    assert statuses(outcomes) == [Status.MISSING] * 2
+                    assert await theirs.delete(keys) == [False, False]
+                    for prefix in (keys[0], b""):
+                        await purge(theirs, prefix)
+                assert await ours.lookup(keys) == [True, True]
+
+    async def test_keys_that_look_alike_are_different_blocks(self) -> None:
+        memory, long = make_memory(), b"0123456789" * 6
+        names = [b"a", b"A", b"a\0", b"\0a", b"\xe4", b"?", b"../a", b"a/b", long, long + b"1"]
+        keys = [make_block_key(name, group) for group in (0, 1) for name in names]
+        ids = [range(start, start + len(names)) for start in (0, 20)]
+        source, target = (
+            Descriptors.concatenate([memory.describe(group, blocks) for group in (0, 1)])
+            for blocks in ids
+        )
+        async with await self.make_backend(memory.namespace()) as backend:
+            payloads = await store_generated(backend, tuple(keys), source)
+            assert await load_done(backend, tuple(keys), target) == payloads
+            assert await backend.delete(keys[::2]) == [True] * len(names)
+            assert await backend.lookup(keys) == [False, True] * len(names)
 
     async def test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt(self) -> None:
         memory, prompt = make_memory(), range(64)
@@ -314,42 +363,58 @@ class BackendTests(BackendSuite):
                 assert loaded == payloads, f"{salt!r} got another tenant's bytes"
 
     async def test_a_purge_takes_the_blocks_of_a_prefix_and_no_others(self) -> None:
-        memory, others = make_memory(), make_keys(3)
-        salts = [b"salt of one", b"salt of another"]
+        memory, plain = make_memory(), make_keys(3)
+        salts = [b"salt of one", b"salt of another", b"no salt of one"]
+        ours, *others = [[BlockKey(salt + key) for key in plain] for salt in salts] + [plain]
         async with await self.make_backend(memory.namespace()) as backend:
-            if (purgeable := backend.provide(Purgeable)) is None:
-                pytest.skip("this backend cannot purge")
-            for salt in [b"", *salts]:
-                keys = [BlockKey(salt + key) for key in others]
+            for keys in [ours, *others]:
                 await store_generated(backend, keys, memory.describe(0, range(3)))
-            ours, theirs = ([BlockKey(salt + key) for key in others] for salt in salts)
-            try:
-                await purgeable.purge(salts[0])
-            except BackendUnavailableError as exc:
-                pytest.skip(f"this backend cannot purge all of its tiers: {exc}")
+            if not await purge(backend, salts[0]):
+                pytest.skip("this backend, or one of its tiers, cannot purge")
             assert await backend.lookup(ours) == [False] * 3
-            assert await backend.lookup([*others, *theirs]) == [True] * 6
+            assert await backend.lookup([key for keys in others for key in keys]) == [True] * 9
             target = memory.describe(0, range(8, 11))
             assert statuses(await backend.load(ours, target)) == [Status.MISSING] * 3
             await store_generated(backend, ours, memory.describe(0, range(3)))
-            await purgeable.purge(b"salt of nobody")
+            await purge(backend, b"salt of nobody")
             assert await backend.lookup(ours) == [True] * 3
+            if await purge(backend, b""):
+                assert await backend.lookup([*ours, *plain]) == [False] * 6
 
     async def test_stored_blocks_outlive_a_persistent_backend(self) -> None:
-        if not self.persistent:
-            pytest.skip("this backend is not persistent")
-        memory, keys = make_memory(), make_keys(4)
-        async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
-        async with await self.make_backend(memory.namespace()) as backend:
-            assert await backend.lookup(keys) == [True] * 4
-            assert await load_done(backend, keys, memory.describe(0, range(8, 12))) == payloads
+        self.require(self.persistent, "is not persistent")
+        memory, there, gone = make_memory(), dict[BlockKey, bytes](), list[BlockKey]()
+
+        async def look(backend: Backend) -> None:
+            expected = [True] * len(there) + [False] * len(gone)
+            assert await backend.lookup([*there, *gone]) == expected
+            target = memory.describe(0, range(8, 8 + len(there)))
+            assert await load_done(backend, list(there), target) == list(there.values())
+
+        for turns in range(4):
+            async with await self.make_backend(memory.namespace()) as backend:
+                assert backend.outlives_process, "its class says that its blocks do not"
+                kept, *others = make_keys(3, first=3 * turns)
+                await store_generated(backend, others, memory.describe(0, range(2)))
+                await backend.flush()
+                assert await backend.delete(others[:1]) == [True]
+                is_purged = await purge(backend, others[1])
+                gone += others if is_purged else others[:1]
+                [there[kept]] = await store_generated(backend, [kept], memory.describe(0, [2]))
+                if turns == 0:
+                    await backend.flush()
+                    async with await self.make_backend(memory.namespace()) as another:
+                        await look(another)
+                closing = asyncio.ensure_future(backend.aclose())
+                await yield_to_loop(turns)
+                await cancel(closing)
+            async with await self.make_backend(memory.namespace()) as backend:
+                await look(backend)
 
     async def test_a_block_that_another_user_replaces_is_never_loaded_as_the_one_before(
         self,
     ) -> None:
-        if not self.persistent:
-            pytest.skip("this backend is not persistent")
+        self.require(self.persistent, "is not persistent")
         memory, keys, others = make_memory(), make_keys(4), make_keys(8, first=50)
         # Where blocks are few, the next one gets the place of the one before.
         make = self.make_backend if self.max_blocks is None else self.make_bounded_backend
@@ -373,18 +438,28 @@ class BackendTests(BackendSuite):
                 await replacing
 
     async def test_descriptors_are_forgotten_when_the_call_is_over(self) -> None:
-        memory, keys = make_memory(), make_keys(2)
-        async with await self.make_backend(memory.namespace()) as backend:
-            for move in (backend.store, backend.load):
+        async with self.opened(2) as (backend, memory, keys):
+            calls = [
+                partial(backend.store, keys),
+                partial(backend.load, keys),
+                partial(backend.load, make_keys(2, first=1)),  # the second one is missing
+            ]
+            for call, turns in product(calls, (None, 0, 1, 3)):
                 owner = set[int]()  # any object whose lifetime can be observed
                 owner_ref = weakref.ref(owner)
                 blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
-                assert statuses(await move(keys, blocks)) == [Status.DONE] * 2
-                del blocks, owner
+                moving = asyncio.ensure_future(call(blocks))
+                if turns is None:
+                    await moving
+                else:
+                    await yield_to_loop(turns)
+                    await cancel(moving)
+                del blocks, owner, moving
+                await backend.drain()
                 stop = runtime.monotonic() + PATIENCE_S
                 while owner_ref() is not None and runtime.monotonic() < stop:
                     await asyncio.wrap_future(begin_aside("kvxfer-testing", partial(gc.collect, 1)))
-                assert owner_ref() is None, f"{move.__name__} kept the descriptors"
+                assert owner_ref() is None, f"{call.func.__name__} kept the descriptors"
 
     # Concurrent and cancelled calls.
 
@@ -419,8 +494,7 @@ class BackendTests(BackendSuite):
                     tasks.create_task(work(worker))
 
     async def test_concurrent_stores_of_one_key_are_all_done(self) -> None:
-        memory, keys = make_memory(), make_keys(2)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(2) as (backend, memory, keys):
             blocks = memory.describe(0, [0, 1])
             payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
             write_payloads(blocks, payloads)
@@ -429,7 +503,7 @@ class BackendTests(BackendSuite):
             assert await load_done(backend, keys, memory.describe(0, [2, 3])) == payloads
 
     async def test_concurrent_stores_of_a_part_and_the_whole_are_both_done(self) -> None:
-        self.require_parts()
+        self.require(self.stores_parts, "stores whole chunks only")
         memory, [key] = make_memory(blocks_per_chunk=4), make_keys(1)
         payload = make_payload(key, memory.chunk_size_bytes(0))
         part = memory.describe(0, [0, 1], first_block_index=2)
@@ -444,8 +518,7 @@ class BackendTests(BackendSuite):
                 await backend.delete([key])
 
     async def test_memory_is_quiet_after_a_cancelled_load(self) -> None:
-        memory, keys = make_large_memory(), make_keys(8)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(8, make_large_memory()) as (backend, memory, keys):
             payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             elsewhere = memory.describe(0, range(16, 24))
@@ -482,8 +555,7 @@ class BackendTests(BackendSuite):
     # A medium that is full, or corrupts blocks.
 
     async def test_corrupt_bytes_are_reported_once_and_then_a_miss(self) -> None:
-        memory, keys = make_memory(), make_keys(3)
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(3) as (backend, memory, keys):
             payloads = await store_generated(backend, keys, memory.describe(0, [0, 1, 2]))
             await self.corrupt(backend, keys[1])
             target = memory.describe(0, [3, 4, 5])
@@ -497,17 +569,28 @@ class BackendTests(BackendSuite):
             await store_generated(backend, keys[1:2], memory.describe(0, [1]))
             assert await load_done(backend, keys, target) == payloads
 
+    async def test_either_end_of_a_corrupt_chunk_is_never_wrong(self) -> None:
+        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
+            [payload, _] = await store_generated(backend, keys, memory.describe(0, range(8)))
+            await self.corrupt(backend, keys[0])
+            half = len(payload) // 2
+            head = memory.describe(0, [8, 9])
+            tail = memory.describe(0, [10, 11], first_block_index=2)
+            for blocks, expected in ((head, payload[:half]), (tail, payload[half:])):
+                outcomes = await backend.load(keys[:1], blocks)
+                assert_done_are(outcomes, blocks, [expected])
+            assert await backend.lookup(keys) == [False, True]
+
     async def test_a_full_backend_evicts_and_never_exceeds_its_bound(self) -> None:
-        if self.max_blocks is None:
-            pytest.skip("this suite offers no bounded backend")
-        memory, keys = make_memory(), make_keys(3 * self.max_blocks)
+        most = self.require(self.max_blocks, "can have no bound")
+        memory, keys = make_memory(), make_keys(3 * most)
         size = memory.chunk_size_bytes(0)
         async with await self.make_bounded_backend(memory.namespace()) as backend:
             for index, key in enumerate(keys):
                 await store_generated(backend, [key], memory.describe(0, [index % 8]))
                 assert await backend.lookup([key]) == [True]
             there = await backend.lookup(keys)
-            assert sum(there) == self.max_blocks
+            assert sum(there) == most
             for key, expected in zip(keys, there, strict=True):
                 target = memory.describe(0, [9])
                 [outcome] = await backend.load([key], target)
@@ -515,19 +598,53 @@ class BackendTests(BackendSuite):
                 assert_done_are([outcome], target, [make_payload(key, size)])
 
     async def test_a_batch_that_does_not_fit_is_stored_up_to_where_it_fits(self) -> None:
-        if self.max_blocks is None:
-            pytest.skip("this suite offers no bounded backend")
-        memory = BlockMemory([[64]], num_blocks=2 * (self.max_blocks + 2))
-        keys = make_keys(self.max_blocks + 2)
+        most = self.require(self.max_blocks, "can have no bound")
+        memory = BlockMemory([[64]], num_blocks=2 * (most + 2))
+        keys = make_keys(most + 2)
         async with await self.make_bounded_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, range(len(keys)))
             payloads = [make_payload(key, 64) for key in keys]
             write_payloads(blocks, payloads)
             outcomes = await backend.store(keys, blocks)
-            expected = [Status.DONE] * self.max_blocks + [Status.FAILED] * 2
+            expected = [Status.DONE] * most + [Status.FAILED] * 2
             assert statuses(outcomes) == expected
             assert all(outcome.reason for outcome in outcomes if not outcome.done)
             target = memory.describe(0, range(len(keys), 2 * len(keys)))
             loaded = await backend.load(keys, target)
             assert [outcome.done for outcome in loaded] == [outcome.done for outcome in outcomes]
             assert_done_are(loaded, target, payloads)
+
+    async def test_room_is_given_back_and_what_is_there_needs_none(self) -> None:
+        most = self.require(self.max_blocks, "can have no bound")
+        memory = BlockMemory([[512, 64]], num_blocks=2 * most)
+        blocks, target = memory.describe(0, range(most)), memory.describe(0, range(most, 2 * most))
+        async with await self.make_bounded_backend(memory.namespace()) as backend:
+            for turns in range(6):
+                keys = make_keys(most, first=most * turns)
+                write_payloads(blocks, [make_payload(key, 576) for key in keys])
+                store = asyncio.ensure_future(backend.store(keys, blocks))
+                await yield_to_loop(turns % 3)
+                await cancel(store)
+                payloads = await store_generated(backend, keys, blocks)
+                await store_generated(backend, keys, blocks, version=1)
+                assert await load_done(backend, keys, target) == payloads
+                if turns % 2:
+                    assert await backend.delete(keys) == [True] * most
+
+    async def test_a_block_that_is_evicted_while_it_is_loaded_is_whole_or_missing(self) -> None:
+        most = self.require(self.max_blocks, "can have no bound")
+        memory, keys = make_large_memory(3 * most), make_keys(2 * most)
+        mine, target, others = (
+            memory.describe(0, range(start, start + most)) for start in (0, most, 2 * most)
+        )
+        async with await self.make_bounded_backend(memory.namespace()) as backend:
+            for turns in range(4):
+                payloads = await store_generated(backend, keys[:most], mine)
+                load = asyncio.ensure_future(backend.load(keys[:most], target))
+                await yield_to_loop(turns)
+                stored = await backend.store(keys[most:], others)
+                assert set(statuses(stored)) <= {Status.DONE, Status.FAILED}
+                outcomes = await load
+                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                assert_done_are(outcomes, target, payloads)
+                await backend.delete(keys)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -24,6 +25,7 @@ from kvxfer.testing import (
     FaultyBackend,
     InjectedFault,
     Operation,
+    backend_tests,
 )
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import (
@@ -286,7 +288,115 @@ class BitFlipping(DictBackend):
         return outcomes
 
 
+class Impatient(DictBackend):
+    """Faulty backend whose calls go on, and return, when they are cancelled."""
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        try:
+            return await super().load(keys, blocks)
+        except asyncio.CancelledError:
+            return [Outcome(Status.CANCELLED, reason="cancelled")] * len(keys)
+
+
+class Resentful(DictBackend):
+    """Faulty backend that keeps the descriptors of what it did not find."""
+
+    def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self.misses: list[Descriptors] = []
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().load(keys, blocks)
+        self.misses += [] if all(each.done for each in outcomes) else [blocks]
+        return outcomes
+
+
+class Waiting(DictBackend):
+    """Faulty backend whose drain waits for what never comes."""
+
+    async def drain(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Repetitive(DictBackend):
+    """Faulty backend that deletes a key twice."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [self._blocks.pop(key, None) is not None for key in keys]
+
+
+class Staying(DictBackend):
+    """Faulty backend whose task outlives it, and whose loads then never end."""
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self._task = asyncio.create_task(asyncio.Event().wait())
+        return await super().store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().load(keys, blocks)
+        await (self._task if self._guard.closed else asyncio.sleep(0))
+        return outcomes
+
+
+class CaseBlind(DictBackend):
+    """Faulty backend whose names of blocks know no capitals."""
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().store(keys, blocks)
+        for key in keys:
+            if key.swapcase() != key:
+                self._blocks.pop(BlockKey(key.swapcase()), None)
+        return outcomes
+
+
+class Leaking(DictBackend):
+    """Faulty backend in which a deleted block still counts."""
+
+    _num_deleted = 0
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        deleted = await super().delete(keys)
+        self._num_deleted += sum(deleted)
+        return deleted
+
+    def _make_room(self, batch: Sequence[BlockKey]) -> bool:
+        is_lost = self._max_blocks is not None and self._num_deleted >= self._max_blocks
+        return super()._make_room(batch) and not is_lost
+
+
+class Evicting(DictBackend):
+    """Faulty backend that evicts a block while a task loads it."""
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        there = [key in self._blocks for key in keys]
+        outcomes = await super().load(keys, blocks)
+        for index, key in enumerate(keys):
+            if there[index] and key not in self._blocks:
+                outcomes[index] = DONE
+        return outcomes
+
+
+class Partial(DictBackend):
+    """Faulty backend that verifies whole chunks only."""
+
+    def _load(self, key: BlockKey, block: Descriptors) -> Outcome:
+        stored = self._blocks.get(key)
+        if stored is not None and block.num_bytes < len(stored.payload):
+            stored.checksum = xxhash.xxh3_64_intdigest(stored.payload)
+        return super()._load(key, block)
+
+
 CAUGHT_BY = [
+    (Impatient, "test_memory_is_quiet_after_a_cancelled_load"),
+    (Resentful, "test_descriptors_are_forgotten_when_the_call_is_over"),
+    (Waiting, "test_a_closed_backend_raises_and_may_be_closed_again"),
+    (Repetitive, "test_an_invalid_batch_is_refused_and_nothing_moves"),
+    (Staying, "test_nothing_is_left_of_closed_backends"),
+    (Staying, "test_what_runs_when_a_backend_is_closed_ends"),
+    (CaseBlind, "test_keys_that_look_alike_are_different_blocks"),
+    (Leaking, "test_room_is_given_back_and_what_is_there_needs_none"),
+    (Evicting, "test_a_block_that_is_evicted_while_it_is_loaded_is_whole_or_missing"),
+    (Partial, "test_either_end_of_a_corrupt_chunk_is_never_wrong"),
     (Unordered, "test_lookup_answers_in_the_order_of_the_keys"),
     (Overrunning, "test_a_load_writes_nothing_but_its_blocks"),
     (Scribbling, "test_a_miss_is_an_outcome_and_leaves_memory_untouched"),
@@ -347,9 +457,10 @@ class SuiteOf(TestDictBackend):
 
 @pytest.mark.parametrize(("backend_type", "test"), CAUGHT_BY)
 async def test_the_suite_catches_a_wrong_backend(
-    backend_type: type[DictBackend], test: str
+    backend_type: type[DictBackend], test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises((AssertionError, ExceptionGroup, pytest.fail.Exception)):
+    monkeypatch.setattr(backend_tests, "LIMIT_S", 0.1)
+    with pytest.raises((AssertionError, ExceptionGroup, TimeoutError, pytest.fail.Exception)):
         await getattr(SuiteOf(backend_type), test)()
 
 
@@ -364,6 +475,8 @@ Blocks = dict[BlockKey, Any]
 
 class KeptBackend(DictBackend):
     """DictBackend that keeps the blocks of a namespace when it is closed."""
+
+    outlives_process = True
 
     def __init__(self, shelf: dict[str, Blocks], namespace: Namespace) -> None:
         super().__init__(None, namespace)
@@ -438,6 +551,53 @@ async def test_the_suite_catches_a_backend_that_takes_a_block_for_the_one_before
 
     with pytest.raises(AssertionError, match="is wrong"):
         await Late().test_a_block_that_another_user_replaces_is_never_loaded_as_the_one_before()
+
+
+class Lazy(KeptBackend):
+    """Faulty backend whose blocks reach the medium only when it is closed."""
+
+    def __init__(self, shelf: dict[str, Blocks], namespace: Namespace) -> None:
+        super().__init__(shelf, namespace)
+        self._medium, self._blocks = self._blocks, dict(self._blocks)
+
+    async def aclose(self) -> None:
+        self._medium |= self._blocks
+        await super().aclose()
+
+
+class Forgetful(Lazy):
+    """Faulty backend that forgets deletions with its process."""
+
+    async def flush(self) -> None:
+        self._medium |= self._blocks
+
+
+class Coarse(KeptBackend):
+    """Faulty backend that tells namespaces apart by model and revision only."""
+
+    def __init__(self, shelf: dict[str, Blocks], namespace: Namespace) -> None:
+        super().__init__(shelf, Namespace(model=namespace.model, revision=namespace.revision))
+
+
+@pytest.mark.parametrize(
+    ("backend_type", "test"),
+    [
+        (Lazy, "test_stored_blocks_outlive_a_persistent_backend"),
+        (Forgetful, "test_stored_blocks_outlive_a_persistent_backend"),
+        (Coarse, "test_namespaces_never_see_each_other"),
+    ],
+)
+async def test_the_suite_catches_a_wrong_persistent_backend(
+    backend_type: type[KeptBackend], test: str
+) -> None:
+    class Wrong(TestKeptBackend):
+        shelf: ClassVar[dict[str, Blocks]] = {}
+
+        async def make_backend(self, namespace: Namespace) -> Backend:
+            return backend_type(self.shelf, namespace)
+
+    with pytest.raises(AssertionError):
+        await getattr(Wrong(), test)()
 
 
 class DictMachine(BackendStateMachine):

@@ -2,18 +2,24 @@
 
 import asyncio
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
 
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status, can_purge_all
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+T = TypeVar("T")
 
 SENTINEL = 0xA5
 TAIL_BYTES = 8
@@ -49,10 +55,20 @@ class BackendSuite(ABC):
         """Change stored bytes of `key` behind the backend's back, as a bad medium would."""
         pytest.skip(f"{type(self).__name__} cannot corrupt {key!r} in {type(backend).__name__}")
 
-    def require_parts(self) -> None:
-        """Skip a test that stores a part of a chunk, unless the backend can."""
-        if not self.stores_parts:
-            pytest.skip("this backend stores whole chunks only")
+    def require(self, offered: T | None, what: str) -> T:
+        """Skip a test of something that is not offered."""
+        if not offered:
+            pytest.skip(f"this backend {what}")
+        return offered
+
+    @asynccontextmanager
+    async def opened(
+        self, num_keys: int, memory: BlockMemory | None = None
+    ) -> AsyncIterator[tuple[Backend, BlockMemory, list[BlockKey]]]:
+        """Open a backend for the blocks of a memory, with keys for them, until a test ends."""
+        memory = memory or make_memory()
+        async with await self.make_backend(memory.namespace()) as backend:
+            yield backend, memory, make_keys(num_keys)
 
 
 def make_memory(*, blocks_per_chunk: int = 1) -> BlockMemory:
@@ -61,9 +77,9 @@ def make_memory(*, blocks_per_chunk: int = 1) -> BlockMemory:
     return BlockMemory(pages, num_blocks=64, blocks_per_chunk=blocks_per_chunk)
 
 
-def make_large_memory() -> BlockMemory:
+def make_large_memory(num_blocks: int = 24) -> BlockMemory:
     """Make caches whose blocks take long enough to copy that a call is hit in the middle."""
-    return BlockMemory([[512 << 10, 128 << 10]], num_blocks=24)
+    return BlockMemory([[512 << 10, 128 << 10]], num_blocks=num_blocks)
 
 
 def make_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
@@ -123,9 +139,28 @@ async def yield_to_loop(turns: int) -> None:
 
 
 async def cancel(transfer: "asyncio.Future[Any]") -> None:
-    """Cancel a transfer, which may have ended already, and wait for it."""
-    transfer.cancel()
+    """Cancel a transfer and wait for it: unless it has ended already, it raises that."""
+    was_running = transfer.cancel()
     try:
         await transfer
     except asyncio.CancelledError:
         assert transfer.cancelled()
+    else:
+        assert not was_running, "a cancelled call returned"
+
+
+async def purge(backend: Backend, prefix: bytes) -> bool:
+    """Purge the blocks of a prefix; return whether the backend, with all its tiers, can."""
+    purgeable = backend.provide(Purgeable)
+    if purgeable is None or not (prefix or can_purge_all(purgeable)):
+        return False
+    try:
+        await purgeable.purge(prefix)
+    except BackendUnavailableError:
+        return False
+    return True
+
+
+def count_held() -> int:
+    """Count the open descriptors and the threads of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())) + threading.active_count()
