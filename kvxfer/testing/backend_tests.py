@@ -33,6 +33,7 @@ from kvxfer.testing.conformance.suite import (
     SENTINEL,
     BackendSuite,
     assert_done_are,
+    begin,
     cancel,
     count_held,
     load_done,
@@ -43,7 +44,6 @@ from kvxfer.testing.conformance.suite import (
     statuses,
     store_generated,
     tails,
-    yield_to_loop,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -230,12 +230,10 @@ class BackendTests(BackendSuite):
             payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             for turns in range(4):
-                load = asyncio.ensure_future(backend.load(keys, target))
-                await yield_to_loop(turns)
+                load = await begin(backend.load(keys, target), turns)
                 deleted = await backend.delete(keys)
                 outcomes = await load
-                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
-                assert_done_are(outcomes, target, payloads)
+                assert_done_are(outcomes, target, payloads, otherwise=Status.MISSING)
                 found = await backend.lookup(keys)
                 assert all(map(operator.or_, deleted, found)), "neither removed nor there"
                 await backend.delete(keys)
@@ -290,8 +288,7 @@ class BackendTests(BackendSuite):
             async with await self.make_backend(memory.namespace()) as backend:
                 payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
                 target = memory.describe(0, range(8, 16))
-                load = asyncio.ensure_future(backend.load(keys, target))
-                await yield_to_loop(turns)
+                load = await begin(backend.load(keys, target), turns)
                 await backend.aclose()
                 async with asyncio.timeout(LIMIT_S):
                     [ended] = await asyncio.gather(load, return_exceptions=True)
@@ -405,9 +402,7 @@ class BackendTests(BackendSuite):
                     await backend.flush()
                     async with await self.make_backend(memory.namespace()) as another:
                         await look(another)
-                closing = asyncio.ensure_future(backend.aclose())
-                await yield_to_loop(turns)
-                await cancel(closing)
+                await cancel(await begin(backend.aclose(), turns))
             async with await self.make_backend(memory.namespace()) as backend:
                 await look(backend)
 
@@ -431,8 +426,8 @@ class BackendTests(BackendSuite):
             for nth, other in enumerate(others):
                 payloads = await store_generated(ours, keys, memory.describe(0, range(4)))
                 await ours.lookup(keys)
-                replacing = asyncio.ensure_future(replace(keys[nth % 4], other))
-                await yield_to_loop(nth * 3)  # while the blocks are loaded, and before
+                # While the blocks are loaded, and before.
+                replacing = await begin(replace(keys[nth % 4], other), nth * 3)
                 outcomes = await ours.load(keys, target)
                 assert_done_are(outcomes, target, payloads)
                 await replacing
@@ -448,13 +443,11 @@ class BackendTests(BackendSuite):
                 owner = set[int]()  # any object whose lifetime can be observed
                 owner_ref = weakref.ref(owner)
                 blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
-                moving = asyncio.ensure_future(call(blocks))
                 if turns is None:
-                    await moving
+                    await call(blocks)
                 else:
-                    await yield_to_loop(turns)
-                    await cancel(moving)
-                del blocks, owner, moving
+                    await cancel(await begin(call(blocks), turns))
+                del blocks, owner
                 await backend.drain()
                 stop = runtime.monotonic() + PATIENCE_S
                 while owner_ref() is not None and runtime.monotonic() < stop:
@@ -484,8 +477,7 @@ class BackendTests(BackendSuite):
                         assert read_payloads(blocks) == payloads
                     elif action < 0.9:
                         outcomes = await backend.load(chosen, blocks)
-                        assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}, outcomes
-                        assert_done_are(outcomes, blocks, payloads)
+                        assert_done_are(outcomes, blocks, payloads, otherwise=Status.MISSING)
                     else:
                         await backend.delete(chosen)
 
@@ -524,9 +516,7 @@ class BackendTests(BackendSuite):
             elsewhere = memory.describe(0, range(16, 24))
             for turns in range(12):
                 write_payloads(target, [bytes(len(payload)) for payload in payloads])
-                load = asyncio.ensure_future(backend.load(keys, target))
-                await yield_to_loop(turns)
-                await cancel(load)
+                await cancel(await begin(backend.load(keys, target), turns))
                 quiet = read_payloads(tails(target))
                 # Takes as long as a transfer that the cancelled call may have abandoned.
                 assert await load_done(backend, keys, elsewhere) == payloads
@@ -541,14 +531,11 @@ class BackendTests(BackendSuite):
                 keys = make_keys(8, first=8 * turns)
                 payloads = [make_payload(key, size) for key in keys]
                 write_payloads(blocks, payloads)
-                store = asyncio.ensure_future(backend.store(keys, blocks))
-                await yield_to_loop(turns)
-                await cancel(store)
+                await cancel(await begin(backend.store(keys, blocks), turns))
                 ends = tails(blocks)  # the memory is ours again
                 write_payloads(ends, [bytes(n) for n in ends.block_sizes.tolist()])
                 outcomes = await backend.load(keys, target)
-                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}, outcomes
-                assert_done_are(outcomes, target, payloads)
+                assert_done_are(outcomes, target, payloads, otherwise=Status.MISSING)
                 again = await store_generated(backend, keys, blocks)
                 assert await load_done(backend, keys, target) == again
 
@@ -622,9 +609,7 @@ class BackendTests(BackendSuite):
             for turns in range(6):
                 keys = make_keys(most, first=most * turns)
                 write_payloads(blocks, [make_payload(key, 576) for key in keys])
-                store = asyncio.ensure_future(backend.store(keys, blocks))
-                await yield_to_loop(turns % 3)
-                await cancel(store)
+                await cancel(await begin(backend.store(keys, blocks), turns % 3))
                 payloads = await store_generated(backend, keys, blocks)
                 await store_generated(backend, keys, blocks, version=1)
                 assert await load_done(backend, keys, target) == payloads
@@ -640,11 +625,9 @@ class BackendTests(BackendSuite):
         async with await self.make_bounded_backend(memory.namespace()) as backend:
             for turns in range(4):
                 payloads = await store_generated(backend, keys[:most], mine)
-                load = asyncio.ensure_future(backend.load(keys[:most], target))
-                await yield_to_loop(turns)
+                load = await begin(backend.load(keys[:most], target), turns)
                 stored = await backend.store(keys[most:], others)
                 assert set(statuses(stored)) <= {Status.DONE, Status.FAILED}
                 outcomes = await load
-                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
-                assert_done_are(outcomes, target, payloads)
+                assert_done_are(outcomes, target, payloads, otherwise=Status.MISSING)
                 await backend.delete(keys)

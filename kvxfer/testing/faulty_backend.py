@@ -2,10 +2,12 @@
 
 import asyncio
 import enum
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,6 +22,9 @@ from kvxfer.storage.observer import Operation
 from kvxfer.testing.payloads import copy_blocks, flip_bit
 
 UNTIL_WAITING_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+Ask: TypeAlias = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 
 
 class Fault(enum.Enum):
@@ -92,12 +97,59 @@ class _Call:
     keys: Sequence[BlockKey]
     tickets: Sequence[bytes]
 
-    def take(self, chosen: Sequence[int]) -> "_Call":
-        keys = [self.keys[index] for index in chosen]
-        return _Call(self.operation, keys, [self.tickets[index] for index in chosen])
+
+class FaultInjector(WrappingBackend):
+    """Wrapper with faults, which a subclass decides: how a question is asked, and a batch moved."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self._going_on: dict[asyncio.Future[Any], None] = {}
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        return await self._ask(Operation.LOOKUP, keys, self.inner.lookup)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        return await self._move(Operation.STORE, keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        return await self._move(Operation.LOAD, keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        return await self._ask(Operation.DELETE, keys, self.inner.delete)
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await self.require_quiet()
+        await self.inner.drain()
+
+    async def require_quiet(self) -> None:
+        """Wait for the work that goes on."""
+        while self._going_on:
+            await asyncio.wait(list(self._going_on))
+
+    def go_on(self, work: Awaitable[T]) -> "asyncio.Future[T]":
+        """Let work go on whatever happens to its caller; `drain` waits for it."""
+        future = asyncio.ensure_future(work)
+        self._going_on[future] = None
+        future.add_done_callback(lambda _: self._going_on.pop(future, None))
+        return future
+
+    @abstractmethod
+    async def _ask(self, operation: Operation, keys: Sequence[BlockKey], ask: Ask) -> list[bool]:
+        """Ask the inner backend about keys, or have a fault."""
+
+    @abstractmethod
+    async def _move(
+        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Let the inner backend move blocks, or have a fault."""
 
 
-class FaultyBackend(WrappingBackend):
+class FaultyBackend(FaultInjector):
     """Wrapper of a backend that injects faults.
 
     The faults of a key depend on the seed, the operation and the number of times that the key was
@@ -120,7 +172,6 @@ class FaultyBackend(WrappingBackend):
         self.rates = rates
         self.injected: list[InjectedFault] = []
         self.late: list[Descriptors] = []
-        self._late_moves: set[asyncio.Future[list[Outcome]]] = set()
         self._seed = seed
         self._attempts: Counter[tuple[Operation, BlockKey]] = Counter()
         # Engines run backends on a loop of their own, and tests release them from another thread.
@@ -151,37 +202,16 @@ class FaultyBackend(WrappingBackend):
         if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no call hangs")
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`."""
-        if await self._begin(self._call(Operation.LOOKUP, keys)):
-            raise asyncio.CancelledError
-        return await self.inner.lookup(keys)
-
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`."""
-        return await self._move(Operation.STORE, keys, blocks)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`."""
-        return await self._move(Operation.LOAD, keys, blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`."""
-        if await self._begin(self._call(Operation.DELETE, keys)):
-            raise asyncio.CancelledError
-        return await self.inner.delete(keys)
-
-    async def drain(self) -> None:
-        """See `Backend.drain`."""
-        while self._late_moves:
-            await asyncio.wait(self._late_moves)
-        await self.inner.drain()
-
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         self.release()
         await self.drain()
         await self.inner.aclose()
+
+    async def _ask(self, operation: Operation, keys: Sequence[BlockKey], ask: Ask) -> list[bool]:
+        if await self._begin(self._call(operation, keys)):
+            raise asyncio.CancelledError
+        return await ask(keys)
 
     async def _move(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
@@ -190,10 +220,7 @@ class FaultyBackend(WrappingBackend):
         was_cancelled = await self._begin(call)
         if keys and self._hit(Fault.LATE, call):
             self.late.append(blocks)
-            late = asyncio.ensure_future(self._move_late(call, blocks))
-            self._late_moves.add(late)
-            late.add_done_callback(self._late_moves.discard)
-            return await outlive_caller(late)
+            return await outlive_caller(self.go_on(self._move_late(call, blocks)))
         outcomes = await self._move_now(call, blocks)
         if was_cancelled:
             raise asyncio.CancelledError
@@ -204,31 +231,27 @@ class FaultyBackend(WrappingBackend):
         return await self._move_now(call, blocks)
 
     async def _move_now(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
-        move = self._store if call.operation is Operation.STORE else self._load
+        is_store, move = call.operation is Operation.STORE, getattr(self.inner, call.operation)
         if not call.keys or len(call.keys) != blocks.num_blocks:
-            # Misuse, which the inner backend refuses.
-            return await move(_Call(call.operation, call.keys, []), blocks)
+            return list(await move(call.keys, blocks))  # misuse, which the inner backend refuses
         outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in call.keys]
         moved = [at for at, _ in enumerate(call.keys) if not self._hit(Fault.FAILURE, call, at)]
+        if is_store and self.rates.flip:
+            blocks = copy_blocks(blocks)  # the caller's memory stays unchanged
+            self._flip(call, blocks, moved)
         if moved:
             chosen = blocks.take(np.array(moved)) if len(moved) < len(call.keys) else blocks
-            for at, outcome in zip(moved, await move(call.take(moved), chosen), strict=True):
+            ended = await move([call.keys[at] for at in moved], chosen)
+            for at, outcome in zip(moved, ended, strict=True):
                 outcomes[at] = outcome
+        if not is_store:
+            self._flip(call, blocks, [at for at in moved if outcomes[at].done])
         return outcomes
 
-    async def _store(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
-        if flipped := [at for at, _ in enumerate(call.tickets) if self._hit(Fault.FLIP, call, at)]:
-            blocks = copy_blocks(blocks)  # the caller's memory stays unchanged
-            for at in flipped:
+    def _flip(self, call: _Call, blocks: Descriptors, chosen: Sequence[int]) -> None:
+        for at in chosen:
+            if self._hit(Fault.FLIP, call, at):
                 flip_bit(blocks, at, xxhash.xxh3_64_intdigest(call.tickets[at]))
-        return await self.inner.store(call.keys, blocks)
-
-    async def _load(self, call: _Call, blocks: Descriptors) -> list[Outcome]:
-        outcomes = await self.inner.load(call.keys, blocks)
-        for at, outcome in enumerate(outcomes):
-            if outcome.done and self._hit(Fault.FLIP, call, at):
-                flip_bit(blocks, at, xxhash.xxh3_64_intdigest(call.tickets[at]))
-        return outcomes
 
     async def _begin(self, call: _Call) -> bool:
         """Inject faults of the whole call; return whether it was cancelled while stuck."""

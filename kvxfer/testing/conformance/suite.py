@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -114,9 +114,14 @@ async def load_done(backend: Backend, keys: Sequence[BlockKey], blocks: Descript
 
 
 def assert_done_are(
-    outcomes: Sequence[Outcome], blocks: Descriptors, payloads: Sequence[bytes]
+    outcomes: Sequence[Outcome],
+    blocks: Descriptors,
+    payloads: Sequence[bytes],
+    *,
+    otherwise: Status | None = None,
 ) -> None:
-    """Check that each block that is reported as done has its bytes."""
+    """Check that each block that is reported as done has its bytes, and each other one a status."""
+    assert otherwise is None or set(statuses(outcomes)) <= {Status.DONE, otherwise}, outcomes
     loaded = read_payloads(blocks)
     assert len(outcomes) == len(payloads)
     for index, outcome in enumerate(outcomes):
@@ -136,6 +141,13 @@ async def yield_to_loop(turns: int) -> None:
     """Yield to the event loop `turns` times."""
     for _ in range(turns):
         await asyncio.sleep(0)
+
+
+async def begin(call: Coroutine[Any, Any, T], turns: int) -> "asyncio.Task[T]":
+    """Begin a call, and let it go on for some turns of the event loop."""
+    task = asyncio.ensure_future(call)
+    await yield_to_loop(turns)
+    return task
 
 
 async def cancel(transfer: "asyncio.Future[Any]") -> None:

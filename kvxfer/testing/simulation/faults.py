@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status, WrappingBackend
-from kvxfer.storage.calls import Move
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Operation
+from kvxfer.testing.faulty_backend import Ask, FaultInjector
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.testing.simulation.scenario import Simulation
 from kvxfer.testing.simulation.scheduler import FaultWindows
@@ -48,7 +49,7 @@ class TierFault(enum.StrEnum):
     UNSAFE = "unsafe"
 
 
-class FaultyTier(WrappingBackend):
+class FaultyTier(FaultInjector):
     """Backend that takes some time for each call, and has faults in windows of time.
 
     Args:
@@ -70,7 +71,6 @@ class FaultyTier(WrappingBackend):
         self._simulation = simulation
         self._num_calls: Counter[tuple[str, ...]] = Counter()
         self._windows = FaultWindows[TierFault]()
-        self._late: dict[asyncio.Future[Any], None] = {}
 
     def begin_fault(
         self, fault: TierFault, for_s: float, share: float, calls: Collection[str] = CALLS
@@ -78,26 +78,10 @@ class FaultyTier(WrappingBackend):
         """Let a share of some calls that begin from now on, and for a time, have a fault."""
         self._windows.begin(fault, self._simulation.now + for_s, share, calls)
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`."""
-        return await self._call("lookup", keys, lambda: self.inner.lookup(keys))
-
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`."""
-        return await self._move("store", self.inner.store, keys, blocks)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`."""
-        return await self._move("load", self.inner.load, keys, blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`."""
-        return await self._call("delete", keys, lambda: self.inner.delete(keys))
-
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`."""
         if (purgeable := self.inner.provide(Purgeable)) is not None:
-            await self._call("purge", [], lambda: purgeable.purge(prefix))
+            await self._call("purge", [], partial(purgeable.purge, prefix))
             return
         raise BackendUnavailableError("it cannot purge")
 
@@ -108,20 +92,15 @@ class FaultyTier(WrappingBackend):
         if drawn and drawn[0] is TierFault.ERROR:
             self.has_refused_drain = True
             _raise(drawn, random)
-        await self._wait_for_late()
-        await self.inner.drain()
+        await super().drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         await _latency(self._random_of("aclose", []))
-        await self._wait_for_late()
+        await self.require_quiet()
         if self.on_close is not None:
             await self.on_close()
         await self.inner.aclose()
-
-    async def _wait_for_late(self) -> None:
-        while self._late:
-            await asyncio.wait(list(self._late))
 
     def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
         """Make the random numbers of a call, which do not depend on other calls.
@@ -131,6 +110,9 @@ class FaultyTier(WrappingBackend):
         call = (name, *(key.hex() for key in keys))
         self._num_calls[call] += 1
         return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
+
+    async def _ask(self, operation: Operation, keys: Sequence[BlockKey], ask: Ask) -> list[bool]:
+        return await self._call(operation.value, keys, partial(ask, keys))
 
     async def _call(
         self, name: str, keys: Sequence[BlockKey], call: Callable[[], Awaitable[T]]
@@ -147,31 +129,32 @@ class FaultyTier(WrappingBackend):
         return given
 
     async def _move(
-        self, name: str, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        random = self._random_of(name, keys)
+        name, is_load = operation.value, operation is Operation.LOAD
+        move, random = getattr(self.inner, name), self._random_of(name, keys)
         drawn = next(self._windows.draw(self._simulation.now, name, random), None)
         await _latency(random)
         was_cancelled = await self._delay(drawn, random)
         fault, ends_at = drawn or (None, 0.0)
-        touch = partial(self._touch_until, ends_at, random, is_load=name == "load")
+        touch = partial(self._touch_until, ends_at, random, is_load=is_load)
 
         async def move_late() -> Sequence[Outcome]:
             await touch(blocks)
             return await move(keys, blocks)
 
         if fault is TierFault.FOREIGN_CANCEL:
-            self._go_on(touch(blocks))
+            self.go_on(touch(blocks))
         _raise(drawn, random)
         if fault is TierFault.LATE:
-            return list(await asyncio.shield(self._go_on(move_late())))
+            return list(await asyncio.shield(self.go_on(move_late())))
         if fault in (TierFault.FAILED, TierFault.UNSAFE):
             kept = [at for at in range(len(keys)) if random.random() < 0.5]
             failed = [at for at in range(len(keys)) if at not in kept]
             is_safe = fault is TierFault.FAILED
             outcomes = [Outcome(Status.FAILED, memory_safe=is_safe, reason="injected")] * len(keys)
             if failed and not is_safe:
-                self._go_on(touch(blocks.take(failed)))
+                self.go_on(touch(blocks.take(failed)))
             if kept:
                 given = await move([keys[at] for at in kept], blocks.take(kept))
                 for at, each in zip(kept, given, strict=True):
@@ -206,13 +189,6 @@ class FaultyTier(WrappingBackend):
         elif fault is TierFault.STUCK:
             return await _sleep_despite_cancel(ends_at, self._simulation)
         return False
-
-    def _go_on(self, work: Awaitable[T]) -> "asyncio.Future[T]":
-        """Let work go on whatever happens to its caller; `drain` waits for it."""
-        future = asyncio.ensure_future(work)
-        self._late[future] = None
-        future.add_done_callback(lambda _: self._late.pop(future, None))
-        return future
 
 
 async def _latency(random: Random) -> None:
