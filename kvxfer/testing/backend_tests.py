@@ -102,25 +102,18 @@ class BackendTests(BackendSuite):
             assert await load_done(backend, [key], theirs.describe(0, [0])) == [payload]
 
     async def test_a_miss_is_an_outcome_and_leaves_memory_untouched(self) -> None:
-        memory = make_memory()
-        memory.fill(SENTINEL)
-        before = memory.snapshot()
-        async with await self.make_backend(memory.namespace()) as backend:
-            outcomes = await backend.load(make_keys(3), memory.describe(0, [0, 1, 2]))
-            assert statuses(outcomes) == [Status.MISSING] * 3
-        assert memory.snapshot() == before
-
-    async def test_present_blocks_of_a_partly_missing_batch_are_loaded(self) -> None:
         async with self.opened(4) as (backend, memory, keys):
-            payloads = await store_generated(backend, keys[::2], memory.describe(0, [0, 1]))
-            memory.fill(SENTINEL)
-            target = memory.describe(0, [5, 6, 7, 8])
-            outcomes = await backend.load(keys, target)
-            assert statuses(outcomes) == [Status.DONE, Status.MISSING, Status.DONE, Status.MISSING]
-            loaded = read_payloads(target)
-            assert loaded[::2] == payloads
-            untouched = bytes([SENTINEL]) * memory.chunk_size_bytes(0)
-            assert loaded[1::2] == [untouched, untouched]
+            stored, target = dict[BlockKey, bytes](), memory.describe(0, [5, 6, 7, 8])
+            for key in (keys[0], keys[2], keys[3]):
+                memory.fill(SENTINEL)
+                before = memory.snapshot()
+                outcomes = await backend.load(keys, target)
+                expected = [Status.DONE if each in stored else Status.MISSING for each in keys]
+                assert statuses(outcomes) == expected
+                assert stored or memory.snapshot() == before
+                untouched = bytes([SENTINEL]) * memory.chunk_size_bytes(0)
+                assert read_payloads(target) == [stored.get(each, untouched) for each in keys]
+                [stored[key]] = await store_generated(backend, [key], memory.describe(0, [0]))
 
     async def test_storing_a_present_key_is_done_and_keeps_the_old_bytes(self) -> None:
         async with self.opened(3) as (backend, memory, keys):
@@ -128,16 +121,19 @@ class BackendTests(BackendSuite):
             new = await store_generated(backend, keys, memory.describe(0, [2, 3, 4]), version=1)
             assert await load_done(backend, keys, memory.describe(0, [5, 6, 7])) == [*old, new[2]]
 
-    async def test_a_store_of_a_larger_part_replaces_the_stored_one(self) -> None:
+    async def test_of_two_parts_the_last_one_is_stored_where_it_has_more(self) -> None:
         self.require(self.stores_parts, "stores whole chunks only")
-        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
-            for key, first in zip(keys, [0, 2], strict=True):  # the head, the tail
-                part = memory.describe(0, [0, 1], first_block_index=first)
-                await store_generated(backend, [key], part)
-                whole = memory.describe(0, range(4, 8))
-                payloads = await store_generated(backend, [key], whole, version=1)
+        head, tail, middle, whole = (0, 2), (2, 2), (1, 2), (0, 4)
+        orders = [(head, whole), (tail, whole), (head, tail), (tail, head), (head, middle)]
+        async with self.opened(len(orders), make_memory(blocks_per_chunk=4)) as opened:
+            backend, memory, keys = opened
+            for key, order in zip(keys, orders, strict=True):
+                for version, (first, num_blocks) in enumerate(order):
+                    part = memory.describe(0, range(num_blocks), first_block_index=first)
+                    payloads = await store_generated(backend, [key], part, version=version)
                 assert await backend.lookup([key]) == [True]
-                assert await load_done(backend, [key], memory.describe(0, range(8, 12))) == payloads
+                target = memory.describe(0, range(8, 8 + num_blocks), first_block_index=first)
+                assert await load_done(backend, [key], target) == payloads
 
     async def test_a_store_of_a_smaller_part_changes_nothing(self) -> None:
         async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
@@ -147,19 +143,9 @@ class BackendTests(BackendSuite):
                 await store_generated(backend, [key], part, version=1)
                 assert await load_done(backend, [key], memory.describe(0, range(8, 12))) == payloads
 
-    async def test_of_two_disjoint_parts_the_last_one_is_stored(self) -> None:
-        self.require(self.stores_parts, "stores whole chunks only")
-        async with self.opened(1, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
-            await store_generated(backend, keys, memory.describe(0, [0, 1]))
-            tail = memory.describe(0, [2, 3], first_block_index=2)
-            payloads = await store_generated(backend, keys, tail, version=1)
-            target = memory.describe(0, [8, 9], first_block_index=2)
-            assert await load_done(backend, keys, target) == payloads
-
     async def test_blocks_of_two_groups_go_in_one_batch(self) -> None:
-        memory = make_memory()
-        keys = make_keys(2, group=0) + make_keys(2, group=1)  # the same hashes in both groups
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(2) as (backend, memory, keys):
+            keys.extend(make_keys(2, group=1))  # the same hashes as in the other group
             source = [memory.describe(0, [0, 1]), memory.describe(1, [0, 1])]
             payloads = await store_generated(backend, keys, Descriptors.concatenate(source))
             target = Descriptors.concatenate([memory.describe(1, [9, 8]), memory.describe(0, [7])])
@@ -169,9 +155,8 @@ class BackendTests(BackendSuite):
             assert await backend.lookup(keys) == [False, False, True, True]
 
     async def test_either_end_of_a_stored_chunk_can_be_loaded_alone(self) -> None:
-        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
-        block = memory.chunk_size_bytes(0) // 4
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
+            block = memory.chunk_size_bytes(0) // 4
             payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, [20, 21, 22, 23, 24], first_block_index=2)
             assert target.payload_starts.tolist() == [2 * block, 0]
@@ -181,12 +166,11 @@ class BackendTests(BackendSuite):
     async def test_loading_the_whole_of_a_stored_part_writes_no_memory(self) -> None:
         self.require(self.stores_parts, "stores whole chunks only")
         memory = BlockMemory([[64 << 10]], num_blocks=16, blocks_per_chunk=4)  # large fragments
-        [key] = make_keys(1)
-        async with await self.make_backend(memory.namespace()) as backend:
-            await store_generated(backend, [key], memory.describe(0, [0, 1]))
+        async with self.opened(1, memory) as (backend, _, keys):
+            await store_generated(backend, keys, memory.describe(0, [0, 1]))
             memory.fill(SENTINEL)
             before = memory.snapshot()
-            outcomes = await backend.load([key], memory.describe(0, range(4, 8)))
+            outcomes = await backend.load(keys, memory.describe(0, range(4, 8)))
             assert statuses(outcomes) == [Status.MISSING]
             assert memory.snapshot() == before
 
@@ -325,24 +309,18 @@ class BackendTests(BackendSuite):
                 assert await ours.lookup(keys) == [True, True]
 
     async def test_keys_that_look_alike_are_different_blocks(self) -> None:
-        memory, long = make_memory(), b"0123456789" * 6
+        long = b"0123456789" * 6
         names = [b"a", b"A", b"a\0", b"\0a", b"\xe4", b"?", b"../a", b"a/b", long, long + b"1"]
-        keys = [make_block_key(name, group) for group in (0, 1) for name in names]
-        ids = [range(start, start + len(names)) for start in (0, 20)]
-        source, target = (
-            Descriptors.concatenate([memory.describe(group, blocks) for group in (0, 1)])
-            for blocks in ids
-        )
-        async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_generated(backend, tuple(keys), source)
-            assert await load_done(backend, tuple(keys), target) == payloads
-            assert await backend.delete(keys[::2]) == [True] * len(names)
-            assert await backend.lookup(keys) == [False, True] * len(names)
+        keys = tuple(map(make_block_key, names))
+        async with self.opened(0) as (backend, memory, _):
+            payloads = await store_generated(backend, keys, memory.describe(0, range(10)))
+            assert await load_done(backend, keys, memory.describe(0, range(10, 20))) == payloads
+            assert await backend.delete(keys[::2]) == [True] * 5
+            assert await backend.lookup(keys) == [False, True] * 5
 
     async def test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt(self) -> None:
-        memory, prompt = make_memory(), range(64)
-        salts = [b"", b"tenant-1", b"tenant-1\0"]
-        async with await self.make_backend(memory.namespace()) as backend:
+        prompt, salts = range(64), [b"", b"tenant-1", b"tenant-1\0"]
+        async with self.opened(0) as (backend, memory, _):
             stored: dict[bytes, list[bytes]] = {}
             for index, salt in enumerate(salts):
                 keys = PromptKeys(prompt, scope=salt).block_keys(0, 16, len(prompt))
@@ -360,10 +338,9 @@ class BackendTests(BackendSuite):
                 assert loaded == payloads, f"{salt!r} got another tenant's bytes"
 
     async def test_a_purge_takes_the_blocks_of_a_prefix_and_no_others(self) -> None:
-        memory, plain = make_memory(), make_keys(3)
         salts = [b"salt of one", b"salt of another", b"no salt of one"]
-        ours, *others = [[BlockKey(salt + key) for key in plain] for salt in salts] + [plain]
-        async with await self.make_backend(memory.namespace()) as backend:
+        async with self.opened(3) as (backend, memory, plain):
+            ours, *others = [[BlockKey(salt + key) for key in plain] for salt in salts] + [plain]
             for keys in [ours, *others]:
                 await store_generated(backend, keys, memory.describe(0, range(3)))
             if not await purge(backend, salts[0]):
@@ -486,28 +463,18 @@ class BackendTests(BackendSuite):
                     tasks.create_task(work(worker))
 
     async def test_concurrent_stores_of_one_key_are_all_done(self) -> None:
-        async with self.opened(2) as (backend, memory, keys):
-            blocks = memory.describe(0, [0, 1])
-            payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
-            write_payloads(blocks, payloads)
-            results = await asyncio.gather(*(backend.store(keys, blocks) for _ in range(8)))
-            assert [statuses(outcomes) for outcomes in results] == [[Status.DONE, Status.DONE]] * 8
-            assert await load_done(backend, keys, memory.describe(0, [2, 3])) == payloads
-
-    async def test_concurrent_stores_of_a_part_and_the_whole_are_both_done(self) -> None:
-        self.require(self.stores_parts, "stores whole chunks only")
-        memory, [key] = make_memory(blocks_per_chunk=4), make_keys(1)
-        payload = make_payload(key, memory.chunk_size_bytes(0))
-        part = memory.describe(0, [0, 1], first_block_index=2)
-        whole, target = memory.describe(0, range(4, 8)), memory.describe(0, range(8, 12))
-        write_payloads(part, [payload[len(payload) // 2 :]])
-        write_payloads(whole, [payload])
-        async with await self.make_backend(memory.namespace()) as backend:
-            for order in ([part, whole], [whole, part], [part, part, whole, part, whole]):
-                results = await asyncio.gather(*(backend.store([key], each) for each in order))
+        async with self.opened(1, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
+            payload = make_payload(keys[0], memory.chunk_size_bytes(0))
+            part = memory.describe(0, [0, 1], first_block_index=2)
+            whole, target = memory.describe(0, range(4, 8)), memory.describe(0, range(8, 12))
+            write_payloads(part, [payload[len(payload) // 2 :]])
+            write_payloads(whole, [payload])
+            orders = [[part, whole], [whole, part], [part, part, whole, part, whole]]
+            for order in [[whole] * 8, *(orders if self.stores_parts else [])]:
+                results = await asyncio.gather(*(backend.store(keys, each) for each in order))
                 assert [statuses(outcomes) for outcomes in results] == [[Status.DONE]] * len(order)
-                assert await load_done(backend, [key], target) == [payload]
-                await backend.delete([key])
+                assert await load_done(backend, keys, target) == [payload]
+                await backend.delete(keys)
 
     async def test_memory_is_quiet_after_a_cancelled_load(self) -> None:
         async with self.opened(8, make_large_memory()) as (backend, memory, keys):
