@@ -1,19 +1,30 @@
-"""Batches of blocks that benchmarks store in a backend and load again."""
+"""Batches of blocks that benchmarks store and load again, their memory, caches and folders."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+
+KIB, MIB = 1 << 10, 1 << 20
+
+Calls = tuple[Callable[[], object], Callable[[], object]]
+"""Calls of a contender: one stores a batch of new blocks, and one loads those stored last."""
 
 _numbers = itertools.count()
 
@@ -24,10 +35,18 @@ def make_keys(count: int) -> list[BlockKey]:
     return [make_block_key(each, 0) for each in hashes]
 
 
-def make_namespace(block_bytes: int, **fields: Any) -> Namespace:
+def make_namespace(block_bytes: int, *, model: str = "bench") -> Namespace:
     """Make a namespace of blocks with one page each."""
-    groups = (GroupIdentity(page_sizes_bytes=(block_bytes,)),)
-    return Namespace(groups=groups, **{"model": "bench"} | fields)
+    return Namespace(model=model, groups=(GroupIdentity(page_sizes_bytes=(block_bytes,)),))
+
+
+def make_caches(*tensors: torch.Tensor) -> CanonicalKVCaches:
+    """Make caches of tensors `(num_blocks, page_size_bytes)`, int8, one for each layer."""
+    pages = [tensor.shape[1] for tensor in tensors]
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(*each) for each in zip(tensors, pages, strict=True)],
+        [[CanonicalKVCacheRef(*each) for each in enumerate(pages)]],
+    )
 
 
 def describe(
@@ -55,41 +74,113 @@ def require_done(outcomes: Sequence[Outcome]) -> None:
             raise RuntimeError(f"a block was not done: {outcome}")
 
 
+@contextlib.contextmanager
+def bench_folder(name: str) -> Iterator[Path]:
+    """Make a folder, below that of `KVXFER_BENCH_DIR`, and remove it at the end."""
+    parent = Path(os.environ.get("KVXFER_BENCH_DIR", "build/bench"))
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=parent) as folder:
+        yield Path(folder).resolve()
+
+
+def make_secret(folder: Path) -> str:
+    """Make a file with a secret in a folder; return its path."""
+    path = folder / "secret"
+    path.touch(0o600)
+    path.write_bytes(os.urandom(32))
+    return str(path)
+
+
 class Batch:
-    """Batch of blocks: each store is of new ones, and each load of those that were stored last."""
+    """Blocks of `source`, which a backend stores, and loads into `target`.
+
+    Each call moves one batch, or several at once.
+    """
 
     def __init__(
         self,
         runner: asyncio.Runner,
         backend: Backend,
+        block_bytes: int,
         source: torch.Tensor,
         target: torch.Tensor,
-        block_bytes: int,
+        *,
+        num_batches: int = 1,
     ) -> None:
         self._runner, self._backend = runner, backend
+        self.memory = source, target
         self.num_blocks = source.numel() // block_bytes
+        self.name = f"{self.num_blocks} x {block_bytes // KIB} KiB"
+        per_batch = self.num_blocks // num_batches
         self._source, self._target = (
-            describe(each.data_ptr(), block_bytes, range(self.num_blocks), owner=each)
-            for each in (source, target)
+            [
+                describe(each.data_ptr(), block_bytes, range(at, at + per_batch), owner=each)
+                for at in range(0, self.num_blocks, per_batch)
+            ]
+            for each in self.memory
         )
-        self._keys: list[BlockKey] = []
+        self.calls: Calls = self.store, self.load
+        self._keys: list[list[BlockKey]] = []
+        self._first_keys = self._make_keys()  # outside of the time of a batch that is stored once
 
     def store(self) -> None:
         """Store blocks that are not there yet."""
-        self._keys = make_keys(self.num_blocks)
+        self._keys, self._first_keys = self._first_keys or self._make_keys(), []
         self._move(self._backend.store, self._source)
 
     def load(self) -> None:
         """Load the blocks that were stored last."""
         self._move(self._backend.load, self._target)
 
+    def require_same(self) -> None:
+        """Check that what is loaded is what was stored.
+
+        Raises:
+            RuntimeError: It is not.
+        """
+        source, target = self.memory
+        target.zero_()
+        self.load()
+        if not torch.equal(source, target):
+            raise RuntimeError("loaded bytes are not those that were stored")
+
     def close(self) -> None:
         """Close the backend."""
         self._runner.run(self._backend.aclose())
 
+    def _make_keys(self) -> list[list[BlockKey]]:
+        return [make_keys(each.num_blocks) for each in self._source]
+
     def _move(
         self,
         call: Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]],
-        blocks: Descriptors,
+        blocks: Sequence[Descriptors],
     ) -> None:
-        require_done(self._runner.run(call(self._keys, blocks)))
+        async def move() -> list[list[Outcome]]:
+            return await asyncio.gather(*map(call, self._keys, blocks))
+
+        for outcomes in self._runner.run(move()):
+            require_done(outcomes)
+
+
+def batch_memory(num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate random bytes to store, and room to load them into."""
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
+    return source, torch.zeros_like(source)
+
+
+def store_and_load(
+    case: str,
+    ours: Calls,
+    baseline: Calls,
+    *,
+    rounds: int,
+    goal: str = "",
+    loads_per_store: int = 1,
+) -> list[BenchRow]:
+    """Measure stores, and then loads: a server that has just stored goes on working on that."""
+    rows = []
+    for name, calls in zip(("store", "load"), zip(ours, baseline, strict=True), strict=True):
+        times = time_in_turn(calls, rounds=rounds * (loads_per_store if name == "load" else 1))
+        rows.append(compare(f"{name} {case}", *times, unit="ms", goal=goal))
+    return rows

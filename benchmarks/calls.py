@@ -12,15 +12,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from benchmarks.batches import describe, make_namespace
+from benchmarks.batches import describe, make_namespace, require_done
 from benchmarks.engine_loop import Loop, open_engine
 from benchmarks.report import BenchRow, compare
 from kvxfer import runtime
@@ -37,15 +40,11 @@ KEY = make_block_key(b"block", 0)
 MESSAGE_BYTES = 4 << 10
 """Bytes of a block that comes from a peer: more arrive in one piece today, in two tomorrow."""
 NUM_CHUNKS = 16
-NUM_SLOTS = 4
 LIMITS = Path(__file__).with_name("calls.json")
 """Limits by release of Python, and by the case of a row."""
 
 NUM_CALLS = 40
 """Calls of which the least counts: threads and sockets make some of them longer."""
-
-Count: TypeAlias = Callable[[Callable[[], object]], int]
-"""Counts what one call does."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
@@ -141,20 +140,15 @@ class _Allocations(_Counter):
         return self._total.value
 
 
-class _Locks(_Counter):
+class _Locks(_Counter, runtime.Runtime):
     """Counter of locks and conditions of the runtime that are acquired."""
 
     what = "lock operations"
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        with runtime.use(_RuntimeOfLocks(self._numbers)):
+        with runtime.use(self):
             yield
-
-
-class _RuntimeOfLocks(runtime.Runtime):
-    def __init__(self, numbers: "itertools.count[int]") -> None:
-        self._numbers = numbers
 
     def lock(self) -> threading.Lock:
         return _Lock(self._numbers, threading.Lock())  # type: ignore[return-value]
@@ -163,12 +157,12 @@ class _RuntimeOfLocks(runtime.Runtime):
         return threading.Condition(_Lock(self._numbers, threading.RLock()))  # type: ignore[arg-type]
 
 
+@dataclass
 class _Lock:
     """Lock that counts how often it is acquired."""
 
-    def __init__(self, numbers: "itertools.count[int]", lock: Any) -> None:
-        self._numbers = numbers
-        self._lock = lock
+    _numbers: "itertools.count[int]"
+    _lock: Any
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002
         next(self._numbers)
@@ -185,15 +179,9 @@ class _Lock:
 
 
 @contextlib.contextmanager
-def _polled_load() -> Iterator[Callable[[], object]]:
+def _polled(make_call: Callable[[Loop], Callable[[], object]]) -> Iterator[Callable[[], object]]:
     with open_engine(torch.ones((1, BLOCK_BYTES), dtype=torch.int8)) as engine:
-        yield Loop(engine).loading(1)
-
-
-@contextlib.contextmanager
-def _polled_store() -> Iterator[Callable[[], object]]:
-    with open_engine(torch.ones((1, BLOCK_BYTES), dtype=torch.int8)) as engine:
-        yield Loop(engine).storing(1, NUM_CALLS)
+        yield make_call(Loop(engine))
 
 
 @contextlib.contextmanager
@@ -202,7 +190,7 @@ def _peer_load() -> Iterator[Callable[[], object]]:
     namespace = make_namespace(MESSAGE_BYTES)
     memory = np.ones(MESSAGE_BYTES, np.uint8)
     block = describe(memory.ctypes.data, MESSAGE_BYTES, [0], owner=memory)
-    capacity = ByteSize(NUM_SLOTS * MESSAGE_BYTES * 2)
+    capacity = ByteSize(8 * MESSAGE_BYTES)
     served = NixlConfig(listen="127.0.0.1:0", capacity=capacity, transport="socket")
     with contextlib.closing(runtime.new_event_loop()) as loop:
         holder = NixlBackend(served, namespace)
@@ -210,14 +198,8 @@ def _peer_load() -> Iterator[Callable[[], object]]:
         assert holder.server is not None
         config = NixlConfig(address=str(holder.server.endpoint), transport="socket")
         reader = NixlBackend(config, namespace)
-        (stored,) = loop.run_until_complete(reader.store([KEY], block))
-
-        def load() -> None:
-            (outcome,) = loop.run_until_complete(reader.load([KEY], block))
-            if not (stored.done and outcome.done):
-                raise RuntimeError(f"a block was not moved: {stored}, {outcome}")
-
-        yield load
+        require_done(loop.run_until_complete(reader.store([KEY], block)))
+        yield lambda: require_done(loop.run_until_complete(reader.load([KEY], block)))
         for backend in (reader, holder):
             loop.run_until_complete(backend.aclose())
 
@@ -234,27 +216,26 @@ def _vllm_lookup() -> Iterator[Callable[[], object]]:
     pool = HostPool(shape, make_namespace(MESSAGE_BYTES), CPUCopyEngine(num_threads=1))
     index = BlockIndex(NUM_CHUNKS, RetainingPolicy(LRU(NUM_CHUNKS), NUM_CHUNKS))
     manager = KVXferOffloadingManager(pool, index, emit_events=False)
-    with contextlib.ExitStack() as stack:
-        stack.callback(manager.shutdown)
-        stored = manager.prepare_store(keys, ReqContext("stored"))
-        assert stored is not None
-        pool.seal([*stored.store_spec.slots], stored.keys_to_store)
-        manager.complete_store(keys, ReqContext("stored"))
+    stored = manager.prepare_store(keys, ReqContext("stored"))
+    assert stored is not None
+    pool.seal([*stored.store_spec.slots], stored.keys_to_store)
+    manager.complete_store(keys, ReqContext("stored"))
 
-        def look_up() -> None:
-            request = ReqContext("request")
-            manager.on_new_request(request)
-            if not all(manager.lookup(key, request) is LookupResult.HIT for key in keys):
-                raise RuntimeError("a chunk was not found")
-            manager.on_schedule_end(ScheduleEndContext([request.req_id], ()))
-            manager.on_request_finished(request)
+    def look_up() -> None:
+        request = ReqContext("request")
+        manager.on_new_request(request)
+        if not all(manager.lookup(key, request) is LookupResult.HIT for key in keys):
+            raise RuntimeError("a chunk was not found")
+        manager.on_schedule_end(ScheduleEndContext([request.req_id], ()))
+        manager.on_request_finished(request)
 
-        yield look_up
+    yield look_up
+    manager.shutdown()
 
 
-CASES = {
-    "polled load of 128 KiB": _polled_load,
-    "polled store of 128 KiB": _polled_store,
+CASES: dict[str, Callable[[], AbstractContextManager[Callable[[], object]]]] = {
+    "polled load of 128 KiB": partial(_polled, lambda loop: loop.loading(1)),
+    "polled store of 128 KiB": partial(_polled, lambda loop: loop.storing(1, NUM_CALLS)),
     "load of 4 KiB from a peer": _peer_load,
     f"vLLM's lookup of {NUM_CHUNKS} chunks": _vllm_lookup,
 }

@@ -12,22 +12,14 @@ from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuse
 from kvxfer.extras import require_extra
 
 PROGRAM = "python -m benchmarks"
-BENCHES = {
-    "describe": ("vllm",),
-    "layout": (),
-    "copy": (),
-    "mapping": (),
-    "engine-loop": (),
-    "file": ("vllm",),
-    "nixl": (),
-    "pool": (),
+BENCHES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("layout", "copy", "mapping", "engine-loop", "nixl", "pool", "journal"), ()),
+    "calls": (),
     "s3": ("obstore",),
     "mooncake": ("mooncake",),
-    "vllm": ("vllm", "transformers"),
-    "pd": ("vllm", "transformers"),
+    **dict.fromkeys(("describe", "file"), ("vllm",)),
+    **dict.fromkeys(("vllm", "pd"), ("vllm", "transformers")),
     "transformers": ("transformers",),
-    "journal": (),
-    "calls": (),
 }
 """Benchmarks, with what each compares with: packages of the extra `bench`, or of its own."""
 COLUMNS = BenchRow.__struct_fields__

@@ -1,17 +1,17 @@
 """Benchmark of scattered copies on the CPU, against one plain copy of the same bytes."""
 
+from contextlib import closing
 from functools import partial
 
 import numpy as np
 import torch
 
 from benchmarks import copy_cuda
-from benchmarks.batches import describe
+from benchmarks.batches import KIB, batch_memory, describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 
 NUM_THREADS = 2
-KIB = 1 << 10
 FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
 SCATTERED_GOALS = {8: 0.3, 16: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
 """Goals by KiB of a fragment."""
@@ -27,35 +27,19 @@ def run(*, quick: bool) -> list[BenchRow]:
     Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. Where there
     is a GPU, copies to and from it follow.
     """
-    rows = _measure_cpu(quick=quick)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    memory, rounds = batch_memory((64 if quick else 256) << 20), 5 if quick else 15
+    try:
+        with closing(CPUCopyEngine(num_threads=NUM_THREADS)) as engine:
+            rows = [row for each in FRAGMENTS for row in _measure(engine, *memory, each, rounds)]
+    finally:
+        torch.set_num_threads(threads_before)
     return [*rows, *copy_cuda.run(quick=quick)] if torch.cuda.is_available() else rows
 
 
-def _measure_cpu(*, quick: bool) -> list[BenchRow]:
-    num_bytes = (64 if quick else 256) << 20
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(NUM_THREADS)
-    engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
-    destination = torch.zeros(num_bytes, dtype=torch.int8)
-    try:
-        return [
-            row
-            for fragment in FRAGMENTS
-            for row in _measure(engine, source, destination, fragment, rounds=5 if quick else 15)
-        ]
-    finally:
-        engine.close()
-        torch.set_num_threads(threads_before)
-
-
 def _measure(
-    engine: CPUCopyEngine,
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    fragment: int,
-    *,
-    rounds: int,
+    engine: CPUCopyEngine, source: torch.Tensor, target: torch.Tensor, fragment: int, rounds: int
 ) -> list[BenchRow]:
     count = source.numel() // fragment
     generator = np.random.default_rng(fragment)
@@ -70,13 +54,13 @@ def _measure(
     }
     rows = []
     num_bytes = count * fragment
-    copy = partial(destination[:num_bytes].copy_, source[:num_bytes])
-    for case, (sources, destinations, goal) in cases.items():
+    copy = partial(target[:num_bytes].copy_, source[:num_bytes])
+    for case, (sources, targets, goal) in cases.items():
         pair = [
             describe(memory.data_ptr(), fragment, order, owner=memory)
-            for memory, order in ((source, sources), (destination, destinations))
+            for memory, order in ((source, sources), (target, targets))
         ]
-        ours, plain = time_in_turn([partial(engine.copy, *pair), copy], rounds=rounds)
-        title, per_byte = f"{case}, {fragment // KIB} KiB", 1e9 / num_bytes
-        rows.append(compare(title, ours, plain, unit="ns/B", goal=goal, scale=per_byte))
+        times = time_in_turn([partial(engine.copy, *pair), copy], rounds=rounds)
+        title = f"{case}, {fragment // KIB} KiB"
+        rows.append(compare(title, *times, unit="ns/B", goal=goal, per=num_bytes))
     return rows

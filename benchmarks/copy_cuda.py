@@ -3,36 +3,31 @@
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from benchmarks.batches import describe
+from benchmarks.batches import KIB, describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.copy_stream import CopyStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.devices import measure_methods, open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
-from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
+from kvxfer.copy_engine.triton import open_kernel
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 
-Pair: TypeAlias = tuple[Descriptors, Descriptors]
+Pair = tuple[Descriptors, Descriptors]
 """Source and destination of a copy."""
 
-KIB = 1 << 10
 LARGE_BYTES = 256 * KIB
 GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.98"}
 """Goals by KiB of a fragment."""
-BOTH_WAYS_GOAL = ">= 1.6"
-BESIDE_GOAL = "<= 1.05"
-CALIBRATION_S = 1.0
-"""Longest time of the calibration."""
 
 BATCH_BUDGET_S = 100e-6
 FRAGMENT_BUDGET_S = 1e-9
@@ -46,37 +41,28 @@ MATRIX_SIZE = 8192
 NUM_PRODUCTS = 40
 
 
-def run(
-    *,
-    quick: bool,
-    device_index: int = 0,
-    num_bytes: int | None = None,
-    max_fragments: int = MANY_FRAGMENTS,
-) -> list[BenchRow]:
-    """Measure the copy engine of a GPU.
+def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
+    """Measure the copy engine of a GPU, with so many bytes, or by `quick`.
 
     Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
     """
-    num_bytes = num_bytes or (64 if quick else 512) << 20
-    rounds = 5 if quick else 15
-    with _open_side_by_side(device_index, num_bytes) as sides:
-        rows = [
-            row
-            for way in Way
-            for fragment in GOALS
-            for row in _measure_scattered(sides, way, fragment * KIB, rounds)
-        ]
+    rounds, rows = 5 if quick else 15, []
+    with _open_side_by_side(num_bytes or (64 if quick else 512) << 20) as sides:
+        for way in Way:
+            for fragment in GOALS:
+                rows += _measure_scattered(sides, way, fragment * KIB, rounds)
         rows.append(_measure_both_ways(sides, rounds))
-        rows += _measure_overhead(sides, rounds, max_fragments)
+        rows += _measure_overhead(sides, rounds)
         if sides.gpu.has_kernel:
-            rows.append(_measure_calibration(device_index))
+            rows.append(_measure_calibration(sides))
         if torch.cuda.is_available():
-            case, pairs = "matrix products during copies, against without", _halves(sides)
-            rows.append(_measure_beside_compute(case, sides.gpu, pairs, rounds, BESIDE_GOAL))
+            rows.append(_measure_beside("during copies", sides.gpu, _halves(sides), rounds))
             if sides.gpu.has_kernel:
-                case, pairs = "matrix products beside the kernel, against without", _small(sides)
-                with _by_kernel(sides, open_kernel(sides.gpu.device)) as gpu:
-                    rows.append(_measure_beside_compute(case, gpu, pairs, rounds, BESIDE_GOAL))
+                methods = MethodTable(dict.fromkeys(Way, sides.num_bytes + 1))  # of every size
+                kernel, index = open_kernel(sides.gpu.device), sides.gpu.driver.device_index
+                with closing(CudaCopyEngine(index, methods, kernel)) as gpu:
+                    gpu.attach([MemoryRegion(sides.host_address, sides.num_bytes, sides)])
+                    rows.append(_measure_beside("beside the kernel", gpu, _small(sides), rounds))
     return rows
 
 
@@ -99,34 +85,25 @@ class _Sides:
         on_device = describe(self.device_address, fragment_bytes, orders[1], device=device)
         return (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
 
-    def copy_plainly(self, way: Way) -> None:
-        """Copy all bytes in one call, and wait as the engine does."""
-        addresses = [
-            np.array([each], np.uint64) for each in (self.device_address, self.host_address)
-        ]
-        to, from_ = addresses if way is Way.TO_DEVICE else reversed(addresses)
+    def copy_plainly(self, source: Descriptors, target: Descriptors) -> None:
+        """Copy one piece in one call, and wait as the engine does."""
         with self.plain.batch([]) as batch:
-            lengths = np.array([self.num_bytes], np.uint64)
-            self.gpu.driver.copy_each(to, from_, lengths, batch.stream)
+            moved = target.addresses, source.addresses, source.lengths
+            self.gpu.driver.copy_each(*moved, batch.stream)
         batch.wait()
 
 
 @contextmanager
-def _open_side_by_side(device_index: int, num_bytes: int) -> Iterator[_Sides]:
-    gpu = open_gpu(torch.device("cuda", device_index), None)
+def _open_side_by_side(num_bytes: int) -> Iterator[_Sides]:
     memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     memory[:] = 1  # so that the system allocates its pages now
-    try:
+    with ExitStack() as opened:
+        gpu = opened.enter_context(closing(open_gpu(torch.device("cuda", 0), None)))
         gpu.attach([MemoryRegion(memory.ctypes.data, num_bytes, memory)])
-        plain = CopyStream(gpu.driver)
+        plain = opened.enter_context(closing(CopyStream(gpu.driver)))
         address = gpu.driver.allocate(num_bytes)
-        try:
-            yield _Sides(gpu, plain, memory.ctypes.data, address, num_bytes)
-        finally:
-            gpu.driver.free(address)
-            plain.close()
-    finally:
-        gpu.close()
+        opened.callback(gpu.driver.free, address)
+        yield _Sides(gpu, plain, memory.ctypes.data, address, num_bytes)
 
 
 def _measure_scattered(sides: _Sides, way: Way, fragment_bytes: int, rounds: int) -> list[BenchRow]:
@@ -135,20 +112,16 @@ def _measure_scattered(sides: _Sides, way: Way, fragment_bytes: int, rounds: int
     chosen = sides.gpu.methods
     method = chosen.choose(way, fragment_bytes).value if sides.gpu.has_kernel else "batch"
     case = f"{way.value.replace('_', ' ')}, scattered, {fragment_bytes // KIB} KiB"
-    ours, plain = time_in_turn(
-        [partial(sides.gpu.copy, *pair), partial(sides.copy_plainly, way)], rounds=rounds
-    )
-    per_byte = 1e9 / sides.num_bytes
-    goal = GOALS[fragment_bytes // KIB]
-    rows = [compare(f"{case}, by {method}", ours, plain, unit="ns/B", goal=goal, scale=per_byte)]
+    whole = sides.pair(way, sides.num_bytes, 1, scattered=False)
+    calls = partial(sides.gpu.copy, *pair), partial(sides.copy_plainly, *whole)
+    times, goal = time_in_turn(calls, rounds=rounds), GOALS[fragment_bytes // KIB]
+    to_row = partial(compare, unit="ns/B", per=sides.num_bytes)
+    rows = [to_row(f"{case}, by {method}", *times, goal=goal)]
     if sides.gpu.has_kernel:
-        by_kernel, by_batch = time_in_turn(
-            [partial(_copy_by, sides.gpu, method, *pair) for method in reversed(CopyMethod)],
-            rounds=rounds,
-        )
+        copies = [partial(_copy_by, sides.gpu, each, *pair) for each in reversed(CopyMethod)]
+        times = time_in_turn(copies, rounds=rounds)
         sides.gpu.methods = chosen
-        case = f"{case}, kernel against batch"
-        rows.append(compare(case, by_kernel, by_batch, unit="ns/B", scale=per_byte))
+        rows.append(to_row(f"{case}, kernel against batch", *times))
     return rows
 
 
@@ -162,11 +135,14 @@ def _copy_by(
 
 def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
     up, down = _halves(sides)
-    both, one = time_in_turn(
-        [partial(_at_once, sides.gpu, up, down), partial(sides.gpu.copy, *up)], rounds=rounds
-    )
+
+    def at_once() -> None:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda pair: sides.gpu.copy(*pair), (up, down)))
+
+    both, one = time_in_turn([at_once, partial(sides.gpu.copy, *up)], rounds=rounds)
     each = [seconds / 2 for seconds in both]
-    return compare("both directions at once", each, one, unit="ms", goal=BOTH_WAYS_GOAL)
+    return compare("both directions at once", each, one, unit="ms", goal=">= 1.6")
 
 
 def _halves(sides: _Sides) -> list[Pair]:
@@ -180,58 +156,30 @@ def _halves(sides: _Sides) -> list[Pair]:
     ]
 
 
-def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
-    threads = [threading.Thread(target=gpu.copy, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _measure_calibration(device_index: int) -> BenchRow:
+def _measure_calibration(sides: _Sides) -> BenchRow:
     """Measure how long it takes to find out what is small, as a GPU is opened."""
-    kernel = open_kernel(torch.device("cuda", device_index))
+    kernel = open_kernel(sides.gpu.device)
     assert kernel is not None, "there was one a moment ago"
     began = time.perf_counter()
-    table = measure_methods(device_index, kernel)
+    table = measure_methods(sides.gpu.driver.device_index, kernel)
     seconds = time.perf_counter() - began
     case = f"calibration, which finds {table}, against a second"
-    return compare(case, [seconds], CALIBRATION_S, unit="s", goal="<= 1")
+    return compare(case, [seconds], 1.0, unit="s", goal="<= 1")
 
 
-def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[BenchRow]:
+def _measure_overhead(sides: _Sides, rounds: int) -> list[BenchRow]:
     """Measure the processor time of a batch and of a fragment, against their budgets."""
-    one = sides.pair(Way.TO_DEVICE, 16, 1, scattered=False)
-    count = min(max_fragments, sides.num_bytes // 16)
-    many = sides.pair(Way.TO_DEVICE, 16, count, scattered=True)
-    for_one, for_many = (
-        _processor_seconds(partial(sides.gpu.copy, *pair), rounds) for pair in (one, many)
-    )
+    count = min(MANY_FRAGMENTS, sides.num_bytes // 16)
+    pairs = (sides.pair(Way.TO_DEVICE, 16, each, scattered=True) for each in (1, count))
+    copies = [partial(sides.gpu.copy, *pair) for pair in pairs]
+    for_one, for_many = time_in_turn(copies, rounds=rounds, clock=time.thread_time)
     for_each = [(more - less) / count for more, less in zip(for_many, for_one, strict=True)]
     limited, what = partial(compare, unit="us", goal="<= 1"), "against its budget"
     case = f"processor time per 1000 fragments, {what}"
     return [
         limited(f"processor time of a batch, {what}", for_one, BATCH_BUDGET_S),
-        limited(case, for_each, FRAGMENT_BUDGET_S, scale=1e9),
+        limited(case, for_each, FRAGMENT_BUDGET_S, per=1e-3),
     ]
-
-
-def _processor_seconds(call: Callable[[], None], rounds: int) -> list[float]:
-    seconds = []
-    for _ in range(rounds + 1):
-        began = time.thread_time()
-        call()
-        seconds.append(time.thread_time() - began)
-    return seconds[1:]
-
-
-@contextmanager
-def _by_kernel(sides: _Sides, kernel: FragmentKernel | None) -> Iterator[CudaCopyEngine]:
-    """Open a copy engine that copies fragments of every size by a kernel."""
-    methods = MethodTable(dict.fromkeys(Way, sides.num_bytes + 1))
-    with closing(CudaCopyEngine(sides.gpu.driver.device_index, methods, kernel)) as gpu:
-        gpu.attach([MemoryRegion(sides.host_address, sides.num_bytes, sides)])
-        yield gpu
 
 
 def _small(sides: _Sides) -> list[Pair]:
@@ -246,17 +194,13 @@ def _small(sides: _Sides) -> list[Pair]:
     ]
 
 
-def _measure_beside_compute(
-    case: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], rounds: int, goal: str
-) -> BenchRow:
+def _measure_beside(what: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], rounds: int) -> BenchRow:
     """Measure matrix products with concurrent copies in both directions, and without."""
     size = (MATRIX_SIZE, MATRIX_SIZE)
     matrix = torch.randn(size, dtype=torch.bfloat16, device=gpu.device)
-    beside, alone = [], []
-    for _ in range(rounds):
-        beside.append(_multiply_beside_copies(matrix, gpu, pairs))
-        alone.append(_multiply(matrix))
-    return compare(case, beside, alone, unit="ms", goal=goal)
+    calls = partial(_multiply_beside_copies, matrix, gpu, pairs), partial(_multiply, matrix)
+    times, case = time_in_turn(calls, rounds=rounds), f"matrix products {what}, against without"
+    return compare(case, *times, unit="ms", goal="<= 1.05")
 
 
 def _multiply(matrix: torch.Tensor) -> float:
@@ -278,12 +222,11 @@ def _multiply_beside_copies(
         while not stop.is_set():
             gpu.copy(*pair)
 
-    threads = [threading.Thread(target=go_on_copying, args=(pair,)) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    try:
-        return _multiply(matrix)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(len(pairs)) as threads:
+        copying = [threads.submit(go_on_copying, pair) for pair in pairs]
+        try:
+            return _multiply(matrix)
+        finally:
+            stop.set()
+            for each in copying:
+                each.result()

@@ -2,27 +2,24 @@
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.batches import bench_folder, make_caches, make_keys
 from benchmarks.report import BenchRow, compare
 from kvxfer.connect import connect
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import AskGauges, Event, Observer
 from kvxfer.telemetry.journal import Journal
 from kvxfer.transfer.engine import TransferEngine
 
 BATCH_BYTES = 64 << 20
-CASES = (
-    ("host memory", 64 << 10, False),
-    ("host memory", 1 << 20, False),
-    ("host memory and files", 1 << 20, True),
-)
+NAMESPACE = Namespace(model="m", revision="1")
+CASES = {"host memory": 64 << 10, "host memory and files": 1 << 20}
+"""Media, and the bytes of a block."""
 
 
 class TimedJournal(Observer):
@@ -67,25 +64,19 @@ def run(*, quick: bool) -> list[BenchRow]:
     full, so each block that is stored evicts another.
     """
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder:
-        for medium, block_bytes, with_files in CASES:
-            root = Path(folder) / f"{block_bytes}-{with_files}"
+    with bench_folder("journal") as folder:
+        for medium, block_bytes in CASES.items():
             rounds = 10 if quick else 60
-            times = asyncio.run(_measure(root, block_bytes, rounds, with_files=with_files))
+            times = asyncio.run(_measure(folder / medium, block_bytes, rounds))
             case = f"{medium}, {BATCH_BYTES // block_bytes} blocks of {block_bytes >> 10} KiB"
             rows.append(compare(case, *times, unit="ms", goal="<= 1.01"))
     return rows
 
 
-async def _measure(
-    root: Path, block_bytes: int, rounds: int, *, with_files: bool
-) -> tuple[list[float], list[float]]:
+async def _measure(root: Path, block_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
     """Measure processor seconds of each round, with the journal and without."""
     num_blocks = BATCH_BYTES // block_bytes
-    pages = torch.ones((num_blocks, block_bytes), dtype=torch.int8)
-    caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(pages, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]]
-    )
+    caches = make_caches(torch.ones((num_blocks, block_bytes), dtype=torch.int8))
     seconds: list[float] = []
     before = 0.0
     async with contextlib.AsyncExitStack() as opened:
@@ -94,14 +85,12 @@ async def _measure(
         engines = []
         for name, observers in (("noted", [journal]), ("not noted", [])):
             urls = [f"host://?capacity={BATCH_BYTES * 5 // 4}"]
-            if with_files:
+            if "files" in root.name:
                 urls += [f"file://{root / name}?capacity={BATCH_BYTES * 2}&min_free=1MiB"]
-            engine = connect(
-                urls, caches, namespace=Namespace(model="m", revision="1"), observers=observers
-            )
+            engine = connect(urls, caches, namespace=NAMESPACE, observers=observers)
             engines.append(await opened.enter_async_context(engine))
         for nth in range(rounds + 2):
-            keys = [make_block_key(b"%8d%8d" % (nth, index), 0) for index in range(num_blocks)]
+            keys = make_keys(num_blocks)
             if nth == 2:  # the stores are full
                 before = journal.take_seconds()
             await _request(engines[0], keys)

@@ -1,16 +1,13 @@
 """Models with published sizes of one I/O: their shapes, and these figures."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from benchmarks.batches import KIB, MIB
 from kvxfer.kvcache.allocation import AttentionLayout
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec
-
-KIB, MIB = 1 << 10, 1 << 20
-
-KEYS_FIRST = AttentionLayout("kv block token head dim", "block layer kv token head dim")
-LATENTS = AttentionLayout("block token dim", "block layer token dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,9 @@ class PublishedModel:
     @property
     def backend(self) -> AttentionLayout:
         """Attention layout: K and V outermost, as FlashAttention had them; or latents."""
-        return LATENTS if isinstance(self.spec, MLASpec) else KEYS_FIRST
+        if isinstance(self.spec, MLASpec):
+            return AttentionLayout("block token dim", "block layer token dim")
+        return AttentionLayout("kv block token head dim", "block layer kv token head dim")
 
     @property
     def shape(self) -> str:
@@ -44,13 +43,11 @@ class PublishedModel:
 
 
 def _attention(num_kv_heads: int, head_dim: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        tokens_per_block=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16
-    )
+    shape: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return FullAttentionSpec(tokens_per_block=16, dtype=torch.bfloat16, **shape)
 
 
 _LATENTS_OF_DEEPSEEK = MLASpec(tokens_per_block=64, head_dim=576, dtype=torch.bfloat16)
-
 MODELS = tuple(
     PublishedModel(name, num_layers, spec, registered_kib * KIB, allocated_mib * MIB, *remark)
     for name, num_layers, spec, registered_kib, allocated_mib, *remark in (

@@ -1,18 +1,19 @@
 """Benchmark `make bench NAME=mooncake`: blocks in Mooncake Store, against its own client."""
 
 import asyncio
-import functools
+import contextlib
 import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.batches import Batch, make_namespace
-from benchmarks.report import BenchRow, compare, time_in_turn
+from benchmarks.batches import KIB, Batch, Calls, batch_memory, make_namespace, store_and_load
+from benchmarks.report import BenchRow
 from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
 
-KIB = 1 << 10
-AS_MOONCAKE = 0.5
+AS_MOONCAKE = ">= 0.5"
 """Goal of the ratio to Mooncake's own client, which neither copies nor verifies: it moves bytes
 from and to the caller's memory."""
 
@@ -25,61 +26,45 @@ def run(*, quick: bool) -> list[BenchRow]:
     """
     num_bytes = (16 if quick else 32) << 20
     rounds = 5 if quick else 15
-    blocks = [size * KIB for size in (64, 512, 2048)]
-    with mooncake_cluster(2 * (rounds + 3) * len(blocks) * num_bytes) as cluster:
-        return [row for each in blocks for row in _measure(cluster, each, num_bytes, rounds)]
+    with mooncake_cluster(6 * (rounds + 3) * num_bytes) as cluster:
+        measure = partial(_measure, cluster, num_bytes, rounds)
+        return [row for size in (64, 512, 2048) for row in measure(size * KIB)]
 
 
-def _measure(cluster: Cluster, block_bytes: int, num_bytes: int, rounds: int) -> list[BenchRow]:
-    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
-    destination = torch.zeros_like(source)
-    theirs = _OwnClient(cluster.client, block_bytes, source, destination)
-    with asyncio.Runner() as runner:
+def _measure(cluster: Cluster, num_bytes: int, rounds: int, block_bytes: int) -> list[BenchRow]:
+    memory = batch_memory(num_bytes)
+    case = f"{block_bytes // KIB} KiB, against Mooncake's own client"
+    with _own_client(cluster.client, block_bytes, memory) as theirs, asyncio.Runner() as runner:
         backend = open_mooncake(cluster, make_namespace(block_bytes))
-        ours = Batch(runner, backend, source, destination, block_bytes)
-        try:
-            stored = time_in_turn([ours.store, theirs.store], rounds=rounds)
-            loaded = time_in_turn([ours.load, theirs.load], rounds=rounds)
-            assert torch.equal(source, destination)
-        finally:
-            ours.close()
-            theirs.close()
-    size = f"{block_bytes // KIB} KiB"
-    to_ms = functools.partial(compare, unit="ms", goal=f">= {AS_MOONCAKE}")
-    return [
-        to_ms(f"load, {size}, against Mooncake's own client", *loaded),
-        to_ms(f"store, {size}, against Mooncake's own client", *stored),
-    ]
+        with contextlib.closing(Batch(runner, backend, block_bytes, *memory)) as batch:
+            rows = store_and_load(case, batch.calls, theirs, rounds=rounds, goal=AS_MOONCAKE)
+            batch.require_same()
+    return rows
 
 
-class _OwnClient:
-    """The same batches by Mooncake's client, from and to registered memory."""
+@contextlib.contextmanager
+def _own_client(store: Any, block_bytes: int, memory: Sequence[torch.Tensor]) -> Iterator[Calls]:
+    """Yield calls for the same batches by Mooncake's client, from and to registered memory."""
+    for each in memory:
+        assert store.register_buffer(each.data_ptr(), each.numel()) == 0
+    source, target = (
+        [each.data_ptr() + start for start in range(0, each.numel(), block_bytes)]
+        for each in memory
+    )
+    sizes, names, numbers = [block_bytes] * len(source), list[str](), itertools.count()
 
-    def __init__(
-        self, store: Any, block_bytes: int, source: torch.Tensor, destination: torch.Tensor
-    ) -> None:
-        self._store = store
-        self._memory = source, destination
-        for memory in self._memory:
-            assert store.register_buffer(memory.data_ptr(), memory.numel()) == 0
-        self._source, self._destination = (
-            [memory.data_ptr() + start for start in range(0, memory.numel(), block_bytes)]
-            for memory in self._memory
-        )
-        self._sizes = [block_bytes] * len(self._source)
-        self._numbers = itertools.count()
-        self._names: list[str] = []
-
-    def store(self) -> None:
-        number = next(self._numbers)
-        self._names = [f"own {self._sizes[0]} {number} {n}" for n in range(len(self._sizes))]
-        codes = self._store.batch_put_from(self._names, self._source, self._sizes)
+    def put() -> None:
+        number = next(numbers)
+        names[:] = [f"own {block_bytes} {number} {n}" for n in range(len(sizes))]
+        codes = store.batch_put_from(names, source, sizes)
         assert not any(codes), codes
 
-    def load(self) -> None:
-        codes = self._store.batch_get_into(self._names, self._destination, self._sizes)
-        assert codes == self._sizes, codes
+    def get() -> None:
+        codes = store.batch_get_into(names, target, sizes)
+        assert codes == sizes, codes
 
-    def close(self) -> None:
-        for memory in self._memory:
-            self._store.unregister_buffer(memory.data_ptr())
+    try:
+        yield put, get
+    finally:
+        for each in memory:
+            store.unregister_buffer(each.data_ptr())

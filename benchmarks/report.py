@@ -1,12 +1,16 @@
 """Rows of benchmarks: a measured case and its ratio to a baseline, by paired rounds."""
 
+import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-UNITS = {"ms": 1e3, "us": 1e6}
+Contender = Callable[[], Awaitable[float]]
+"""Contender: moves a batch, and returns the seconds it took."""
+
+UNITS = {"ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,20 +54,20 @@ def compare(
     *,
     unit: str,
     goal: str = "",
-    scale: float | None = None,
+    per: float = 1.0,
     of_time: bool = False,
 ) -> BenchRow:
     """Make a row of paired rounds, or of rounds and a limit.
 
-    `scale` converts to the unit, by default seconds to one of `UNITS`.
+    Seconds become a unit of time of `UNITS`, such as `ms` or `ns/B`, divided by `per`.
 
     For a goal `>=`, or without one, the ratio is one of speed: the baseline's time over ours. For
-    a goal `<=`, or `of_time`, it is one of time: ours over the baseline's.
+    a goal `<=`, or `of_time` without `>=`, it is one of time: ours over the baseline's.
     """
     baseline = [baseline] * len(ours) if isinstance(baseline, float) else baseline
-    scale = UNITS.get(unit, 1.0) if scale is None else scale
+    scale = UNITS.get(unit.partition("/")[0], 1.0) / per
     pairs = list(zip(ours, baseline, strict=True))
-    of_time = of_time or goal.startswith("<=")
+    of_time = goal.startswith("<=") or (of_time and not goal.startswith(">="))
     ratios = sorted(mine / theirs if of_time else theirs / mine for mine, theirs in pairs)
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return BenchRow(
@@ -77,24 +81,58 @@ def compare(
     )
 
 
+def compare_all(
+    comparisons: Iterable[tuple[str, str, str, str]],
+    times: Mapping[str, Sequence[float]],
+    *,
+    unit: str,
+    of_time: bool = False,
+) -> list[BenchRow]:
+    """Make rows of a case, ours, its baseline and a goal each, by their rounds; see `compare`."""
+    return [
+        compare(case, times[ours], times[baseline], unit=unit, goal=goal, of_time=of_time)
+        for case, ours, baseline, goal in comparisons
+    ]
+
+
 def beyond(ours: Sequence[float], baseline: Sequence[float]) -> list[float]:
     """Compute what each round took beyond the baseline, at least what a ratio is made of."""
     return [max(own - theirs, 1e-9) for own, theirs in zip(ours, baseline, strict=True)]
 
 
-def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
-    """Measure the seconds of each call in each round; one round is not counted.
+def time_in_turn(
+    calls: Sequence[Callable[[], object]],
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Measure the seconds of each call in each round, or those that it returns as a float.
 
-    The calls take turns, so that other load disturbs them alike, without a pause, after which each
-    would be slower. OpenMP's threads must sleep as soon as their call has ended, which
-    `python -m benchmarks` sees to.
+    One round is not counted. The calls take turns, so that other load disturbs them alike, without
+    a pause, after which each would be slower. OpenMP's threads must sleep as soon as their call has
+    ended, which `python -m benchmarks` sees to.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for nth in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
-            began = time.perf_counter()
-            call()
-            ended = time.perf_counter()
+            began = clock()
+            told = call()
+            passed = clock() - began
             if nth:
-                times.append(ended - began)
+                times.append(told if isinstance(told, float) else passed)
+    return seconds
+
+
+async def contend(contenders: Sequence[Contender], *, rounds: int) -> list[list[float]]:
+    """Measure the seconds of each contender in each round; one round is not counted.
+
+    They take turns, each after a pause in which background work of the last one can end.
+    """
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for nth in range(rounds + 1):
+        for contender, times in zip(contenders, seconds, strict=True):
+            await asyncio.sleep(0.02)
+            took = await contender()
+            if nth:
+                times.append(took)
     return seconds

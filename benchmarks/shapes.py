@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard, describe_caches
+from kvxfer.kvcache.portable import CacheDescription, WorkerShard, describe_caches
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128
 """KV heads and their width in Llama-3.1-8B."""
@@ -90,16 +90,15 @@ class WorkerCaches:
 def _pack_keys(description: CacheDescription) -> CacheDescription:
     """Describe the same bytes with keys whose tokens are neighbours, and not their dimensions."""
 
-    def pack(group: GroupDescription) -> GroupDescription:
-        boxes = (_transpose(box) if box.part == "k" else box for box in group.boxes)
-        return msgspec.structs.replace(group, boxes=tuple(boxes))
+    def pack(box: PageBox) -> PageBox:
+        """Swap tokens and dimensions within the plane of each head."""
+        element = box.dtype.itemsize
+        strides = (
+            {"token": element, "dim": box.extent("token") * element} if box.part == "k" else {}
+        )
+        digits = (replace(d, stride_bytes=strides.get(d.axis, d.stride_bytes)) for d in box.digits)
+        return replace(box, digits=tuple(digits))
 
-    return msgspec.structs.replace(description, groups=tuple(map(pack, description.groups)))
-
-
-def _transpose(box: PageBox) -> PageBox:
-    """Swap tokens and dimensions within the plane of each head."""
-    element = box.dtype.itemsize
-    strides = {"token": element, "dim": box.extent("token") * element}
-    digits = (replace(d, stride_bytes=strides.get(d.axis, d.stride_bytes)) for d in box.digits)
-    return replace(box, digits=tuple(digits))
+    change = msgspec.structs.replace
+    groups = (change(each, boxes=tuple(map(pack, each.boxes))) for each in description.groups)
+    return change(description, groups=tuple(groups))

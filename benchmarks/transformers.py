@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.disk import bench_folder
-from benchmarks.report import BenchRow, compare, time_in_turn
+from benchmarks.batches import bench_folder
+from benchmarks.report import BenchRow, compare_all, time_in_turn
 from benchmarks.vllm.model import find_model, random_prompt
 
 PROMPT_TOKENS = 1_500
@@ -46,8 +46,9 @@ def run(*, quick: bool) -> list[BenchRow]:
 def _measure(
     model: Any, prompt: torch.Tensor, files: Any, host: Any, *, rounds: int
 ) -> list[BenchRow]:
+    how = {"max_new_tokens": 1, "do_sample": False}
     for cache in (files, host):
-        cache.generate(prompt, max_new_tokens=1, do_sample=False)
+        cache.generate(prompt, **how)
     kept = files.load(prompt)
     hit = kept.get_seq_length()
     if hit < prompt.shape[1] - files.tokens_per_page or host.load(prompt).get_seq_length() != hit:
@@ -56,34 +57,24 @@ def _measure(
 
     def first_token(past: Callable[[], Any]) -> Callable[[], None]:
         def call() -> None:
-            output = model.generate(
-                prompt, past_key_values=past(), max_new_tokens=1, do_sample=False
-            )
-            tokens.add(int(output[0, -1]))
+            tokens.add(int(model.generate(prompt, past_key_values=past(), **how)[0, -1]))
 
         return call
 
-    def compute() -> None:
-        model.generate(prompt, max_new_tokens=1, do_sample=False)
-
-    from_files, from_host, from_copy, computed = time_in_turn(
-        [
-            first_token(lambda: files.load(prompt)),
-            first_token(lambda: host.load(prompt)),
-            first_token(lambda: copy.deepcopy(kept)),
-            compute,
-        ],
-        rounds=rounds,
-    )
+    calls = {
+        "prefix in files": first_token(lambda: files.load(prompt)),
+        "prefix in host memory": first_token(lambda: host.load(prompt)),
+        "a deep copy in the process": first_token(lambda: copy.deepcopy(kept)),
+        "computed": lambda: model.generate(prompt, **how),
+    }
+    times = dict(zip(calls, time_in_turn([*calls.values()], rounds=rounds), strict=True))
     if len(tokens) > 1:
         raise RuntimeError(f"prefixes gave different tokens: {sorted(tokens)}")
     case = f"first token of {prompt.shape[1]} tokens in {str(model.dtype).removeprefix('torch.')},"
-    return [
-        compare(f"{case} {name}", ours, theirs, unit="ms", goal=goal, of_time=not goal)
-        for name, ours, theirs, goal in (
-            ("prefix in files against computed", from_files, computed, SPEED_GOAL),
-            ("prefix in host memory against computed", from_host, computed, SPEED_GOAL),
-            ("prefix in files against a deep copy in the process", from_files, from_copy, ""),
-            ("prefix in host memory against a deep copy in the process", from_host, from_copy, ""),
-        )
-    ]
+    in_files, in_host, copied, computed = calls
+    comparisons = (
+        (f"{case} {ours} against {baseline}", ours, baseline, goal)
+        for baseline, goal in ((computed, SPEED_GOAL), (copied, ""))
+        for ours in (in_files, in_host)
+    )
+    return compare_all(comparisons, times, unit="ms", of_time=True)

@@ -6,30 +6,21 @@ import time
 from functools import partial
 from typing import get_args
 
-from benchmarks.nixl.contenders import Contender, in_turn
+from benchmarks.batches import KIB
 from benchmarks.nixl.far import FarProcess
 from benchmarks.nixl.near import Near
 from benchmarks.nixl.raw import TOTAL_BYTES
-from benchmarks.report import BenchRow, beyond, compare
+from benchmarks.report import BenchRow, Contender, beyond, compare, contend
 from kvxfer.backends.nixl import IntegrityGrade
 
-KIB = 1 << 10
 BLOCK_BYTES = 2048 * KIB
-BLOCK_SIZES = (BLOCK_BYTES, 128 * KIB)
 GRADES: tuple[IntegrityGrade, ...] = get_args(IntegrityGrade)
 LOAD_GOALS = {
-    ("full", BLOCK_BYTES): ">= 0.7",
-    ("full", 128 * KIB): ">= 0.7",
-    ("fenced", BLOCK_BYTES): ">= 0.9",
-    ("fenced", 128 * KIB): ">= 0.85",
+    BLOCK_BYTES: {"full": ">= 0.7", "fenced": ">= 0.9"},
+    128 * KIB: {"full": ">= 0.7", "fenced": ">= 0.85"},
 }
 STORE_GOAL = ">= 0.65"
 PAGES_GOALS = {("full", 32 * KIB): ">= 0.6", ("fenced", 32 * KIB): ">= 0.85"}
-LATENCY_GOAL = "<= 3"
-LATENCY_LIMIT_S = 0.4e-3
-SOCKET_GOAL = 0.85
-UCX_GOAL = 1.0
-IDLE_LIMIT_CORES = 0.05
 
 NUM_SINGLES = 20
 IDLE_S = 2.0
@@ -54,7 +45,7 @@ def run(*, quick: bool) -> list[BenchRow]:
 async def _run(rounds: int) -> list[BenchRow]:
     rows: list[BenchRow] = []
     with FarProcess() as far:
-        for block_bytes in BLOCK_SIZES:
+        for block_bytes in LOAD_GOALS:
             near = Near(far, block_bytes)
             async with near.holding():
                 rows += await _against_raw(near, rounds)
@@ -77,12 +68,12 @@ async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
         for grade in GRADES:
             async with near.backend(integrity=grade) as backend:
                 for name, contender, goal in (
-                    ("load", near.loading(backend), LOAD_GOALS[grade, near.block_bytes]),
+                    ("load", near.loading(backend), LOAD_GOALS[near.block_bytes][grade]),
                     ("store", near.storing(backend), STORE_GOAL),
                 ):
-                    case = f"{name}, {near.size}, {grade},"
-                    times = await in_turn([contender, raw.moving("READ")], rounds=rounds)
-                    rows.append(_row(f"{case} against NIXL READ", *times, goal=goal))
+                    case = f"{name}, {near.size}, {grade}, against NIXL READ"
+                    times = await contend([contender, raw.moving("READ")], rounds=rounds)
+                    rows.append(_row(case, *times, goal=goal))
     return rows
 
 
@@ -94,13 +85,13 @@ async def _one_block(near: Near, rounds: int) -> list[BenchRow]:
             async with near.backend(integrity=grade) as backend:
                 load = near.loading(backend, near.blocks.select(0, 1))
                 contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
-                ours, theirs = await in_turn(contenders, rounds=rounds)
+                ours, theirs = await contend(contenders, rounds=rounds)
             case = f"load one block of 2048 KiB behind a lookup, {grade},"
             against = f"{case} against NIXL READ"
-            rows.append(compare(against, ours, theirs, unit="us", goal=LATENCY_GOAL))
+            rows.append(compare(against, ours, theirs, unit="us", goal="<= 3"))
             case = f"{case} beyond NIXL's own, against 0.4 ms"
             longer = beyond(ours, theirs)
-            rows.append(compare(case, longer, LATENCY_LIMIT_S, unit="us", goal="<= 1.0"))
+            rows.append(compare(case, longer, 0.4e-3, unit="us", goal="<= 1.0"))
     return rows
 
 
@@ -114,14 +105,14 @@ def _median(contender: Contender) -> Contender:
 async def _idle(near: Near) -> list[BenchRow]:
     """Measure the processor time of an idle backend, and of its holder."""
     async with near.backend():
-        near_began, far_began = time.process_time(), await near.far_cpu_seconds()
+        began = time.process_time(), await near.far.ask("cpu_seconds")
         await asyncio.sleep(IDLE_S)
-        near_s, far_s = time.process_time() - near_began, await near.far_cpu_seconds() - far_began
+        ended = time.process_time(), await near.far.ask("cpu_seconds")
     rows = []
-    for who, seconds in ("backend", near_s), ("holder", far_s):
+    for who, *times in zip(("backend", "holder"), began, ended, strict=True):
         case = f"processor time of an idle {who} with one peer, against 0.05 cores"
-        cores = [seconds / IDLE_S]
-        rows.append(compare(case, cores, IDLE_LIMIT_CORES, unit="cores", goal="<= 1.0"))
+        cores = [(times[1] - times[0]) / IDLE_S]
+        rows.append(compare(case, cores, 0.05, unit="cores", goal="<= 1.0"))
     return rows
 
 
@@ -134,15 +125,13 @@ async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
         near.over_tcp() as ucx,
     ):
         for name, contenders, operation in (
-            ("load", [near.loading(backend), plain_load, ucx["READ"]], "READ"),
-            ("store", [near.storing(backend), plain_store, ucx["WRITE"]], "WRITE"),
+            ("load", [near.loading(backend), plain_load, ucx("READ")], "READ"),
+            ("store", [near.storing(backend), plain_store, ucx("WRITE")], "WRITE"),
         ):
-            ours, plain, by_ucx = await in_turn(contenders, rounds=rounds)
+            ours, plain, by_ucx = await contend(contenders, rounds=rounds)
             case = f"{name} {near.size} through sockets, against"
-            goal = f">= {SOCKET_GOAL}"
-            rows.append(_row(f"{case} one plain connection", ours, plain, goal=goal))
-            ucx_case = f"{case} NIXL {operation} over TCP"
-            rows.append(_row(ucx_case, ours, by_ucx, goal=f">= {UCX_GOAL}"))
+            rows.append(_row(f"{case} one plain connection", ours, plain, goal=">= 0.85"))
+            rows.append(_row(f"{case} NIXL {operation} over TCP", ours, by_ucx, goal=">= 1.0"))
     return rows
 
 
@@ -154,15 +143,15 @@ async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -
         paged = raw.moving("READ", fragment_bytes=page_bytes)
         for grade in GRADES:
             case = f"load {len(pages)} pages of {page_bytes // KIB} KiB, {grade}, against NIXL READ"
-            goal = PAGES_GOALS.get((grade, page_bytes), "")
+            case, goal = f"{case} of them, {model}", PAGES_GOALS.get((grade, page_bytes), "")
             async with near.backend(integrity=grade) as backend:
-                times = await in_turn([near.loading(backend, pages), paged], rounds=rounds)
-                rows.append(_row(f"{case} of them, {model}", *times, goal=goal))
+                times = await contend([near.loading(backend, pages), paged], rounds=rounds)
+            rows.append(_row(case, *times, goal=goal))
         async with near.backend() as backend:
-            contenders = [near.loading(backend), near.loading(backend, pages)]
-            times = await in_turn(contenders, rounds=rounds)
-            rows.append(_row(f"load, {model}, {counts}", *times))
+            loads = near.loading(backend), near.loading(backend, pages)
+            times = await contend(loads, rounds=rounds)
+        rows.append(_row(f"load, {model}, {counts}", *times))
     return rows
 
 
-_row = partial(compare, unit="ns/B", scale=1e9 / TOTAL_BYTES)
+_row = partial(compare, unit="ns/B", per=TOTAL_BYTES)

@@ -2,21 +2,30 @@
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
+import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.nixl.raw import (
     TOTAL_BYTES,
-    Indices,
     NixlOperation,
-    PlainServer,
     RawAgent,
+    Reach,
     allocate,
+    fragments,
+    serve_plain,
 )
+from benchmarks.report import Contender
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
@@ -27,50 +36,47 @@ PROGRESS_PERIOD_S = 20e-3
 not end any more after some 20 s, the time between two keep-alive messages of UCX."""
 
 
-class FarProcess:
-    """Far process, which makes `commands` and runs one after the other.
+@dataclass(frozen=True, slots=True)
+class RawContender:
+    """Contender NIXL itself; `order` has our block for each block of the other process."""
 
-    The environment variables are set in it before NIXL is imported.
-    """
+    agent: RawAgent
+    order: NDArray[np.int64]
+    block_bytes: int
 
-    def __init__(
+    def moving(
         self,
-        environment: Mapping[str, str] | None = None,
-        commands: "Callable[[], Far] | None" = None,
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._commands, theirs = context.Pipe()
-        arguments = (theirs, dict(environment or {}), commands or Far)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
+        operation: NixlOperation,
+        *,
+        fragment_bytes: int | None = None,
+        num_blocks: int | None = None,
+    ) -> Contender:
+        """Make a contender that moves leading blocks in fragments; by default all, unfragmented."""
+        size = fragment_bytes or self.block_bytes
+        num_per_block = self.block_bytes // size
+        count = (num_blocks or len(self.order)) * num_per_block
+        indices = (each[:count] for each in fragments(self.order, num_per_block))
+        move = partial(self.agent.move, operation, size, *indices)
 
-    def __enter__(self) -> Self:
-        return self
+        async def contend() -> float:
+            return move()
 
-    def __exit__(self, *_: object) -> None:
-        self._commands.close()
-        self._process.join()
-
-    async def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of its commands in the process.
-
-        Raises:
-            RuntimeError: The method failed.
-        """
-        self._commands.send((method, arguments))
-        answer, error = await asyncio.to_thread(self._commands.recv)
-        if error:
-            raise RuntimeError(f"{method} failed in the other process: {error}")
-        return answer
+        return contend
 
 
 class Far:
-    """State of the far process, and the commands that it runs."""
+    """State of the far process, and the commands that it runs.
+
+    Attributes:
+        raw: NIXL agent that was opened last.
+        serve_plain: Serves one plain TCP connection for blocks of a size; returns the port.
+        cpu_seconds: Returns the processor time of the process so far.
+    """
 
     def __init__(self, num_bytes: int = TOTAL_BYTES) -> None:
         self._memory = allocate(seed=1, num_bytes=num_bytes)
-        self._raw: RawAgent | None = None
+        self.raw: RawAgent | None = None
+        self.serve_plain, self.cpu_seconds = partial(serve_plain, self._memory), time.process_time
         self._progress: asyncio.Task[None] | None = None
         self._holder: NixlBackend | None = None
 
@@ -83,17 +89,17 @@ class Far:
         return str(self._holder.server.endpoint)
 
     async def close_holder(self) -> None:
-        """Close the holder."""
-        assert self._holder is not None
-        await self._holder.aclose()
-        self._holder = None
+        """Close the holder, if there is one."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            await holder.aclose()
 
-    async def open_raw(self, name: str, own_progress: bool) -> tuple[bytes, int]:  # noqa: FBT001
-        """Open a NIXL agent; return its metadata and the address of its memory."""
-        self._raw = RawAgent(name, self._memory, own_progress=own_progress)
+    async def open_raw(self, own_progress: bool) -> Reach:  # noqa: FBT001
+        """Open a NIXL agent; return what its peer needs to connect."""
+        self.raw = RawAgent(self._memory, own_progress=own_progress)
         if not own_progress:
-            self._progress = asyncio.create_task(self._make_progress(self._raw))
-        return self._raw.reach
+            self._progress = asyncio.create_task(self._make_progress(self.raw))
+        return self.raw.reach
 
     async def close_raw(self) -> None:
         """Close the NIXL agent."""
@@ -101,44 +107,68 @@ class Far:
             self._progress.cancel()
             await asyncio.wait([self._progress])
             self._progress = None
-        self._raw = None
-
-    async def connect_raw(self, reach: tuple[bytes, int], fragment_bytes: int) -> None:
-        """Connect the NIXL agent to another one, for fragments of a size."""
-        assert self._raw is not None
-        self._raw.connect(reach)
-        self._raw.prepare(fragment_bytes)
-
-    async def move_raw(
-        self, operation: NixlOperation, fragment_bytes: int, ours: Indices, theirs: Indices
-    ) -> float:
-        """Move fragments by NIXL itself; return the seconds it took."""
-        assert self._raw is not None
-        began = time.perf_counter()
-        self._raw.move(operation, fragment_bytes, ours, theirs)
-        return time.perf_counter() - began
-
-    async def serve_plain(self, block_bytes: int) -> int:
-        """Serve one plain TCP connection; return the port."""
-        return PlainServer(self._memory, block_bytes).port
-
-    async def cpu_seconds(self) -> float:
-        """Return the processor time of this process so far."""
-        return time.process_time()
+        self.raw = None
 
     async def aclose(self) -> None:
         """Close the agent and the holder."""
         await self.close_raw()
-        if self._holder is not None:
-            await self._holder.aclose()
+        await self.close_holder()
 
-    async def _make_progress(self, raw: RawAgent) -> None:
+    async def _make_progress(self, agent: RawAgent) -> None:
         while True:
-            raw.make_progress()
+            agent.make_progress()
             await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
-def _serve(commands: Connection, environment: dict[str, str], make: Callable[[], Far]) -> None:
+class FarProcess:
+    """Far process, which makes `commands` and runs one after the other.
+
+    The environment variables are set in it before NIXL is imported.
+    """
+
+    def __init__(self, commands: type[Far] = Far, **environment: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._commands, theirs = context.Pipe()
+        arguments = (theirs, environment, commands)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._commands.close()
+        self._process.join()
+
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of its commands in the process, or of an attribute of them.
+
+        Raises:
+            RuntimeError: The method failed.
+        """
+        self._commands.send((method, arguments))
+        answer, error = await asyncio.to_thread(self._commands.recv)
+        if error:
+            raise RuntimeError(f"{method} failed in the other process: {error}")
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def raw(
+        self, memory: NDArray[np.uint8], order: NDArray[np.int64], block_bytes: int
+    ) -> AsyncIterator[RawContender]:
+        """Open NIXL itself in both processes; see `RawContender`."""
+        agent = RawAgent(memory, own_progress=False)
+        agent.connect(await self.ask("open_raw", False))
+        contender = RawContender(agent, order, block_bytes)
+        try:
+            await contender.moving("READ", num_blocks=1)()  # upon which NIXL connects
+            yield contender
+        finally:
+            await self.ask("close_raw")
+
+
+def _serve(commands: Connection, environment: dict[str, str], make: type[Far]) -> None:
     os.environ.update(environment)
     asyncio.run(_run_commands(commands, make()))
 
@@ -149,7 +179,8 @@ async def _run_commands(commands: Connection, far: Far) -> None:
         while True:
             method, arguments = await loop.run_in_executor(None, commands.recv)
             try:
-                commands.send((await getattr(far, method)(*arguments), ""))
+                answer = operator.attrgetter(method)(far)(*arguments)
+                commands.send((await answer if inspect.isawaitable(answer) else answer, ""))
             except Exception as exc:  # noqa: BLE001 - raised in the process that asked
                 commands.send((None, repr(exc)))
     await far.aclose()

@@ -2,8 +2,7 @@
 
 import contextlib
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -12,19 +11,13 @@ import torch
 import xxhash
 
 from benchmarks.batches import make_keys, make_namespace, require_done
-from benchmarks.nixl.contenders import Contender, RawContender, fragments, open_raw
-from benchmarks.nixl.far import FarProcess
-from benchmarks.nixl.raw import (
-    TCP_ALONE,
-    TOTAL_BYTES,
-    Indices,
-    NixlOperation,
-    PlainClient,
-    allocate,
-)
+from benchmarks.nixl.far import Far, FarProcess, RawContender
+from benchmarks.nixl.raw import TCP_ALONE, TOTAL_BYTES, PlainClient, allocate, fragments
+from benchmarks.report import Contender
 from kvxfer.backends.nixl import IntegrityGrade, NixlBackend, NixlConfig, Transport
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import Outcome
 
 
 class Near:
@@ -34,13 +27,13 @@ class Near:
     """
 
     def __init__(self, far: FarProcess, block_bytes: int) -> None:
-        self._far = far
+        self.far = far
         self.block_bytes = block_bytes
         self._memory = allocate(seed=2)
         self._memory[TOTAL_BYTES // block_bytes * block_bytes :] = 0
-        self._endpoint = ""
         self.num_blocks = TOTAL_BYTES // block_bytes
         self._order = np.random.default_rng(block_bytes).permutation(self.num_blocks)
+        self.size = f"{self.num_blocks} x {block_bytes // 1024} KiB"
         self.blocks = self.described(block_bytes)
         self._loaded_keys = make_keys(self.num_blocks)
 
@@ -48,14 +41,14 @@ class Near:
     async def holding(self) -> AsyncIterator[None]:
         """Make the far process hold the blocks that contenders load."""
         self._namespace = make_namespace(self.block_bytes)
-        self._endpoint = await self._far.ask("open_holder", self._namespace)
+        self._endpoint = await self.far.ask("open_holder", self._namespace)
         try:
             async with self.backend() as backend:
                 require_done(await backend.store(self._loaded_keys, self.blocks))
                 await self._require_same_bytes(backend)
             yield
         finally:
-            await self._far.ask("close_holder")
+            await self.far.ask("close_holder")
 
     @contextlib.asynccontextmanager
     async def backend(
@@ -71,11 +64,6 @@ class Near:
         finally:
             await backend.aclose()
 
-    @property
-    def size(self) -> str:
-        """Number and size of the blocks, in words."""
-        return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
-
     def loading(self, backend: NixlBackend, blocks: Descriptors | None = None) -> Contender:
         """Make a contender that loads the leading blocks of the far process; by default all.
 
@@ -86,11 +74,7 @@ class Near:
 
         async def load() -> float:
             await backend.lookup(keys)
-            began = time.perf_counter()
-            outcomes = await backend.load(keys, wanted)
-            seconds = time.perf_counter() - began
-            require_done(outcomes)
-            return seconds
+            return await _moved(backend.load(keys, wanted))
 
         return load
 
@@ -99,10 +83,7 @@ class Near:
 
         async def store() -> float:
             keys = make_keys(self.num_blocks)
-            began = time.perf_counter()
-            outcomes = await backend.store(keys, self.blocks)
-            seconds = time.perf_counter() - began
-            require_done(outcomes)
+            seconds = await _moved(backend.store(keys, self.blocks))
             await backend.delete(keys)
             return seconds
 
@@ -110,12 +91,12 @@ class Near:
 
     def raw(self) -> AbstractAsyncContextManager[RawContender]:
         """Open NIXL itself in both processes."""
-        return open_raw(self._far, self._memory, self._order, self.block_bytes)
+        return self.far.raw(self._memory, self._order, self.block_bytes)
 
     @contextlib.asynccontextmanager
     async def plain(self) -> AsyncIterator[tuple[Contender, Contender]]:
         """Open one TCP connection; yield contenders that load and store over it."""
-        port = await self._far.ask("serve_plain", self.block_bytes)
+        port = await self.far.ask("serve_plain", self.block_bytes)
         client = PlainClient(port, self._memory, self.block_bytes, self._order.tolist())
 
         async def move(call: Callable[[], None]) -> float:
@@ -127,27 +108,19 @@ class Near:
             yield partial(move, client.load), partial(move, client.store)
 
     @contextlib.asynccontextmanager
-    async def over_tcp(self) -> AsyncIterator[dict[NixlOperation, Contender]]:
+    async def over_tcp(self) -> AsyncIterator[Callable[[str], Contender]]:
         """Open two processes that move the same blocks by UCX over TCP."""
-        with FarProcess(TCP_ALONE) as one, FarProcess(TCP_ALONE) as other:
-            reach = await other.ask("open_raw", f"tcp-{uuid.uuid4()}", True)
-            await one.ask("open_raw", f"tcp-{uuid.uuid4()}", True)
-            await one.ask("connect_raw", reach, self.block_bytes)
-            indices = self.fragments(self.block_bytes)
-
-            async def move(operation: NixlOperation) -> float:
-                return float(await one.ask("move_raw", operation, self.block_bytes, *indices))
-
-            yield {"READ": partial(move, "READ"), "WRITE": partial(move, "WRITE")}
-
-    async def far_cpu_seconds(self) -> float:
-        """Ask for the processor time of the far process so far."""
-        return float(await self._far.ask("cpu_seconds"))
+        with FarProcess(Far, **TCP_ALONE) as one, FarProcess(Far, **TCP_ALONE) as other:
+            reach = await other.ask("open_raw", True)
+            await one.ask("open_raw", True)
+            await one.ask("raw.connect", reach)
+            moved = self.block_bytes, *fragments(self._order, 1)
+            yield lambda operation: partial(one.ask, "raw.move", operation, *moved)
 
     def described(self, page_bytes: int) -> Descriptors:
         """Describe every block in pages of a size, as with a tensor for each layer."""
-        near, _ = self.fragments(page_bytes)
         pages = self.block_bytes // page_bytes
+        near, _ = fragments(self._order, pages)
         return Descriptors(
             addresses=np.uint64(self._memory.ctypes.data) + near.astype(np.uint64) * page_bytes,
             lengths=np.full(len(near), page_bytes, np.uint64),
@@ -157,13 +130,18 @@ class Near:
             owners=(self._memory,),
         )
 
-    def fragments(self, fragment_bytes: int) -> tuple[Indices, Indices]:
-        """List fragments of all blocks on both sides; see `fragments`."""
-        return fragments(self._order, self.block_bytes // fragment_bytes)
-
     async def _require_same_bytes(self, backend: NixlBackend) -> None:
         expected = xxhash.xxh3_64_digest(self._memory.data)
         self._memory[:] = 0
         require_done(await backend.load(self._loaded_keys, self.blocks))
         if xxhash.xxh3_64_digest(self._memory.data) != expected:
             raise RuntimeError("the loaded bytes are not those that were stored")
+
+
+async def _moved(move: Awaitable[Sequence[Outcome]]) -> float:
+    """Await a move of blocks; return its seconds."""
+    began = time.perf_counter()
+    outcomes = await move
+    seconds = time.perf_counter() - began
+    require_done(outcomes)
+    return seconds

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -30,6 +31,8 @@ SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 
 Indices = NDArray[np.int32]
 NixlOperation = Literal["READ", "WRITE"]
+Reach = tuple[bytes, int]
+"""Metadata of an agent, and the address of its memory."""
 
 
 def allocate(seed: int, num_bytes: int = TOTAL_BYTES) -> NDArray[np.uint8]:
@@ -40,68 +43,75 @@ def allocate(seed: int, num_bytes: int = TOTAL_BYTES) -> NDArray[np.uint8]:
     return memory
 
 
+def fragments(order: NDArray[np.int64], num_per_block: int) -> tuple[Indices, Indices]:
+    """List fragments of all blocks on both sides, layer by layer; hardly any two touch on both.
+
+    Args:
+        order: Our block for each of theirs, which are in order.
+        num_per_block: Fragments of a block, each in the part of memory of a layer.
+    """
+    layers = np.arange(num_per_block) * len(order)
+    near = (order[:, None] + layers).ravel().astype(np.int32)
+    far = (np.arange(len(order))[:, None] + layers).ravel().astype(np.int32)
+    return near, far
+
+
 class RawAgent:
     """NIXL agent used as documented: lists are prepared once, a batch is a list of indices.
 
     Args:
-        name: Name of the agent.
         memory: Memory that it may move, as large as the peer's; kept alive.
         own_progress: Whether NIXL runs a thread that makes progress. Where the kernel copies
             between processes, the passive side needs it for connecting, and now and then.
     """
 
-    def __init__(self, name: str, memory: NDArray[np.uint8], *, own_progress: bool) -> None:
+    def __init__(self, memory: NDArray[np.uint8], *, own_progress: bool) -> None:
         nixl = import_nixl(otherwise="benchmark something else")
         config = nixl.nixl_agent_config(enable_prog_thread=own_progress, backends=["UCX"])
-        self.agent = nixl.nixl_agent(name, config)
+        self._agent = nixl.nixl_agent(f"bench-{uuid.uuid4()}", config)
         self._memory = memory
-        self.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+        self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
         self._lists: dict[int, tuple[Any, Any]] = {}
-        self._peer = ""
-        self._their_address = 0
+        self.reach: Reach = self._agent.get_agent_metadata(), memory.ctypes.data
 
-    @property
-    def reach(self) -> tuple[bytes, int]:
-        """Metadata and address that a peer needs to `connect`."""
-        return self.agent.get_agent_metadata(), self._memory.ctypes.data
-
-    def connect(self, reach: tuple[bytes, int]) -> None:
-        """Add the peer by its metadata."""
+    def connect(self, reach: Reach) -> None:
+        """Add the peer."""
         metadata, self._their_address = reach
-        self._peer = self.agent.add_remote_agent(metadata).decode()
-
-    def prepare(self, fragment_bytes: int) -> None:
-        """Prepare lists of the whole memory on both sides, in fragments of a size, once."""
-        if fragment_bytes in self._lists:
-            return
-        ours = self._rows(self._memory.ctypes.data, fragment_bytes)
-        theirs = self._rows(self._their_address, fragment_bytes)
-        self._lists[fragment_bytes] = (
-            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, "DRAM"),
-            self.agent.prep_xfer_dlist(self._peer, theirs, "DRAM"),
-        )
+        self._peer = self._agent.add_remote_agent(metadata).decode()
 
     def move(
         self, operation: NixlOperation, fragment_bytes: int, ours: Indices, theirs: Indices
-    ) -> None:
-        """Move fragments of prepared lists by their indices; blocks, and polls without a pause.
+    ) -> float:
+        """Move fragments of a size by their indices; blocks, and polls without a pause.
+
+        Returns:
+            Seconds, without those for lists of the whole memory, which are prepared once.
 
         Raises:
             RuntimeError: It failed, or has not ended within `LIMIT_S`.
         """
+        if fragment_bytes not in self._lists:
+            sides = ("NIXL_INIT_AGENT", self._memory.ctypes.data), (self._peer, self._their_address)
+            local, remote = (
+                self._agent.prep_xfer_dlist(whose, self._rows(address, fragment_bytes), "DRAM")
+                for whose, address in sides
+            )
+            self._lists[fragment_bytes] = local, remote
         local, remote = self._lists[fragment_bytes]
-        handle = self.agent.make_prepped_xfer(operation, local, ours, remote, theirs)
+        began = time.perf_counter()
+        handle = self._agent.make_prepped_xfer(operation, local, ours, remote, theirs)
         stop = time.monotonic() + LIMIT_S
-        state = self.agent.transfer(handle)
+        state = self._agent.transfer(handle)
         while state == "PROC" and time.monotonic() < stop:
-            state = self.agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(handle)
         handle.release()
         if state != "DONE":
             raise RuntimeError(f"NIXL ended a {operation} in state {state}")
+        return time.perf_counter() - began
 
     def make_progress(self) -> None:
         """Let NIXL answer a peer that connects."""
-        self.agent.get_new_notifs()
+        self._agent.get_new_notifs()
 
     def _rows(self, address: int, fragment_bytes: int) -> NDArray[np.uint64]:
         starts = np.arange(
@@ -111,34 +121,31 @@ class RawAgent:
         return np.column_stack([starts, sizes, np.zeros_like(starts)])
 
 
-class PlainServer:
-    """Server that sends and receives memory over one TCP connection, a block in each call."""
+def serve_plain(memory: NDArray[np.uint8], block_bytes: int) -> int:
+    """Serve one TCP connection that moves memory, a block in each call; return the port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    views = list(_blocks(memory, block_bytes))
 
-    def __init__(self, memory: NDArray[np.uint8], block_bytes: int) -> None:
-        self._memory = memory
-        self._block_bytes = block_bytes
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        with self._listener:
-            connection, _ = self._listener.accept()
+    def serve() -> None:
+        with listener:
+            connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection, suppress(ConnectionError):
             while order := connection.recv(1):
-                views = _blocks(self._memory, self._block_bytes)
-                if order == SEND:
-                    for view in views:
+                for view in views:
+                    if order == SEND:
                         connection.sendall(view)
-                else:
-                    for view in views:
+                    else:
                         _receive(connection, view)
+                if order == RECEIVE:
                     connection.sendall(TAKEN)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
 
 
 class PlainClient:
-    """Client of a `PlainServer`, which moves blocks of its memory in a given order."""
+    """Client of `serve_plain`, which moves blocks of its memory in a given order."""
 
     def __init__(
         self, port: int, memory: NDArray[np.uint8], block_bytes: int, order: Sequence[int]
@@ -147,6 +154,7 @@ class PlainClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         views = list(_blocks(memory, block_bytes))
         self._views = [views[index] for index in order]
+        self.close = self._socket.close
 
     def load(self) -> None:
         """Receive all blocks."""
@@ -160,10 +168,6 @@ class PlainClient:
         for view in self._views:
             self._socket.sendall(view)
         self._socket.recv(1)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
 
 
 def _blocks(memory: NDArray[np.uint8], block_bytes: int) -> Iterator[memoryview]:

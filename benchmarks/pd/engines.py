@@ -1,12 +1,14 @@
 """Prompts handed over between real engines, against device hits and vLLM's own NixlConnector."""
 
-import contextlib
+import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
-from benchmarks.pd.pair import EnginePair, NotLoadedError, idle_cores, start_engines
-from benchmarks.report import BenchRow, compare
-from benchmarks.vllm.model import EngineModel, random_prompt
+from benchmarks.pd.moves import measure_moves
+from benchmarks.pd.pair import EnginePair, NotLoadedError, idle_cores, start_engines, start_pair
+from benchmarks.report import BenchRow, compare, compare_all
+from benchmarks.vllm.model import find_model, random_prompt
 
 OURS, NIXL = "KVXferConnector", "NixlConnector"
 PROMPT_TOKENS = (2_100, 8_000)
@@ -19,97 +21,97 @@ LOADED_TOKENS = 2_049
 STARTS = (5, 12, 19, 26, 33, 40)
 """Steps of the busy engine after which other prompts come."""
 
-IDLE_LIMIT_CORES = 0.05
-LEAST_CORES = 1e-3
 
-Prompt = list[int]
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure hand-overs of blocks between two processes and, unless `quick`, between real engines.
 
-
-def measure_engines(model: EngineModel, *, rounds: int) -> list[BenchRow]:
-    """Measure first tokens, disturbance and idle engines.
-
-    One pair of engines runs at a time, the others are stopped: on two cores an idle NixlConnector
-    would take a part of both from the engine that is measured.
+    The model of the engines is that of `make bench NAME=vllm`; see `find_model`. One pair of
+    engines runs at a time, the others are stopped: on two cores an idle NixlConnector would take a
+    part of both from the engine that is measured.
 
     Raises:
+        FileNotFoundError: There is no model.
         EngineDiedError: An engine did not start, or failed.
-        RuntimeError: A prompt was not loaded.
+        RuntimeError: Blocks or prompts did not arrive, or the other process failed.
     """
-    chance = random.Random(20)
-    with EnginePair(model, OURS) as ours:
-        ours.pause()
-        with EnginePair(model, NIXL) as nixl:
-            nixl.pause()
-            rows = []
-            for num_tokens in PROMPT_TOKENS:
-                rows += _first_tokens(ours, nixl, random_prompt(chance, num_tokens), rounds)
-            rows += _disturbance(ours, nixl, chance, rounds)
-            cores = _idle_pair(ours) + _idle_pair(nixl)
-        with start_engines(model, [None])[0] as without:
-            without.generate([random_prompt(chance, BUSY_PROMPT_TOKENS)], max_tokens=2)
-            cores += idle_cores([without])
-    return rows + _idle(cores)
-
-
-def _first_tokens(
-    ours: EnginePair, nixl: EnginePair, prompt: Prompt, rounds: int
-) -> list[BenchRow]:
-    """Measure the decode leg: from adding the request at D to its first token."""
-    seconds: dict[tuple[EnginePair, str], list[float]] = {
-        (pair, what): [] for pair in (ours, nixl) for what in ("load", "hit")
-    }
-    turns = [ours, nixl]
-    for nth in range(rounds + 1):  # the first round warms up
-        for pair in turns:
-            with _running(pair):
-                for _ in range(HITS_PER_TURN if nth else 1):
-                    load = pair.hand_over(prompt).first_token_s
-                    (hit,) = pair.decode.generate([prompt], max_tokens=1)
-                    if nth:
-                        seconds[pair, "load"].append(load)
-                        seconds[pair, "hit"].append(hit.first_token_s)
-        turns.reverse()
-    case = f"first token of the decode leg, {len(prompt)} tokens,"
-    return [
-        compare(f"{case} {name}", mine, theirs, unit="ms", goal=goal, of_time=True)
-        for name, mine, theirs, goal in (
-            (f"{OURS} against device hit", seconds[ours, "load"], seconds[ours, "hit"], "<= 1.2"),
-            (f"{OURS} against {NIXL}", seconds[ours, "load"], seconds[nixl, "load"], "<= 1.0"),
-            (f"{NIXL} against device hit", seconds[nixl, "load"], seconds[nixl, "hit"], ""),
+    if quick:
+        return asyncio.run(measure_moves(rounds=3))
+    model, rounds, chance = find_model(), 5, random.Random(20)
+    rows, cores = asyncio.run(measure_moves(rounds=15)), {}
+    with start_pair(model, OURS) as ours, start_pair(model, NIXL) as nixl:
+        for num_tokens in PROMPT_TOKENS:
+            rows += _first_tokens(ours, nixl, random_prompt(chance, num_tokens), rounds)
+        for pair, goal in ((ours, "<= 1.1"), (nixl, "")):
+            rows.append(_disturbance(pair, chance, rounds, goal))
+        for pair in (ours, nixl):
+            with pair.running():
+                cores[pair.connector] = idle_cores([pair.prefill, pair.decode])
+    with start_engines(model, [None]) as engines:
+        engines[0].generate([random_prompt(chance, BUSY_PROMPT_TOKENS)], max_tokens=2)
+        (without,) = idle_cores(engines)
+    return rows + [
+        compare(
+            f"cores of an idle {name}, {connector}, beyond one without a connector, against 0.05",
+            [max(each - without, 1e-3)],
+            0.05,
+            unit="cores",
+            goal="<= 1.0" if connector == OURS else "",
+            of_time=True,
         )
+        for connector, of_pair in cores.items()
+        for name, each in zip("PD", of_pair, strict=True)
     ]
 
 
-def _disturbance(
-    ours: EnginePair, nixl: EnginePair, chance: random.Random, rounds: int
+def _first_tokens(
+    ours: EnginePair, nixl: EnginePair, prompt: list[int], rounds: int
 ) -> list[BenchRow]:
-    """Measure the tokens of a busy D while other prompts are loaded, and while they are hits."""
-    rows = []
-    prompts = [random_prompt(chance, LOADED_TOKENS) for _ in STARTS]
-    for name, pair, goal in ((OURS, ours, "<= 1.1"), (NIXL, nixl, "")):
-        times: dict[str, list[float]] = {"load": [], "hit": []}
-        order = ["load", "hit"]
-        with _running(pair):
-            for nth in range(2 * rounds + 1):  # the first one warms up
-                for what in order:
-                    params = {}
-                    if what == "load":
-                        params = {at: pair.offer(prompt) for at, prompt in enumerate(prompts, 1)}
-                        pair.decode.reset()
-                    busy = random_prompt(chance, BUSY_PROMPT_TOKENS)
-                    taken = _between_tokens(pair, [busy, *prompts], params)
+    """Measure the decode leg: from adding the request at D to its first token."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    turns = [ours, nixl]
+    for nth in range(rounds + 1):  # the first round warms up
+        for pair in turns:
+            with pair.running():
+                for _ in range(HITS_PER_TURN if nth else 1):
+                    load = pair.hand_over(prompt)
+                    (hit,) = pair.decode.generate([prompt], max_tokens=1)
                     if nth:
-                        times[what].append(taken)
-                order.reverse()  # hits are those of the round before
-        case = f"mean time between tokens of a busy D that loads {len(STARTS)} prompts"
-        case += f", against one that has them, {name}"
-        mine, theirs = times.values()
-        rows.append(compare(case, mine, theirs, unit="ms", goal=goal, of_time=True))
-    return rows
+                        seconds[pair.connector].append(load.first_token_s)
+                        seconds[f"hit {pair.connector}"].append(hit.first_token_s)
+        turns.reverse()
+    case = f"first token of the decode leg, {len(prompt)} tokens,"
+    comparisons = [
+        (f"{case} {OURS} against device hit", OURS, f"hit {OURS}", "<= 1.2"),
+        (f"{case} {OURS} against {NIXL}", OURS, NIXL, "<= 1.0"),
+        (f"{case} {NIXL} against device hit", NIXL, f"hit {NIXL}", ""),
+    ]
+    return compare_all(comparisons, seconds, unit="ms", of_time=True)
+
+
+def _disturbance(pair: EnginePair, chance: random.Random, rounds: int, goal: str) -> BenchRow:
+    """Measure the tokens of a busy D while other prompts are loaded, and while they are hits."""
+    prompts = [random_prompt(chance, LOADED_TOKENS) for _ in STARTS]
+    times: dict[str, list[float]] = {"load": [], "hit": []}
+    order = [*times]
+    with pair.running():
+        for nth in range(2 * rounds + 1):  # the first one warms up
+            for what in order:
+                params = {}
+                if what == "load":
+                    params = {at: pair.offer(prompt) for at, prompt in enumerate(prompts, 1)}
+                    pair.decode.reset()
+                busy = random_prompt(chance, BUSY_PROMPT_TOKENS)
+                taken = _between_tokens(pair, [busy, *prompts], params)
+                if nth:
+                    times[what].append(taken)
+            order.reverse()  # hits are those of the round before
+    case = f"mean time between tokens of a busy D that loads {len(STARTS)} prompts"
+    case += f", against one that has them, {pair.connector}"
+    return compare(case, *times.values(), unit="ms", goal=goal, of_time=True)
 
 
 def _between_tokens(
-    pair: EnginePair, prompts: Sequence[Prompt], params: dict[int, dict[str, object]]
+    pair: EnginePair, prompts: Sequence[list[int]], params: dict[int, dict[str, object]]
 ) -> float:
     """Run a prompt, to which others come; return the mean time between tokens.
 
@@ -127,36 +129,3 @@ def _between_tokens(
         if other.cached_tokens < LOADED_TOKENS - 1:
             raise NotLoadedError(f"{other.cached_tokens} of {LOADED_TOKENS} tokens were there")
     return (busy.last_token_s - busy.first_token_s) / (BUSY_TOKENS - 1)
-
-
-@contextlib.contextmanager
-def _running(pair: EnginePair) -> Iterator[None]:
-    """Have the engines of a pair run, which are stopped before and afterwards."""
-    pair.resume()
-    try:
-        yield
-    finally:
-        pair.pause()
-
-
-def _idle_pair(pair: EnginePair) -> list[float]:
-    with _running(pair):
-        return idle_cores([pair.prefill, pair.decode])
-
-
-def _idle(cores: Sequence[float]) -> list[BenchRow]:
-    """Compare the cores of idle engines, beyond those of one without a connector, with 0.05."""
-    *pairs, without = cores
-    names = (f"P, {OURS}", f"D, {OURS}", f"P, {NIXL}", f"D, {NIXL}")
-    goals = ("<= 1.0", "<= 1.0", "", "")
-    return [
-        compare(
-            f"cores of an idle {name}, beyond one without a connector, against 0.05",
-            [max(each - without, LEAST_CORES)],
-            IDLE_LIMIT_CORES,
-            unit="cores",
-            goal=goal,
-            of_time=True,
-        )
-        for name, each, goal in zip(names, pairs, goals, strict=True)
-    ]

@@ -5,15 +5,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from benchmarks.pd.prefill import HOST
+from benchmarks.pd.bare_engines import HOST
 from benchmarks.vllm.model import EngineModel
 from kvxfer.endpoint import free_ports
-from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation
+from tests.e2e.engine_process import ON_SHARED_CORES, EngineConfig, EngineProcess, Generation
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30
@@ -32,12 +33,8 @@ LOG_CHARACTERS = 8_000
 SETTLE_S = 3.0
 """Time after which an engine that has nothing to do is idle."""
 
-ENVIRONMENT = {
-    "NIXL_LOG_LEVEL": "WARN",
-    "OMP_NUM_THREADS": "1",  # an engine may have one core
-    "UCX_MODULES": "^efa",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+ENVIRONMENT = ON_SHARED_CORES | {"NIXL_LOG_LEVEL": "WARN", "UCX_MODULES": "^efa"}
+COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
@@ -48,39 +45,28 @@ class NotLoadedError(RuntimeError):
     """D computed tokens of a prompt that it should have loaded."""
 
 
+@dataclass(frozen=True, slots=True)
 class EnginePair:
-    """Engine that computes prompts, and one that goes on with them; a context manager."""
+    """Engine that computes prompts, and one that goes on with them; stopped but when `running`."""
 
-    def __init__(self, model: EngineModel, connector: str) -> None:
-        self.prefill, self.decode = start_engines(model, [connector] * 2)
-        try:
-            divide_cores(self.prefill, self.decode)
-            self._meet()
-        except BaseException:
-            self.close()
-            raise
+    connector: str
+    prefill: EngineProcess
+    decode: EngineProcess
 
-    def __enter__(self) -> Self:
-        return self
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let both run meanwhile, and connect again if they have to; errors as `hand_over`.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End both engines; may be called again."""
-        self.decode.close()
-        self.prefill.close()
-
-    def pause(self) -> None:
-        """Stop both, so that they disturb nobody: an idle `NixlConnector` polls without a pause."""
-        for engine in (self.prefill, self.decode):
-            engine.pause()
-
-    def resume(self) -> None:
-        """Let both go on, and connect again if they have to; errors as `hand_over`."""
+        Stopped, they disturb nobody: an idle `NixlConnector` polls without a pause.
+        """
         for engine in (self.prefill, self.decode):
             engine.resume()
-        self._meet()
+        try:
+            self._meet()
+            yield
+        finally:
+            for engine in (self.prefill, self.decode):
+                engine.pause()
 
     def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Have a prompt computed, or found in the device cache; return what D is to be told."""
@@ -104,19 +90,45 @@ class EnginePair:
 
     def _meet(self) -> None:
         """Hand over a prompt until it is loaded; errors as `hand_over`, with the engines' logs."""
-        for _ in range(NUM_MEETINGS - 1):
-            with contextlib.suppress(NotLoadedError):
+        for left in reversed(range(NUM_MEETINGS)):
+            try:
                 self.hand_over(MEETING_PROMPT)
+            except NotLoadedError as exc:
+                for name, engine in (("P", self.prefill), ("D", self.decode)):
+                    exc.add_note(f"the log of {name} ends:\n{engine.log()[-LOG_CHARACTERS:]}")
+                if not left:
+                    raise
+            else:
                 return
-        try:
-            self.hand_over(MEETING_PROMPT)
-        except NotLoadedError as exc:
-            for name, engine in (("P", self.prefill), ("D", self.decode)):
-                exc.add_note(f"the log of {name} ends:\n{engine.log()[-LOG_CHARACTERS:]}")
-            raise
 
 
-def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[EngineProcess]:
+@contextlib.contextmanager
+def start_pair(model: EngineModel, connector: str) -> Iterator[EnginePair]:
+    """Start a pair of engines that have met, and stop them where they are.
+
+    Each gets half of our cores, as if it had a machine of its own: vLLM steps without a pause while
+    a lease is held, or a load goes on, and on shared cores they would measure how they disturb each
+    other. A `NixlConnector` pins itself to the last core of its node; that is undone. Source:
+    `base_worker.py` of it, `core.py` of vLLM.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    with start_engines(model, [connector] * 2) as (prefill, decode):
+        for engine, own in ((prefill, cores[:half] or cores), (decode, cores[half:])):
+            for stat in _processes(engine.process_id):
+                for thread in stat.parent.glob("task/[0-9]*"):
+                    with contextlib.suppress(OSError):  # it has ended
+                        os.sched_setaffinity(int(thread.name), own)
+        pair = EnginePair(connector, prefill, decode)
+        with pair.running():
+            pass
+        yield pair
+
+
+@contextlib.contextmanager
+def start_engines(
+    model: EngineModel, connectors: Sequence[str | None]
+) -> Iterator[list[EngineProcess]]:
     """Start engines, all at once: with `KVXferConnector`, `NixlConnector`, or None.
 
     Raises:
@@ -124,27 +136,11 @@ def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[
     """
     with ThreadPoolExecutor(len(connectors)) as threads:
         starting = [threads.submit(_start, model, connector) for connector in connectors]
-    engines = [each.result() for each in starting if each.exception() is None]
-    if len(engines) < len(starting):
-        for engine in engines:
-            engine.close()
-    return [each.result() for each in starting]
-
-
-def divide_cores(prefill: EngineProcess, decode: EngineProcess) -> None:
-    """Give each engine of a pair half of our cores, as if it had a machine of its own.
-
-    vLLM steps without a pause while a lease is held, or a load goes on. On shared cores these two
-    engines would measure how they disturb each other. A `NixlConnector` pins itself to the last
-    core of its node; that is undone. Source: `base_worker.py` of it, `core.py` of vLLM.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    for engine, own in ((prefill, cores[:half] or cores), (decode, cores[half:])):
-        for stat in _processes(engine.process_id):
-            for thread in stat.parent.glob("task/[0-9]*"):
-                with contextlib.suppress(OSError):  # it has ended
-                    os.sched_setaffinity(int(thread.name), own)
+    with contextlib.ExitStack() as opened:
+        for each in starting:
+            if each.exception() is None:
+                opened.enter_context(each.result())
+        yield [each.result() for each in starting]
 
 
 def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
@@ -158,29 +154,23 @@ def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
 
 def _start(model: EngineModel, connector: str | None) -> EngineProcess:
     port = free_ports(PORTS_PER_ENGINE)
-    environment = dict(ENVIRONMENT)
-    transfer: dict[str, Any] | None = None
-    if connector is not None:
-        transfer = {"kv_connector": connector, "kv_role": "kv_both"}
-        transfer["kv_load_failure_policy"] = "recompute"
-    if connector == "KVXferConnector" and transfer is not None:
-        transfer["kv_connector_module_path"] = "kvxfer.integrations.vllm"
+    if connector == "KVXferConnector":
         settings = {"listen": f"{HOST}:{port}", "lease_s": LEASE_S, "ask_timeout_s": TIMEOUT_S}
-        transfer["kv_connector_extra_config"] = settings
-    elif transfer is not None:
-        transfer["kv_buffer_device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        transfer["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_S}
-        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        own = {"kv_connector_module_path": "kvxfer.integrations.vllm"}
+    else:
+        settings = {"kv_lease_duration": LEASE_S}
+        own = {"kv_buffer_device": "cuda" if torch.cuda.is_available() else "cpu"}
+    transfer = {"kv_connector": connector, "kv_connector_extra_config": settings, **own}
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     return EngineProcess(
         EngineConfig(
             model=str(model.folder),
             dtype=model.dtype,
-            transfer=transfer,
+            transfer=transfer | COMMON_TRANSFER if connector else None,
             multiprocessing=True,
             kv_cache_memory_bytes=CACHE_BYTES,
             max_model_len=MAX_MODEL_LEN,
-            environment=environment,
+            environment=ENVIRONMENT | side_channel,
         )
     )
 

@@ -3,11 +3,11 @@
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.disk import bench_folder
-from benchmarks.report import BenchRow, compare
+from benchmarks.batches import bench_folder
+from benchmarks.report import BenchRow, compare, compare_all
 from benchmarks.vllm.model import find_model, random_prompt
 from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
 
@@ -25,6 +25,7 @@ PAIRED_ROUNDS = 12
 from 0.95."""
 
 COMPUTED, DEVICE, HOST, FILES = "computed", "device hit", "host hit", "hit in files"
+BOUND = "1.05 device hits + 5 ms"
 PLAIN = "host hit of a plain spec"
 PLAIN_DEVICE = "device hit beside a plain spec"
 OURS, PLAIN_SPEC, WITHOUT = "with offloading", "with a plain spec", "without"
@@ -62,12 +63,11 @@ def run(*, quick: bool) -> list[BenchRow]:
     model = find_model()
 
     def start(connector: Mapping[str, Any] | None) -> EngineProcess:
-        settings = dict(connector) if connector else None
         return EngineProcess(
             EngineConfig(
                 model=str(model.folder),
                 dtype=model.dtype,
-                connector=settings,
+                connector=dict(connector) if connector else None,
                 block_size=TOKENS_PER_BLOCK,
                 environment=KEEPING_MEMORY,
             )
@@ -75,7 +75,7 @@ def run(*, quick: bool) -> list[BenchRow]:
 
     case = f"first token of {PROMPT_TOKENS} tokens in {model.dtype}"
     chance = random.Random(0)
-    hits, batches = _FirstTokens(case), [_Batches(each) for each in REQUESTS_AT_A_TIME]
+    hits, batches = _FirstTokens(), [_Batches(each) for each in REQUESTS_AT_A_TIME]
     for _ in range(1 if quick else NUM_STARTS):
         with start(CONNECTOR) as engine, start(PLAIN_CONNECTOR) as plain:
             _take_host_hits(engine, plain, random_prompt(chance, PROMPT_TOKENS), hits)
@@ -83,16 +83,23 @@ def run(*, quick: bool) -> list[BenchRow]:
                 engines = {OURS: engine, PLAIN_SPEC: plain, WITHOUT: without}
                 for each in batches:
                     each.take(engines, chance, rounds=5 if quick else PAIRED_ROUNDS)
-    rows = _rows_of_host_hits(hits) + [row for each in batches for row in each.rows()]
-    return rows + _file_hits(start, chance, _FirstTokens(case), quick=quick)
+    hits.seconds[BOUND] = [1.05 * hit + 0.005 for hit in hits.seconds[DEVICE]]
+    hits.seconds[COMPUTED] = [
+        each for each in hits.seconds[COMPUTED] for _ in range(HITS_PER_ROUND)
+    ]
+    goals = {DEVICE: "", BOUND: "<= 1.0", COMPUTED: "<= 0.04", PLAIN: "<= 1.0"}
+    return [
+        *hits.rows(case, HOST, goals),
+        *(row for each in batches for row in each.rows()),
+        *_take_file_hits(start, chance, quick=quick).rows(case, FILES, {DEVICE: "<= 2.0"}),
+    ]
 
 
 class _FirstTokens:
     """Times and engine steps until the first token, by what the prompt hit."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self._case = case
         self._steps: dict[str, list[float]] = defaultdict(list)
         self._tokens: dict[tuple[int, ...], list[int]] = {}
 
@@ -107,24 +114,14 @@ class _FirstTokens:
         self.seconds[hit].append(first.first_token_s)
         self._steps[hit].append(len(engine.step_times()))
 
-    def row(
-        self, hit: str, baseline: str, goal: str = "", *, seconds: Sequence[float] | None = None
-    ) -> BenchRow:
-        """Compare hits with others that were taken in turns, or with the given `seconds`."""
-        return compare(
-            f"{self._case}, {hit} against {baseline}",
-            self.seconds[hit],
-            seconds or self.seconds[baseline],
-            unit="ms",
-            goal=goal,
-            of_time=True,
-        )
-
-    def steps_row(self, hit: str, baseline: str) -> BenchRow:
-        """Compare the engine steps of hits with those of others."""
-        case = f"engine steps until the first token, {hit} against {baseline}"
-        steps = self._steps
-        return compare(case, steps[hit], steps[baseline], unit="steps", of_time=True)
+    def rows(self, case: str, hit: str, goals: Mapping[str, str]) -> list[BenchRow]:
+        """Compare hits with others, by their goals, and their engine steps with device hits'."""
+        compared = ((f"{case}, {hit} against {each}", hit, each, goals[each]) for each in goals)
+        steps = f"engine steps until the first token, {hit} against {DEVICE}"
+        return [
+            *compare_all(compared, self.seconds, unit="ms", of_time=True),
+            *compare_all([(steps, hit, DEVICE, "")], self._steps, unit="steps", of_time=True),
+        ]
 
 
 def _take_host_hits(
@@ -132,10 +129,10 @@ def _take_host_hits(
 ) -> None:
     """Take hits of two engines in turns, so that each finds the caches that the other one left."""
     for one in (engine, plain):
-        _FirstTokens("").take(COMPUTED, one, prompt)
+        _FirstTokens().take(COMPUTED, one, prompt)
         one.settle()
     for nth in range(ROUNDS + 1):
-        taken = first if nth else _FirstTokens("")  # the first round warms up
+        taken = first if nth else _FirstTokens()  # the first round warms up
         for _ in range(HITS_PER_ROUND):
             engine.reset()
             taken.take(HOST, engine, prompt)
@@ -146,23 +143,9 @@ def _take_host_hits(
         taken.take(COMPUTED, engine, prompt)
 
 
-def _rows_of_host_hits(first: _FirstTokens) -> list[BenchRow]:
-    seconds = first.seconds
-    bound = [1.05 * hit + 0.005 for hit in seconds[DEVICE]]
-    computed = [each for each in seconds[COMPUTED] for _ in range(HITS_PER_ROUND)]
-    return [
-        first.row(HOST, DEVICE),
-        first.row(HOST, "1.05 device hits + 5 ms", "<= 1.0", seconds=bound),
-        first.row(HOST, COMPUTED, "<= 0.04", seconds=computed),
-        first.row(HOST, PLAIN, "<= 1.0"),
-        first.steps_row(HOST, DEVICE),
-    ]
-
-
-def _file_hits(
-    start: Start, chance: random.Random, first: _FirstTokens, *, quick: bool
-) -> list[BenchRow]:
-    """Compare hits of an engine that finds the files of an earlier one, and empty host memory."""
+def _take_file_hits(start: Start, chance: random.Random, *, quick: bool) -> _FirstTokens:
+    """Take hits of an engine that finds the files of an earlier one, and empty host memory."""
+    first = _FirstTokens()
     warm_up, *measured = [random_prompt(chance, PROMPT_TOKENS) for _ in range(4 if quick else 7)]
     with bench_folder("vllm") as folder:
         files = f"file://{folder}?capacity=4GiB"
@@ -174,12 +157,12 @@ def _file_hits(
         for _ in range(1 if quick else 2):
             with start(connector) as engine:
                 for prompt in (warm_up, *measured):
-                    taken = _FirstTokens("") if prompt is warm_up else first
+                    taken = _FirstTokens() if prompt is warm_up else first
                     taken.take(FILES, engine, prompt)
                     engine.reset()
                     taken.take(HOST, engine, prompt)
                     taken.take(DEVICE, engine, prompt)
-    return [first.row(FILES, DEVICE, "<= 2.0"), first.steps_row(FILES, DEVICE)]
+    return first
 
 
 class _Batches:
@@ -207,47 +190,36 @@ class _Batches:
         if engines[OURS].metrics()[hits] != before:
             raise RuntimeError("fresh prompts hit the cache")
 
-    def rows(self) -> list[BenchRow]:
-        """Compare the engines."""
-        delayed = _most_delayed_step(
-            f"{self._num_requests} requests at a time, {OURS} against {WITHOUT}",
-            self._steps[OURS],
-            self._steps[WITHOUT],
-        )
-        return [
-            self._row(OURS, WITHOUT, ">= 0.98"),
-            self._row(OURS, PLAIN_SPEC, ">= 1.0"),
-            self._row(PLAIN_SPEC, WITHOUT),
-            delayed,
-        ]
-
-    def _row(self, ours: str, baseline: str, goal: str = "") -> BenchRow:
+    def rows(self) -> Iterator[BenchRow]:
+        """Compare throughputs, and the step that offloading delays most."""
         at_a_time = f"{self._num_requests} requests at a time"
-        return compare(
-            f"throughput without a hit, {at_a_time}, {ours} against {baseline}",
-            self._seconds[ours],
-            self._seconds[baseline],
-            unit="ms/token",
-            goal=goal,
-            scale=1e3 / (self._num_requests * (BATCH_TOKENS + OUTPUT_TOKENS)),
-        )
+        for ours, baseline, goal in (
+            (OURS, WITHOUT, ">= 0.98"),
+            (OURS, PLAIN_SPEC, ">= 1.0"),
+            (PLAIN_SPEC, WITHOUT, ""),
+        ):
+            yield compare(
+                f"throughput without a hit, {at_a_time}, {ours} against {baseline}",
+                self._seconds[ours],
+                self._seconds[baseline],
+                unit="ms/token",
+                goal=goal,
+                per=self._num_requests * (BATCH_TOKENS + OUTPUT_TOKENS),
+            )
+        case = f"longest step added, {at_a_time}, {OURS} against {WITHOUT}"
+        yield compare(case, *self._most_delayed_step(), unit="ms", of_time=True)
 
+    def _most_delayed_step(self) -> tuple[list[float], list[float]]:
+        """Find the step with the longest median delay over the rounds, with offloading and without.
 
-def _most_delayed_step(
-    at_a_time: str, ours: Sequence[list[float]], baseline: Sequence[list[float]]
-) -> BenchRow:
-    """Compare the step that offloading delays most, by the median of its delays over the rounds.
-
-    The engines are given the same prompts, so that each step computes the same with and without.
-    The first step is left out: it computes prompts for seconds, and there is nothing to store yet.
-    """
-
-    def rounds_of(nth: int) -> tuple[list[float], list[float]]:
-        return [steps[nth] for steps in ours], [steps[nth] for steps in baseline]
-
-    def delay_s(nth: int) -> float:
-        return statistics.median(mine - its for mine, its in zip(*rounds_of(nth), strict=True))
-
-    most = max(range(1, min(map(len, (*ours, *baseline)))), key=delay_s)
-    case = f"longest step added, {at_a_time}"
-    return compare(case, *rounds_of(most), unit="ms", of_time=True)
+        The engines are given the same prompts, so that each step computes the same with and
+        without. The first step is left out: it computes prompts for seconds, and there is nothing
+        to store yet.
+        """
+        ours, baseline = self._steps[OURS], self._steps[WITHOUT]
+        steps = [
+            ([each[nth] for each in ours], [each[nth] for each in baseline])
+            for nth in range(1, min(map(len, (*ours, *baseline))))
+        ]
+        delays = ([mine - its for mine, its in zip(*step, strict=True)] for step in steps)
+        return max(zip(map(statistics.median, delays), steps, strict=True))[1]

@@ -2,18 +2,15 @@
 
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
-DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
-DEFAULT_MODEL = Path("build/models/smollm2")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineModel:
+class EngineModel(NamedTuple):
     """Model of engines: its folder, and the data type that they compute in."""
 
     folder: Path
@@ -26,10 +23,10 @@ def find_model() -> EngineModel:
     Raises:
         FileNotFoundError: There is no model.
     """
-    folder = Path(os.environ.get(MODEL_VARIABLE, DEFAULT_MODEL))
+    folder = Path(os.environ.get(MODEL_VARIABLE, "build/models/smollm2"))
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"no model at {folder}; name its folder in {MODEL_VARIABLE}")
-    return EngineModel(folder, os.environ.get(DTYPE_VARIABLE) or fast_dtype())
+    return EngineModel(folder, os.environ.get("KVXFER_BENCH_DTYPE") or fast_dtype())
 
 
 def random_prompt(chance: random.Random, num_tokens: int) -> list[int]:

@@ -5,7 +5,7 @@ submits a job. It verifies nothing, shares nothing and knows one process only.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,26 +13,14 @@ from typing import Any
 import torch
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.offloading.interface import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    LookupResult,
-    OffloadingConfig,
-    OffloadingManager,
-    OffloadingSpec,
-    OffloadingWorker,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-    TransferResult,
-)
+from kvxfer.integrations.vllm.offloading import interface as vllm
+from kvxfer.integrations.vllm.offloading.interface import CanonicalKVCaches, GPULoadStoreSpec
 
 Key = bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Slots(LoadStoreSpec):
+class Slots(vllm.LoadStoreSpec):
     """Slots of the chunks of a job, group after group."""
 
     slots: Sequence[int]
@@ -45,48 +33,42 @@ class _Chunk:
     num_loads: int = 0
 
 
-class PlainOffloadingSpec(OffloadingSpec):
+class PlainOffloadingSpec(vllm.OffloadingSpec):
     """Plain offloading spec; `capacity` in `kv_connector_extra_config` is that of its slots.
 
     Raises:
         InvalidArgumentError: The engine has several workers.
     """
 
-    def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
+    def __init__(self, config: vllm.OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         if config.parallel.world_size > 1:
             raise InvalidArgumentError("workers", config.parallel.world_size, "1")
         chunk_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._num_slots = int(self.extra_config["capacity"]) // chunk_bytes
-        self._manager: PlainManager | None = None
-        self._worker: PlainWorker | None = None
 
-    def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's side."""
-        self._manager = self._manager or PlainManager(self._num_slots)
-        return self._manager
+    def get_manager(self) -> vllm.OffloadingManager:
+        """Make the scheduler's side."""
+        return PlainManager(self._num_slots)
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker's side."""
-        self._worker = self._worker or PlainWorker(
-            kv_caches, self._num_slots, blocks_per_chunk=self.blocks_per_chunk
-        )
-        return self._worker
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> vllm.OffloadingWorker:
+        """Make the worker's side."""
+        return PlainWorker(kv_caches, self._num_slots, blocks_per_chunk=self.blocks_per_chunk)
 
 
-class PlainManager(OffloadingManager):
+class PlainManager(vllm.OffloadingManager):
     """Plain index of the chunks in slots, the least recently used first."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self.reset_cache()
 
-    def lookup(self, key: Key, req_context: ReqContext, **_: Any) -> LookupResult:  # noqa: ARG002
+    def lookup(self, key: Key, req_context: vllm.ReqContext, **_: Any) -> vllm.LookupResult:  # noqa: ARG002
         """Look up a chunk."""
         chunk = self._chunks.get(key)
         if chunk is None:
-            return LookupResult.MISS
-        return LookupResult.HIT if chunk.stored else LookupResult.HIT_PENDING
+            return vllm.LookupResult.MISS
+        return vllm.LookupResult.HIT if chunk.stored else vllm.LookupResult.HIT_PENDING
 
     def prepare_load(self, keys: Collection[Key], *_: Any, **__: Any) -> Slots:
         """Keep chunks from eviction until `complete_load`."""
@@ -106,7 +88,9 @@ class PlainManager(OffloadingManager):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
 
-    def prepare_store(self, keys: Collection[Key], *_: Any, **__: Any) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Collection[Key], *_: Any, **__: Any
+    ) -> vllm.PrepareStoreOutput | None:
         """Find slots for chunks; None if too few can be evicted."""
         new = [key for key in keys if key not in self._chunks]
         wanted, keep = max(0, len(new) - len(self._free)), set(keys)
@@ -122,12 +106,12 @@ class PlainManager(OffloadingManager):
         for key in new:
             self._chunks[key] = _Chunk(self._free.pop())
         slots = Slots([self._chunks[key].slot for key in new])
-        return PrepareStoreOutput(keys_to_store=new, store_spec=slots, evicted_keys=evicted)
+        return vllm.PrepareStoreOutput(keys_to_store=new, store_spec=slots, evicted_keys=evicted)
 
     def complete_store(
         self,
         keys: Collection[Key],
-        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
+        req_context: vllm.ReqContext,  # noqa: ARG002 - vLLM's signature
         success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
         **_: Any,
     ) -> None:
@@ -138,9 +122,9 @@ class PlainManager(OffloadingManager):
             else:
                 self._free.append(self._chunks.pop(key).slot)
 
-    def on_new_request(self, *_: Any) -> RequestOffloadingContext:
+    def on_new_request(self, *_: Any) -> vllm.RequestOffloadingContext:
         """Offload every new chunk of a request."""
-        return RequestOffloadingContext()
+        return vllm.RequestOffloadingContext()
 
     def reset_cache(self) -> None:
         """Forget every chunk."""
@@ -148,12 +132,12 @@ class PlainManager(OffloadingManager):
         self._free = list(reversed(range(self._num_slots)))
 
 
-class PlainWorker(OffloadingWorker):
+class PlainWorker(vllm.OffloadingWorker):
     """Plain worker: a job has ended when it was submitted."""
 
     def __init__(self, caches: CanonicalKVCaches, num_slots: int, *, blocks_per_chunk: int) -> None:
         self._blocks_per_chunk = blocks_per_chunk
-        self._results: list[TransferResult] = []
+        self._results: list[vllm.TransferResult] = []
         pairs = []
         for cache in caches.tensors:
             blocks = _as_words(cache.tensor)
@@ -169,23 +153,21 @@ class PlainWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Slots, **_: Any
     ) -> bool:
         """Copy blocks to slots."""
-        for tensors, blocks, rows in self._batches(src_spec, dst_spec):
-            for cache, host in tensors:
-                _copy(host, rows, cache, blocks)
-        self._results.append(TransferResult(job_id=job_id, success=True))
+        for cache, blocks, host, rows in self._pairs(src_spec, dst_spec):
+            _copy(host, rows, cache, blocks)
+        self._results.append(vllm.TransferResult(job_id=job_id, success=True))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: Slots, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
         """Copy slots to blocks."""
-        for tensors, blocks, rows in self._batches(dst_spec, src_spec):
-            for cache, host in tensors:
-                _copy(cache, blocks, host, rows)
-        self._results.append(TransferResult(job_id=job_id, success=True))
+        for cache, blocks, host, rows in self._pairs(dst_spec, src_spec):
+            _copy(cache, blocks, host, rows)
+        self._results.append(vllm.TransferResult(job_id=job_id, success=True))
         return True
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[vllm.TransferResult]:
         """Return the jobs since the last call."""
         results, self._results = self._results, []
         return results
@@ -193,9 +175,9 @@ class PlainWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Return: every job has ended."""
 
-    def _batches(self, blocks: GPULoadStoreSpec, placed: Slots) -> list[tuple[Any, Any, Any]]:
-        """Return the tensors of each group, its blocks, and their rows in the slots."""
-        batches, first_block, first_slot, chunk = [], 0, 0, self._blocks_per_chunk
+    def _pairs(self, blocks: GPULoadStoreSpec, placed: Slots) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield each tensor, its blocks, its slots, and the rows of the blocks in them."""
+        first_block, first_slot, chunk = 0, 0, self._blocks_per_chunk
         ids, slots = torch.from_numpy(blocks.block_ids).long(), torch.tensor(placed.slots)
         for tensors, size, index in zip(
             self._tensors_of_group, blocks.group_sizes, blocks.block_indices, strict=True
@@ -206,9 +188,9 @@ class PlainWorker(OffloadingWorker):
             num_slots = -(-(skip + size) // chunk)
             starts = slots[first_slot : first_slot + num_slots, None] * chunk
             rows = (starts + torch.arange(chunk)).flatten()[skip : skip + size]
-            batches.append((tensors, ids[first_block : first_block + size], rows))
+            for cache, host in tensors:
+                yield cache, ids[first_block : first_block + size], host, rows
             first_block, first_slot = first_block + size, first_slot + num_slots
-        return batches
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:

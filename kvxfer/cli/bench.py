@@ -147,7 +147,8 @@ def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:
     if isinstance(config, FileConfig):
         return _plain_files(Path(config.path), batch)
     if isinstance(config, ObjectConfig):
-        return _plain_objects(config, batch)
+        rows = (memory.reshape(-1, batch.size) for memory in (batch.source, batch.target))
+        return plain_objects(config, *rows)
     copy = functools.partial(_aside, lambda: np.copyto(batch.target, batch.source))
     return Raw("copy in memory", copy, copy, lambda: asyncio.sleep(0))
 
@@ -176,14 +177,17 @@ def _plain_files(root: Path, batch: _Batch) -> Raw:
     )
 
 
-def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
-    """Objects of obstore as it comes, as many requests at a time as the backend makes."""
+def plain_objects(config: "ObjectConfig", source: "Buffer", target: "Buffer") -> Raw:
+    """Make raw objects of obstore, as many requests at a time as the backend makes.
+
+    Source and target are bytes `(num_blocks, block_bytes)`; each store makes new objects.
+    """
     import obstore
 
     from kvxfer.backends.object.request_failure import request_failure
 
     client, requests = config.open_store(), asyncio.Semaphore(config.max_requests)
-    name, rows = config.prefix + runtime.token_bytes(8).hex(), batch.source.reshape(-1, batch.size)
+    names: list[str] = []
 
     async def one(ask: Callable[[int], Awaitable[Any]], number: int) -> None:
         async with requests:
@@ -191,17 +195,23 @@ def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
 
     async def each(ask: Callable[[int], Awaitable[Any]]) -> None:
         """Make all requests to their end, also where one fails: what is stored can be removed."""
-        requested = (one(ask, number) for number in range(batch.num_blocks))
+        requested = (one(ask, number) for number in range(len(names)))
         for found in await asyncio.gather(*requested, return_exceptions=True):
             if found is not None:
                 raise request_failure("plain client", found) from found
 
+    async def store() -> None:
+        folder = config.prefix + runtime.token_bytes(8).hex()
+        names[:] = [f"{folder}/{number}" for number in range(len(source))]
+        await each(lambda n: obstore.put_async(client, names[n], source[n].data))
+
     async def get(number: int) -> None:
-        await (await obstore.get_async(client, f"{name}/{number}")).bytes_async()
+        found: Any = await (await obstore.get_async(client, names[number])).bytes_async()
+        target[number] = np.frombuffer(found, np.uint8)
 
     return Raw(
         "plain client",
-        lambda: each(lambda n: obstore.put_async(client, f"{name}/{n}", rows[n].data)),
+        store,
         lambda: each(get),
-        lambda: each(lambda n: obstore.delete_async(client, f"{name}/{n}")),
+        lambda: each(lambda n: obstore.delete_async(client, names[n])),
     )
