@@ -254,12 +254,8 @@ class Explainer:
         for name in self.tiers:
             yield name
             for place in self.history.sources:
-                if self._is_held(place, name):
+                if self.history.held_as(place) == name and self._is_alike(place):
                     yield from (_behind(each, name) for each in self.history.tiers_of(place))
-
-    def _is_held(self, place: Place, tier: str) -> bool:
-        """Whether a place is of a holder whose blocks this engine has as a certain tier."""
-        return self.history.held_as(place) == tier and self._is_alike(place)
 
     def _is_alike(self, place: Place, namespace: str = "") -> bool:
         """Whether the blocks of a place are of the namespace of this engine."""

@@ -65,7 +65,7 @@ class Happening(NamedTuple):
     """Thing that happened to one block.
 
     Attributes:
-        what: Status, operation, or reason of a removal.
+        what: Status, operation, reason of a removal, or name of the event that tells of a lookup.
         reason: Reason in words.
         namespace: Fingerprint of its namespace, where it is another one than the source's.
     """
@@ -197,7 +197,8 @@ def _happenings(  # noqa: C901 - a case for each kind of event
         case LookedUp() | Requested():
             for tier, some in _groups(keys, event.tiers):
                 if tier is not None:
-                    yield some, here(Kind.FOUND if tier else Kind.MISSED, tier)
+                    kind = Kind.FOUND if tier else Kind.MISSED
+                    yield some, here(kind, tier, type(event).__name__)
         case Added():
             yield keys, here(Kind.STORED, event.tier)
         case Removed():

@@ -83,8 +83,7 @@ def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
         if key is None:
             name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
             requests = f", or one of the {history.num_requests} requests of the journal"
-            only = requests if len(arguments) == 1 else ""
-            expected = f"a key of a block in hexadecimal digits{only}"
+            expected = "a key of a block in hexadecimal digits" + requests * (len(arguments) == 1)
             raise InvalidArgumentError(name, argument, expected)
     return [_of_keys(history, [key for key in keys if key])]
 
@@ -140,14 +139,18 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
     for key in keys:
         happened = history.happenings[key]
         if not happened:
-            blocks.append(_plain(key, Answer.NEVER_STORED, "", "never stored, and never looked up"))
+            text = "never stored, and never looked up"
+            text += ", nor is it in the name of a request" * (len(keys) == 1)
+            blocks.append(_plain(key, Answer.NEVER_STORED, "", text))
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
         happened = asked or happened  # what engines ask a holder is no lookup of its own
         marks = [each for each in happened if each.kind in _MARKS]
         last = (marks or happened)[-1]
         places.append(last.place)
-        since_s = max((each.at_s for each in marks[:-1]), default=0.0)
+        # A request tells again of the lookups that were made for it, and other engines of theirs.
+        alike = [each for each in marks[:-1] if (each.place, each.what) == (last.place, last.what)]
+        since_s = alike[-1].at_s if alike else 0.0
         until_s = last.at_s if marks else history.ends_s
         if last.kind is Kind.FOUND:
             failed_s = history.failed_s(key, last.place, last.at_s)

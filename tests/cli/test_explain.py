@@ -125,6 +125,26 @@ def test_a_key_that_was_missed_has_an_answer(
     assert text in report["runs"][0]["text"]
 
 
+@pytest.mark.parametrize("then", [[], [Requested("cmpl-1", KEY, [""])]])
+def test_a_lookup_of_another_engine_or_of_the_same_request_hides_no_cause(
+    tmp_path: Path, run: Run, then: list[Event]
+) -> None:
+    journal = Journal(str(tmp_path))
+    ours, theirs = (journal.observer(Namespace(model="model"), engine=name) for name in "ab")
+    ours.watch("file", dict)
+    missed = LookedUp(KEY, [""], 0.1)
+    for observer, event in (
+        (ours, Late("file", Operation.LOOKUP, KEY)),
+        (theirs, missed),
+        (ours, missed),
+        *((ours, each) for each in then),
+    ):
+        observer.note(event)
+    journal.close()
+    printed = run("explain", "--journal", tmp_path, KEYS[0].hex(), "--json")[1]
+    assert json.loads(printed)[0]["missed"] == {"deadline": 1}
+
+
 def test_what_the_journal_lost_and_when_it_begins_are_said(
     tmp_path: Path, note: Note, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
