@@ -1,5 +1,6 @@
 """Sizes of blocks: the bytes that a model keeps for a token, and the blocks that fit in a tier."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.replay.simulation import TierPlan
 from kvxfer.storage.keys import GroupIdentity, Namespace
+
+_OTHER_LAYERS = re.compile(
+    "mamba|^ssm_|hybrid|attn_(layer|type)|full_attn|layers?_block_type|block_types|attention_chunk"
+)
+"""Names by which configurations without `layer_types` tell of layers without full attention."""
 
 _BYTES_OF_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -44,10 +50,11 @@ def _bytes_per_token(path: Path, config: Any) -> int:
     config = config | (config.get("text_config") or {})
     dtype = config.get("dtype") or config.get("torch_dtype") or dtype
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    is_sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if kinds or (is_sliding and "layer_types" not in config):
-        what = ", ".join(sorted(kinds)) or "a sliding window"
-        rule = f"full attention in all layers, not {what}; else give --bytes-per-token"
+    kinds |= {name for name, value in config.items() if value and _OTHER_LAYERS.search(name)}
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        kinds |= set() if "layer_types" in config else {"a sliding window"}
+    if others := ", ".join(sorted(kinds)):
+        rule = f"full attention in all layers, not {others}; else give --bytes-per-token"
         raise InvalidArgumentError("model", str(path), rule)
     if dtype not in _BYTES_OF_DTYPES:
         rule = f"one of {', '.join(_BYTES_OF_DTYPES)}; else give --bytes-per-token"
@@ -94,9 +101,6 @@ def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:
     if config.get("kv_lora_rank") is not None:
         return num_layers * (number("kv_lora_rank") + number("qk_rope_head_dim"))
     num_kv_heads = number("num_key_value_heads", "num_attention_heads")
-    if config.get("head_dim") is not None:
-        head_dim = number("head_dim")
-    else:
-        quotient = number("hidden_size") // number("num_attention_heads")
-        head_dim = require_positive(f"head_dim in {path}", quotient)
-    return num_layers * 2 * num_kv_heads * head_dim
+    if config.get("head_dim") is None:
+        config = {**config, "head_dim": number("hidden_size") // number("num_attention_heads")}
+    return num_layers * 2 * num_kv_heads * number("head_dim")

@@ -15,6 +15,7 @@ from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine
 from kvxfer.replay.report import align, percent
 from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers, TierPlan
+from kvxfer.replay.synthetic import name_sizes
 from kvxfer.replay.trace import Trace, known_heads, previous_references
 from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import make_block_key
@@ -69,7 +70,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def parse_fleet(text: str) -> Fleet:
     """Make a fleet of a text such as `holders=1000,engines=10000`."""
-    settings = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
+    settings = name_sizes("fleet", text, text.split(","))
     return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)
 
 

@@ -1,5 +1,6 @@
 """Plan: what caches of each policy, capacity and list of tiers give, and the best for a budget."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -13,10 +14,6 @@ from kvxfer.replay.simulation import Medium, SimulatedTier, TierPlan, simulate
 from kvxfer.replay.trace import Trace, count_ceiling
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.units import ByteSize, format_size
-
-SECONDS_PER_DAY = 86400
-FOLDER = "/var/cache/kv"
-BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"
 
 DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
 """Bytes per second that a load gets from a tier where nothing else is stated: verified host memory
@@ -47,7 +44,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def block_size_bytes(self, tokens_per_block: int) -> int:
         """Compute the bytes of a block, if those of a token are known."""
         if self.bytes_per_token is None:
-            raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
+            needed = "the bytes of a token for sizes: --bytes-per-token or --model"
+            raise InvalidArgumentError("bytes_per_token", None, needed)
         return tokens_per_block * self.bytes_per_token
 
     def first_token_s(self, trace: Trace, hits: Mapping[Medium, int]) -> float | None:
@@ -161,7 +159,7 @@ def plan_list(trace: Trace, machine: Machine, backend: Sequence[str]) -> TiersRo
 
 def tier_url(medium: Medium, capacity: int, policy: PolicyName) -> str:
     """Write the URL of a tier of host memory or files, its size in the largest whole unit."""
-    place = "" if medium == "host" else FOLDER
+    place = "" if medium == "host" else "/var/cache/kv"
     eviction = "" if policy == "lru" else f"&eviction={policy}"
     units = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"), (0, ""))
     power, unit = next(each for each in units if capacity % 1024 ** each[0] == 0)
@@ -170,7 +168,7 @@ def tier_url(medium: Medium, capacity: int, policy: PolicyName) -> str:
 
 def _tier_row(trace: Trace, machine: Machine, tier: SimulatedTier) -> TierRow:
     block = machine.block_size_bytes(trace.tokens_per_block)
-    written, days = tier.num_written * block, trace.duration_s / SECONDS_PER_DAY
+    written, days = tier.num_written * block, trace.duration_s / 86400
     return TierRow(
         medium=tier.plan.medium,
         policy=tier.plan.policy,
@@ -215,13 +213,10 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     all is left.
     """
     block = machine.block_size_bytes(trace.tokens_per_block)
-    rows: dict[tuple[str, ...], TiersRow] = {}
+    plan_once = functools.cache(functools.partial(plan_list, trace, machine))
 
     def plan(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> TiersRow:
-        urls = tuple(tier_url(each, sizes[each], policies[each]) for each in policies)
-        if urls not in rows:
-            rows[urls] = plan_list(trace, machine, urls)
-        return rows[urls]
+        return plan_once(tuple(tier_url(each, sizes[each], policies[each]) for each in policies))
 
     def score(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> float:
         row = plan(sizes, policies)

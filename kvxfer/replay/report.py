@@ -85,32 +85,25 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
     policies = list(dict.fromkeys(row.policy for row in rows))
     timed = any(row.first_token_s is not None for row in rows)
     sized = any(row.capacity_bytes is not None for row in rows)
-    header = ["capacity"] if sized else []
-    header += ["blocks", *(f"{policy} hits" for policy in policies)]
-    if timed:
-        header += [f"{policy} saves" for policy in policies]
-    table = [header]
+    header = [*["capacity"][:sized], "blocks", *(f"{policy} hits" for policy in policies)]
+    table = [[*header, *(f"{policy} saves" for policy in policies if timed)]]
     grid: dict[tuple[int | None, int], dict[str, CapacityRow]] = defaultdict(dict)
     for row in rows:
         grid[row.capacity_bytes, row.num_slots][row.policy] = row
     for (capacity, num_slots), chosen in grid.items():
-        cells = [format_size(capacity or 0)] if sized else []
-        cells.append(f"{num_slots:,}")
-        cells += [percent(chosen[policy].hit_rate) for policy in policies]
-        if timed:
-            cells += [_seconds(chosen[policy].first_token_s) for policy in policies]
-        table.append(cells)
+        sizes = [*[format_size(capacity or 0)][:sized], f"{num_slots:,}"]
+        hits = (percent(chosen[policy].hit_rate) for policy in policies)
+        saved = (_seconds(chosen[policy].first_token_s) for policy in policies if timed)
+        table.append([*sizes, *hits, *saved])
     title = "Host memory alone: hits, % of blocks"
     title += "; how much sooner a first token comes" if timed else ""
     return "\n".join([title, *align(table)])
 
 
 def _tiers(row: TiersRow) -> str:
-    lines = [f"Tiers {_quoted(row.backend)}"]
-    saved = (
-        "" if row.first_token_s is None else f", a first token {_seconds(row.first_token_s)} sooner"
-    )
-    lines.append(f"{percent(row.hit_rate)} of the blocks are hits{saved}")
+    lines = [f"Tiers {_quoted(row.backend)}", f"{percent(row.hit_rate)} of the blocks are hits"]
+    if row.first_token_s is not None:
+        lines[1] += f", a first token {_seconds(row.first_token_s)} sooner"
     header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
     return "\n".join([*lines, *align([header, *map(_cells, row.tiers)])])
 

@@ -1,7 +1,7 @@
 """Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -117,9 +117,16 @@ def parse_workload(text: str) -> MultiTurn | Rag:
     kind, *sizes = text.split(",")
     if kind not in WORKLOADS:
         raise InvalidArgumentError("synthetic", text, f"one of {', '.join(WORKLOADS)}, and sizes")
-    settings = {name: value for name, _, value in (size.partition("=") for size in sizes)}
-    what = f"sizes of {kind}"
+    settings, what = name_sizes("synthetic", text, sizes), f"sizes of {kind}"
     return convert_settings("synthetic", settings, WORKLOADS[kind], what=what, shown_as=text)
+
+
+def name_sizes(argument: str, text: str, sizes: Sequence[str]) -> dict[str, str]:
+    """Read the sizes of a text, such as `requests=1500`, each of which may stand once."""
+    named = {name: value for name, _, value in (size.partition("=") for size in sizes)}
+    if len(named) < len(sizes):
+        raise InvalidArgumentError(argument, text, "each size once")
+    return named
 
 
 def make_synthetic(

@@ -75,6 +75,8 @@ def test_a_trace_is_read_from_a_file_whatever_its_name(tmp_path: Path, run: Run)
         ([*SIZED, "--budget", "tape=4GiB"], "budget is 'tape=4GiB'; expected host=SIZE"),
         ([*SIZED, "--fleet", "holders=0"], "holders is 0"),
         ([*SIZED, "--fleet", "replicas=9,groups=200"], "replicas is 9"),
+        ([*SIZED, "--fleet", "holders=9,holders=3"], "expected each size once"),
+        ([*CHATS, "--synthetic", "rag,requests=9,requests=3"], "expected each size once"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line_that_names_it(

@@ -43,6 +43,11 @@ FULL, LATENT = 32 * 2 * 8 * 128 * 2, 61 * 576 * 2
         (MLA, LATENT),
         (LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, "not linear_attention"),
         (LLAMA | {"sliding_window": 4096}, "not a sliding window"),
+        # Layers of another kind, as Jamba, Nemotron-H, MiniMax-01 and Llama 4 name them.
+        (LLAMA | {"attn_layer_period": 8, "mamba_d_state": 16}, "not attn_layer_period"),
+        (LLAMA | {"hybrid_override_pattern": "M-M*"}, "not hybrid_override_pattern"),
+        (LLAMA | {"attn_type_list": [0, 1]}, "not attn_type_list"),
+        (LLAMA | {"attention_chunk_size": 8192}, "not attention_chunk_size"),
         (LLAMA | {"hidden_size": 8}, "head_dim in .* is 0; expected a positive integer"),
         (LLAMA | {"torch_dtype": "int3"}, "dtype in .* is 'int3'"),
         (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers in .* is None"),
