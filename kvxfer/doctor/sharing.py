@@ -32,6 +32,7 @@ from kvxfer.text import printable
 MAX_CHARACTERS = 300
 """Most characters of a value in a finding; `--json` has them, too."""
 
+PEER = "nixl:"
 STEPS_OF_VLLM = 12
 """Times of a check that vLLM may take to be imported and to read the configuration of a model."""
 
@@ -115,23 +116,19 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
             refused.append(exc)
             return []
 
-    num_steps = sum(STEPS_OF_PEER if _is_peer(each) else STEPS_OF_VLLM for each in arguments)
-    planned = Check("sharing", " ".join(arguments), run, num_steps)
+    steps = (STEPS_OF_PEER if each.startswith(PEER) else STEPS_OF_VLLM for each in arguments)
+    planned = Check("sharing", " ".join(arguments), run, sum(steps))
     findings = run_checks([planned], timeout_s=timeout_s)
     for problem in refused:
         raise problem
     return findings
 
 
-def _is_peer(argument: str) -> bool:
-    return argument.startswith("nixl:")
-
-
 def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
     parties: list[Party] = []
     findings: list[Finding] = []
     for argument in arguments:
-        if _is_peer(argument):
+        if argument.startswith(PEER):
             config, endpoint = _parse_peer(argument, timeout_s)
             try:
                 probe = runtime.run(probe_peer(config, endpoint))
@@ -159,6 +156,8 @@ def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
 def _of_path(argument: str, timeout_s: float) -> Party:
     """Read the namespaces of a store, of a folder in it, of one file, or of a configuration."""
     parts = split_url(argument)
+    if parts.scheme == "file" and (parts.netloc or parts.fragment):
+        raise InvalidArgumentError("argument", argument, "file:///PATH, with three slashes alone")
     path = Path(unquote(parts.path) if parts.scheme == "file" else argument)
     if path.is_dir() and not (path / NAMESPACE_FILE).exists():
         try:

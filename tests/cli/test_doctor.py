@@ -157,6 +157,8 @@ def test_two_namespaces_are_compared_and_nothing_else_is(store: Store, run: Run)
         ["tape:///dev/st0"],
         ["file:///var/cache/kv"],
         ["/nowhere/a.json", "/nowhere/b.json"],
+        ["file://var/cache/kv", "/nowhere/b.json"],
+        ["file:///var/cache/kv#a", "/nowhere/b.json"],
         ["--timeout", "999999d"],
     ],
 )
@@ -165,6 +167,7 @@ def test_bad_input_is_one_line_that_names_it(run: Run, arguments: list[str]) -> 
     assert (status, printed, line.count("\n")) == (2, "", 1)
     assert line.startswith("kvxfer doctor: ")
     assert any(each in line for each in (*arguments[-1:], *arguments[0].split("://")))
+    assert not arguments[0].startswith("file:") or arguments[0] in line
 
 
 def test_the_page_has_every_check_and_no_other() -> None:
