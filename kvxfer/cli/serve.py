@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvxfer import runtime
+from kvxfer.cli import service
 from kvxfer.cli.command_line import CommandLine, exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
@@ -85,7 +85,8 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM, SIGHUP or SIGINT; return 0."""
     arguments = make_parser().parse_args(argv)
-    log_to_stderr(arguments.log_level)
+    service.log_to_stderr(arguments.log_level)
+    service.raise_descriptor_limit()
     metrics = _make_metrics() if arguments.metrics else None
     drain_timeout_s = Duration.parse(arguments.drain_timeout, name="drain-timeout")
     if arguments.events_replay and not arguments.events:
@@ -129,7 +130,7 @@ def make_parser() -> CommandLine:
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS, help=transport)
     hashes = "form of hashes in events; default int64, their last 8 bytes, as in vLLM"
     parser.add_argument("--events-hashes", default="int64", choices=HASH_FORMS, help=hashes)
-    add_log_level(parser)
+    service.add_log_level(parser)
     return parser
 
 
@@ -283,7 +284,7 @@ async def _serve(
 ) -> None:
     from kvxfer.cli.http_pages import HTTPPages
 
-    asked_to_end = stop_signal()
+    asked_to_end = service.stop_signal()
     async with contextlib.AsyncExitStack() as stack:
         for endpoint, of_endpoint in pages.items():
             at = (await stack.enter_async_context(HTTPPages(endpoint, of_endpoint))).endpoint

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import urllib.request
@@ -100,6 +101,18 @@ def test_what_one_engine_stores_another_one_loads_and_a_stranger_is_refused(
         assert asyncio.run(load(config_of(peer, secret_file))) == peers.PAYLOADS
         told = "secret differs: ours is 'a secret', theirs is 'another one, or none'"
         assert told in asyncio.run(is_refused(peer, config_of(peer), peers.namespace()))
+
+
+@processes
+def test_it_has_as_many_descriptors_as_it_may() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with serving(*SMALL) as peer:
+            limits = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == (hard, hard)
 
 
 @processes
