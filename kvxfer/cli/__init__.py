@@ -1,7 +1,6 @@
 """Command `kvxfer`, which runs its subcommands."""
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
@@ -39,7 +38,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = _COMMANDS[name][0].partition(":")
     command = getattr(importlib.import_module(module), function)
     return run_command(f"kvxfer {name}", lambda: command(rest))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

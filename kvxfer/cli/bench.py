@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvxfer.storage.backend import Backend
     from kvxfer.storage.staging_memory import Buffer
 
-BATCH_BYTES, MIN_ROUNDS = 64 << 20, 3
+BATCH_BYTES, MAX_BLOCKS, MIN_ROUNDS = 64 << 20, 1 << 14, 3
 
 
 class Raw(NamedTuple):
@@ -68,7 +68,7 @@ async def _measure(url: str, size: int, seconds: float) -> None:
     rounds: list[tuple[float, ...]] = []
     async with open_backend(url, namespace) as backend:
         await backend.start()
-        batch = _Batch(backend, size, max(BATCH_BYTES // size, 1))
+        batch = _Batch(backend, size, min(max(BATCH_BYTES // size, 1), MAX_BLOCKS))
         raw, end = _raw_medium(parse_backend(url)[1], batch), runtime.monotonic() + seconds
         # The first round is not counted: it starts threads, and makes connections and folders.
         while len(rounds) <= MIN_ROUNDS or runtime.monotonic() < end:
@@ -136,8 +136,7 @@ class _Batch:
         return ended - began
 
 
-def _aside(call: Callable[[], None]) -> Awaitable[None]:
-    return runtime.run_aside("raw medium", call)
+_aside = functools.partial(runtime.run_aside, "raw medium")
 
 
 def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:

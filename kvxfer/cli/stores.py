@@ -59,21 +59,15 @@ def ls(argv: Sequence[str]) -> int:
     from kvxfer.pages.maintenance import measure_usage
 
     with _open_store(arguments.path) as (store, _):
-        if arguments.keys:
-            _print_keys(store)
+        if not arguments.keys:
+            show(measure_usage(store), _format_table, as_json=arguments.json)
             return 0
-        usages = measure_usage(store)
-    show(usages, _format_table, as_json=arguments.json)
+        store.require()
+        for fingerprint in store.fingerprints():
+            for block in store.blocks(fingerprint):  # as a walk finds them
+                if not (block.quarantined or block.misplaced):
+                    print(fingerprint, block.key.hex())
     return 0
-
-
-def _print_keys(store: "BlockStore") -> None:
-    """Print a line for each block, namespace by namespace, as a walk through the store finds it."""
-    store.require()
-    for fingerprint in store.fingerprints():
-        for block in store.blocks(fingerprint):
-            if not (block.quarantined or block.misplaced):
-                print(fingerprint, block.key.hex())
 
 
 def _format_table(usages: "Sequence[NamespaceUsage]") -> str:
@@ -304,9 +298,9 @@ def gc(argv: Sequence[str]) -> int:
     from kvxfer.pages.maintenance import GarbageCollection
 
     capacity_bytes = max_age_s = None
-    if arguments.capacity:
+    if arguments.capacity is not None:
         capacity_bytes = ByteSize.parse(arguments.capacity, name="capacity")
-    if arguments.max_age:
+    if arguments.max_age is not None:
         max_age_s = Duration.parse(arguments.max_age, name="max-age")
     with _open_store(arguments.path) as (store, _), stopping_between_steps() as check:
         collection = GarbageCollection(

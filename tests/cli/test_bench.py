@@ -58,6 +58,12 @@ def test_object_storage_is_compared_with_a_plain_client(
         assert not left
 
 
+def test_tiny_blocks_are_of_a_bounded_number(run: Run) -> None:
+    status, printed, _ = run("bench", "host://?capacity=256MiB", "--size", "1B", "--seconds", "0s")
+    assert status == 0
+    assert printed.startswith("host://?capacity=256MiB: 16384 blocks of 1 B, ")
+
+
 @pytest.mark.parametrize(
     ("move", "outcome", "words"),
     [

@@ -113,6 +113,14 @@ def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
         assert {*tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("option", ["--capacity", "--max-age"])
+def test_a_bound_that_is_empty_is_named(store: Store, run: Run, option: str) -> None:
+    store.fill()
+    status, printed, said = run("gc", store.root, option, "")
+    assert (status, printed, said.count("\n")) == (2, "", 1)
+    assert said.startswith(f"kvxfer gc: {option.removeprefix('--')} is ''; expected ")
+
+
 def everything(store: Store) -> dict[Path, bytes | None]:
     found = store.root.rglob("*")
     return {path: path.read_bytes() if path.is_file() else None for path in found}
