@@ -1,6 +1,7 @@
 """Exchange: this process among its peers, with the memory, the server and the clients it has."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
@@ -17,7 +18,7 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import end_tasks, fetch_error
+from kvxfer.runtime import fetch_error
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
@@ -205,13 +206,10 @@ class Exchange:
         """Connect to peers, all at once, within the time of one request; failures are ignored."""
         if not endpoints:
             return
-        connecting = [asyncio.ensure_future(self.peer(endpoint).open()) for endpoint in endpoints]
-        for each in connecting:
-            each.add_done_callback(fetch_error)
-        try:
-            await asyncio.wait(connecting, timeout=self._config.timeout_s)
-        finally:
-            await end_tasks(connecting)
+        opening = [self.peer(endpoint).open() for endpoint in endpoints]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.timeout_s):
+                await asyncio.gather(*opening, return_exceptions=True)
 
     async def keep_quarantine_small(self) -> None:
         """Replace the agent when its late reads keep too much memory in quarantine.

@@ -156,6 +156,18 @@ peer = asyncio.run(move(agent))
 """)
         assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
+    def test_a_child_that_was_forked_ends_though_it_has_no_thread_of_nixl(self) -> None:
+        child = run_child("""
+import signal
+agent = NixlAgent()
+peer = asyncio.run(move(agent))
+if not (child := os.fork()):
+    signal.alarm(10)
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "7\n", "")
+
     def test_what_the_application_configured_stays(self, tmp_path: Path) -> None:
         child = run_child(f"""
 os.environ["UCX_LOG_FILE"] = "stdout"

@@ -497,7 +497,9 @@ class NixlThread:
         return self._stopped
 
     def stop(self) -> None:
-        """Do as `begin_stop`, and wait for the end."""
+        """Do as `begin_stop`, and wait for the end, unless this is a child of its process."""
+        if not self._thread.is_alive():
+            return
         stopped = self.begin_stop()
         if threading.current_thread() is not self._thread:  # where garbage may be collected
             runtime.result(stopped)
