@@ -53,6 +53,9 @@ SILENT_RETRY_S = 30.0
 SHARE_BELOW = 0.6
 """Share of the time for an answer in which the holder may ask its lower tiers."""
 
+MAX_PATH_BYTES = 107
+"""Longest path of a socket. Source: unix(7), `sun_path`."""
+
 BUSY_PAUSE_S = 0.005
 LONGEST_BUSY_PAUSE_S = 0.1
 """Pauses before asking again for blocks that another engine is storing; each doubles the last."""
@@ -224,8 +227,9 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         path = self.path
-        if not path.startswith("/"):
-            raise InvalidArgumentError("path", path, "a socket, as in pool:///run/kvxfer/pool.sock")
+        if not path.startswith("/") or len(os.fsencode(path)) > MAX_PATH_BYTES:
+            wanted = f"{MAX_PATH_BYTES} bytes at most, as in pool:///run/kvxfer/pool.sock"
+            raise InvalidArgumentError("path", path, wanted)
         if self.timeout_s <= 0:
             raise InvalidArgumentError("timeout_s", self.timeout_s, "seconds, more than 0")
         MethodTable.parse(self.methods)

@@ -102,6 +102,13 @@ def test_an_engine_of_another_model_or_version_is_refused_with_both(
             attach(path, model=model)
 
 
+@pytest.mark.parametrize("path", ["", "pool.sock", "/" + "x" * 107])
+def test_what_is_no_path_of_a_socket_is_refused_by_name(path: str) -> None:
+    PoolConfig(path="/" + "x" * 106)
+    with pytest.raises(InvalidArgumentError, match=r"path is .*107 bytes at most"):
+        PoolConfig(path=path)
+
+
 def test_a_process_of_another_user_is_refused_on_both_sides(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
