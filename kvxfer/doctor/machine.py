@@ -344,12 +344,11 @@ def _release_of_driver(versions: Path) -> str:
 def _requirements(extra: str) -> Sequence[str]:
     """List the packages that kvxfer requires, or one of its extras; none where it says nothing."""
     try:
-        found = importlib.metadata.requires("kvxfer") or []
+        found = [each.replace("'", '"') for each in importlib.metadata.requires("kvxfer") or []]
     except importlib.metadata.PackageNotFoundError:
         return []
     marker = f'extra == "{extra}"' if extra else ""
-    quoted = [each.replace("'", '"') for each in found]
-    return [each for each in quoted if (marker in each if extra else "extra ==" not in each)]
+    return [each for each in found if (marker in each if extra else "extra ==" not in each)]
 
 
 def _split(requirement: str) -> tuple[str, str]:

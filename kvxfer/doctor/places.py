@@ -42,6 +42,10 @@ def check_folder(config: FileConfig) -> Finding:
     """Check that the folder of a store is there or can be made, and can be written to."""
     path, folder = Path(config.path), standing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
+    for each in (path, *path.absolute().parents):
+        if each.is_symlink() and not each.exists():
+            found = f"{each} leads to {each.resolve()}, which is not there"
+            return error(found, why=why, mend=f"mount its disk, or: mkdir -p {each.resolve()}")
     if not folder.is_dir():
         return error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
     try:
@@ -139,8 +143,7 @@ def check_direct_io(config: FileConfig) -> Finding:
     """Check that the file system has O_DIRECT."""
     if config.direct == "off":
         return ok("not asked for")
-    alignment = probe_direct(standing_folder(config))
-    if alignment:
+    if alignment := probe_direct(standing_folder(config)):
         return ok(f"works, aligned to {alignment} bytes")
     return warning(
         "the file system refuses O_DIRECT",
@@ -292,25 +295,24 @@ _NO_POOL = "Every lookup there is a miss: what engines before this one computed 
 
 def check_pool(config: PoolConfig) -> Finding:
     """Check that a process of this user serves the pool; it is not asked for its model."""
-    serve = f"kvxfer serve --pool {config.path} --capacity SIZE"
+    mend = "run the engine as the user of the pool"
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(config.timeout_s)
         try:
             connection.connect(config.path)
+            process, user = peer_of(connection)
+            if user in (os.geteuid(), 0):
+                return ok(f"served by process {process}")
+            found = f"its user is {user}, that of this process is {os.geteuid()}"
         except PermissionError:
             found = f"{config.path} is not for this user"
-            return error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
         except BlockingIOError:  # its queue is full
             found = f"whoever serves {config.path} accepts nobody"
-            return error(found, why=_NO_POOL, mend="restart the process that serves the pool")
+            mend = "restart the process that serves the pool"
         except OSError as exc:
             found = f"nobody serves {config.path}: {exc.strerror or exc}"
-            return error(found, why=_NO_POOL, mend=serve)
-        process, user = peer_of(connection)
-    if user not in (os.geteuid(), 0):
-        found = f"its user is {user}, that of this process is {os.geteuid()}"
-        return error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
-    return ok(f"served by process {process}")
+            mend = f"kvxfer serve --pool {config.path} --capacity SIZE"
+    return error(found, why=_NO_POOL, mend=mend)
 
 
 _NO_PEER = "Every lookup at this peer is a miss, and every store fails; the log says it once."

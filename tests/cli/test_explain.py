@@ -133,13 +133,10 @@ def test_a_lookup_of_another_engine_or_of_the_same_request_hides_no_cause(
     ours, theirs = (journal.observer(Namespace(model="model"), engine=name) for name in "ab")
     ours.watch("file", dict)
     missed = LookedUp(KEY, [""], 0.1)
-    for observer, event in (
-        (ours, Late("file", Operation.LOOKUP, KEY)),
-        (theirs, missed),
-        (ours, missed),
-        *((ours, each) for each in then),
-    ):
-        observer.note(event)
+    ours.note(Late("file", Operation.LOOKUP, KEY))
+    theirs.note(missed)
+    for event in (missed, *then):
+        ours.note(event)
     journal.close()
     printed = run("explain", "--journal", tmp_path, KEYS[0].hex(), "--json")[1]
     assert json.loads(printed)[0]["missed"] == {"deadline": 1}

@@ -66,6 +66,15 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         expect_of(check_folder, path, ERROR, f"{file} is no folder")
 
 
+def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "kv")
+    for name in ("link", "link/store"):
+        told = f"{tmp_path}/link leads to {tmp_path}/disk/kv, which is not there"
+        expect_of(check_folder, tmp_path / name, ERROR, told)
+    (tmp_path / "disk" / "kv").mkdir(parents=True)
+    expect_of(check_folder, tmp_path / "link", OK)
+
+
 def test_a_capacity_that_cannot_be_reached_is_named_with_what_can_be() -> None:
     with tmpfs(16 << 20) as folder:
         expect_of(check_space, folder, OK, capacity=15 << 20)
