@@ -175,9 +175,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._reports = Reports(observers, metrics.HOST)
-        self._wanted = WantedBlocks() if tier is None else tier.wanted
-        own_metrics = metrics.OffloadingMetrics(self._slot_bytes)
-        self._metrics = own_metrics if tier is None else tier.metrics
+        self._wanted = tier.wanted if tier else WantedBlocks()
+        self._metrics = tier.metrics if tier else metrics.OffloadingMetrics(self._slot_bytes)
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
         self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)
