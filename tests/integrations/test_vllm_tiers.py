@@ -27,7 +27,7 @@ from kvxfer.units import ByteSize
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
@@ -56,13 +56,26 @@ LOWER_STORES_FAILED = "store_blocks", (metrics.LOWER, "write_back", "failed")
 
 
 @pytest.mark.skipif(not hasattr(base, "TierFilter"), reason="this vLLM filters no tiers")
-def test_a_request_that_may_not_read_storage_is_not_given_what_is_below(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("tier", "medium", "locality", "result"),
+    [
+        ("s3", "CPU", None, MISS),
+        ("s3", "STORAGE", "REMOTE", RETRY),
+        ("file", "STORAGE", "REMOTE", MISS),
+        ("file_2", None, "LOCAL", RETRY),
+    ],
+)
+def test_a_request_is_not_given_what_is_below_where_it_may_not_read_that(
+    start: Start, tier: str, medium: str | None, locality: str | None, result: LookupResult
+) -> None:
     scheduler, keys = start(KeepingBackend()), keys_of(2)
     scheduler.store(keys)
     scheduler.forget()
-    only_cpu = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
-    context = ReqContext("request", load_tier_filter=only_cpu)
-    assert scheduler.manager.lookup(keys[0], context) is MISS
+    scheduler.tier.name = tier
+    place = medium and base.Medium(medium), locality and base.Locality(locality)
+    only = base.TierFilter(matchers=(base.TierMatcher(*place),))
+    context = ReqContext("request", load_tier_filter=only)
+    assert scheduler.manager.lookup(keys[0], context) is result
 
 
 def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: Start) -> None:

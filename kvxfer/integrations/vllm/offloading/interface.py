@@ -66,10 +66,13 @@ def engine_config() -> Any:
     return get_current_vllm_config_or_none() or next(configs_of_callers(), None)
 
 
-def may_load_from_storage(req_context: ReqContext) -> bool:
-    """Whether a request may load from a storage tier; every request may before 0.27."""
-    tiers = getattr(req_context, "load_tier_filter", None)
-    return tiers is None or bool(tiers.allows(Medium.STORAGE, None))
+def may_load(tier: str, req_context: ReqContext) -> bool:
+    """Whether a request may load from a tier below; every request may before 0.27."""
+    if (tiers := getattr(req_context, "load_tier_filter", None)) is None:
+        return True
+    medium, place = place_of(tier)
+    locality = base.Locality(place) if place and medium == "STORAGE" else None
+    return bool(tiers.allows(Medium.STORAGE, locality))
 
 
 def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:

@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     RequestOffloadingContext,
     ScheduleEndContext,
     event_of_failed_chunks,
-    may_load_from_storage,
+    may_load,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, RowOutcome
 from kvxfer.integrations.vllm.offloading.requests import Requests
@@ -380,7 +380,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if tier is None or key in self._write_back.taken or not may_load_from_storage(req_context):
+        if tier is None or key in self._write_back.taken or not may_load(tier.name, req_context):
             return LookupResult.MISS
         found = tier.lookup(key, req_context.req_id)
         if found is None:

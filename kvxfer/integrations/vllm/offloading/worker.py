@@ -111,9 +111,8 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         self, blocks: GPULoadStoreSpec, chunks: ChunkSlots
     ) -> tuple[list[BlockKey], list[NDArray[np.int32]], list[int]]:
         """Convert a job to keys of slots, and block ids and first block indices per group."""
-        keys = []
-        for key, slot in zip(chunks.keys, chunks.slots, strict=True):
-            keys.append(slot_key(key, slot, self._group_of_id[group_of(key)]))
+        pairs = zip(chunks.keys, chunks.slots, strict=True)
+        keys = [slot_key(key, slot, self._group_of_id[group_of(key)]) for key, slot in pairs]
         ends, firsts = np.cumsum(blocks.group_sizes)[:-1], [int(i) for i in blocks.block_indices]
         return keys, np.split(blocks.block_ids, ends), firsts
 

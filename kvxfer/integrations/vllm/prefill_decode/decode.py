@@ -220,8 +220,7 @@ class DecodeScheduler:
         """Tell that no block of a request comes from P, and why."""
         if not self._reports:
             return
-        prompt = self._prompts.keys_for_decode(request)
-        keys: list[BlockKey] = []
+        prompt, keys = self._prompts.keys_for_decode(request), list[BlockKey]()
         for group, size in enumerate(self._groups.tokens_per_block):
             if prompt is not None and self._groups.windows[group] is None:
                 keys += prompt.block_keys(group, size, prompt.num_tokens)
