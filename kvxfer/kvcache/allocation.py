@@ -69,12 +69,14 @@ class AttentionLayout:
     memory: str | None
 
     def __post_init__(self) -> None:
-        axes = KVLayout.parse(self.shape, name="shape").axes
-        if self.memory is None:
-            return
-        if sorted(KVLayout.parse(self.memory, name="memory").axes) != sorted(("layer", *axes)):
-            expected = f"the axes of {self.shape!r} and 'layer'"
-            raise InvalidArgumentError("memory", self.memory, expected)
+        shape = KVLayout.parse(self.shape, name="shape")
+        object.__setattr__(self, "shape", str(shape))
+        if self.memory is not None:
+            memory = KVLayout.parse(self.memory, name="memory")
+            object.__setattr__(self, "memory", str(memory))
+            if sorted(memory.axes) != sorted(("layer", *shape.axes)):
+                expected = f"the axes of {self.shape!r} and 'layer'"
+                raise InvalidArgumentError("memory", self.memory, expected)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from kvxfer.kvcache.allocation import (
 from kvxfer.kvcache.canonical import attest
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import describe
+from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,
@@ -87,6 +88,13 @@ def test_a_block_of_any_group_is_one_piece() -> None:
         starts = [allocation.buffer.data_ptr() + block * row for block in (4, 1)]
         assert blocks.addresses.tolist() == starts
         assert blocks.lengths.tolist() == [num_bytes] * 2
+
+
+def test_a_layout_may_be_given_parsed() -> None:
+    layouts = map(KVLayout.parse, ("block token dim", "block layer token dim"))
+    parsed: Any = AttentionLayout(*layouts)  # type: ignore[arg-type] # as `canonicalize` takes it
+    assert parsed == AttentionLayout("block token dim", "block layer token dim")
+    assert (parsed.axes, parsed.stride_order()) == (("block", "token", "dim"), (1, 0, 2, 3))
 
 
 def test_layers_of_one_group_may_have_their_own_specs() -> None:
