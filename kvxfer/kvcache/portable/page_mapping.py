@@ -1,6 +1,6 @@
 """Page mappings: the correspondence of a worker's blocks and portable pages, byte by byte."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from types import MappingProxyType
@@ -353,21 +353,17 @@ def compile_mapping(
         blocks_per_page, firsts = 1, list(range(0, tokens_per_block, tokens))
     else:
         raise PageMappingError("token", f"{tokens_per_block} per block", f"{tokens} per page")
-    named: dict[str, list[PageBox]] = {}
-    for name, box in zip(tensor_names(boxes), boxes, strict=True):
-        named.setdefault(name, []).append(box)
-    _require_tensors(named, page)
+    alike = _group_alike(boxes, page)
     pages: list[PageFragments] = []
     left = max_fragments
     for first in firsts:
         parts = []
-        for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
-            for box in named[tensor.name]:
-                placed = box.shifted("token", -first)
-                found = _place(placed, tensor, offset, blocks_per_page, tokens_per_block, left)
-                if left is not None:
-                    left -= sum(len(each.lengths) for each in found)
-                parts += found
+        for box, tensor, starts in alike:
+            placed = box.shifted("token", -first)
+            found = _place(placed, tensor, starts, blocks_per_page, tokens_per_block, left)
+            if left is not None:
+                left -= sum(len(each.lengths) for each in found)
+            parts += found
         if not parts:
             axis = "token" if len(firsts) > 1 else "head"
             raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
@@ -423,16 +419,35 @@ def merge_bytes(parts: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
     return starts, lengths
 
 
+def _group_alike(
+    boxes: Sequence[PageBox], page: PortablePage
+) -> list[tuple[PageBox, PortableTensor, list[tuple[int, int]]]]:
+    """Group boxes that differ only in place: one, its tensor, and the places in block and page."""
+    named: dict[str, list[PageBox]] = {}
+    for name, box in zip(tensor_names(boxes), boxes, strict=True):
+        named.setdefault(name, []).append(box)
+    if missing := sorted({tensor.name for tensor in page.tensors} - set(named)):
+        raise PageMappingError("layer", sorted(named), f"also {missing}")
+    alike: dict[object, tuple[PageBox, PortableTensor, list[tuple[int, int]]]] = {}
+    for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
+        for box in named[tensor.name]:
+            moved = replace(box, layer_name="", part="", offset_bytes=0)
+            kind = moved, replace(tensor, name="")
+            alike.setdefault(kind, (moved, tensor, []))[-1].append((box.offset_bytes, offset))
+    return list(alike.values())
+
+
 def _place(
     box: PageBox,
     tensor: PortableTensor,
-    offset: int,
+    starts: Sequence[tuple[int, int]],
     num_blocks: int,
     tokens_per_block: int,
     max_fragments: int | None,
 ) -> list[PageFragments]:
     """Compute the fragments of the elements that a box and a portable tensor both have.
 
+    Both are at several places, `starts` in the block and in the page.
     Several blocks are all inside of the page, so the first determines the places of the others.
     """
     _require_same_elements(box, tensor)
@@ -444,19 +459,18 @@ def _place(
             raise PageMappingError(axis, box.extent(axis), f"{size} of {tensor.name!r}")
         box = narrowed
     strides = dict(zip(tensor.axes, tensor.strides_bytes, strict=True))
-    for axis, first in zip(tensor.axes, tensor.first, strict=True):
-        offset += (box.first_index(axis) - first) * strides[axis]
+    firsts = zip(tensor.axes, tensor.first, strict=True)
+    offset = sum((box.first_index(axis) - first) * strides[axis] for axis, first in firsts)
     loops = [
         (digit.size, digit.stride_bytes, digit.step * strides[digit.axis])
         for digit in box.digits
         if digit.size > 1
     ]
     length, loops = _coalesce(loops, box.dtype.itemsize)
-    count = num_blocks * prod(size for size, _, _ in loops)
+    count = num_blocks * len(starts) * prod(size for size, _, _ in loops)
     if max_fragments is not None and count > max_fragments:
         raise PageMappingError("page", f"{count} fragments", f"at most {max_fragments}")
-    local = np.array([box.offset_bytes], np.int64)
-    page = np.array([offset], np.int64)
+    local, page = np.add(np.array(starts, np.int64).T, [[box.offset_bytes], [offset]])
     for size, local_stride, page_stride in loops:
         index = np.arange(size, dtype=np.int64)
         local = (local[:, None] + index * local_stride).reshape(-1)
@@ -464,11 +478,8 @@ def _place(
     blocks = np.arange(num_blocks, dtype=np.int64)
     block_stride = tokens_per_block * strides.get("token", 0)
     page = (page + blocks[:, None] * block_stride).reshape(-1)
-    return [
-        PageFragments(
-            blocks.repeat(len(local)), np.tile(local, num_blocks), page, np.full(len(page), length)
-        )
-    ]
+    lengths = np.full(len(page), length)
+    return [PageFragments(blocks.repeat(len(local)), np.tile(local, num_blocks), page, lengths)]
 
 
 def _coalesce(
@@ -494,27 +505,18 @@ def _require_same_elements(box: PageBox, tensor: PortableTensor) -> None:
             raise PageMappingError(axis, box.extent(axis), f"no such axis of {tensor.name!r}")
 
 
-def _require_tensors(named: Iterable[str], page: PortablePage) -> None:
-    missing = sorted({tensor.name for tensor in page.tensors} - set(named))
-    if missing:
-        raise PageMappingError("layer", sorted(named), f"also {missing}")
-
-
 def _require_disjoint(mapping: PageMapping) -> None:
     for fragments in mapping.pages:
         ends = fragments.page_offsets + fragments.lengths
         if (ends[:-1] > fragments.page_offsets[1:]).any():
             raise PageMappingError("page", "elements that are there twice", "each element once")
-    keys = [
-        fragments.blocks * mapping.block_size_bytes + fragments.local_offsets
-        for fragments in mapping.pages
-    ]
-    starts = np.concatenate(keys)
-    lengths = np.concatenate([fragments.lengths for fragments in mapping.pages])
+    size = mapping.block_size_bytes
+    starts = np.concatenate([each.blocks * size + each.local_offsets for each in mapping.pages])
+    lengths = np.concatenate([each.lengths for each in mapping.pages])
     order = np.argsort(starts)
     ends = starts[order] + lengths[order]
     if (ends[:-1] > starts[order][1:]).any():
         raise PageMappingError("page", "bytes that are two elements", "each byte once")
-    limit = mapping.blocks_per_page * mapping.block_size_bytes
+    limit = mapping.blocks_per_page * size
     if starts.min() < 0 or ends[-1] > limit:
         raise PageMappingError("page", f"bytes up to {int(ends[-1])}", f"at most {limit}")
