@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -122,14 +122,12 @@ class Descriptors:
         if stop - start == self.num_blocks:
             return self
         first, last = int(self.block_offsets[start]), int(self.block_offsets[stop])
-        return Descriptors(
+        return replace(
+            self,
             addresses=self.addresses[first:last],
             lengths=self.lengths[first:last],
             block_offsets=self.block_offsets[start : stop + 1] - first,
             payload_starts=self.payload_starts[start:stop],
-            device=self.device,
-            owners=self.owners,
-            after=self.after,
         )
 
     def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
@@ -146,14 +144,12 @@ class Descriptors:
         counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         rows = np.repeat(self.block_offsets[:-1][blocks], counts) + concatenated_ranges(counts)
-        return Descriptors(
+        return replace(
+            self,
             addresses=self.addresses[rows],
             lengths=self.lengths[rows],
             block_offsets=offsets,
             payload_starts=self.payload_starts[blocks],
-            device=self.device,
-            owners=self.owners,
-            after=self.after,
         )
 
     def cut(self, max_bytes: int, *, longest_run: int | None = None) -> Iterator[tuple[int, int]]:

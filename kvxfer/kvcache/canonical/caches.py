@@ -102,22 +102,20 @@ class CanonicalKVCaches:
             name = f"group_data_refs[{group}]"
             require_instances(name, refs, CanonicalKVCacheRef, at_least_one=True)
             for index, ref in enumerate(refs):
-                self._require_inside(f"{name}[{index}]", ref)
+                at = f"{name}[{index}]"
+                if ref.tensor_idx >= len(self.tensors):
+                    expected = f"one of {len(self.tensors)} tensors"
+                    raise InvalidArgumentError(f"{at}.tensor_idx", ref.tensor_idx, expected)
+                padded, size = self.tensors[ref.tensor_idx].page_size_bytes, ref.page_size_bytes
+                if size > padded:
+                    expected = f"at most {padded}, the page of its tensor"
+                    raise InvalidArgumentError(f"{at}.page_size_bytes", size, expected)
         require_instances("group_specs", self.group_specs, KVCacheSpec)
         if len(self.group_specs):
             require_one_per_group("group_specs", self.group_specs, len(self.group_data_refs))
         if self.null_block_id is not None:
             null = require_integer("null_block_id", self.null_block_id)
             object.__setattr__(self, "null_block_id", null)
-
-    def _require_inside(self, name: str, ref: CanonicalKVCacheRef) -> None:
-        if ref.tensor_idx >= len(self.tensors):
-            expected = f"one of {len(self.tensors)} tensors"
-            raise InvalidArgumentError(f"{name}.tensor_idx", ref.tensor_idx, expected)
-        padded = self.tensors[ref.tensor_idx].page_size_bytes
-        if ref.page_size_bytes > padded:
-            expected = f"at most {padded}, the page of its tensor"
-            raise InvalidArgumentError(f"{name}.page_size_bytes", ref.page_size_bytes, expected)
 
 
 def canonicalize(
