@@ -78,15 +78,14 @@ class Pieces:
 
         The first rows of all pieces come first, then the second ones. Empty for other pieces.
         """
-        steps, size = np.diff(self.addresses).view(np.int64), self.lengths[0]
-        firsts, columns = run_starts(steps == steps[0]), np.arange(0, size, row_bytes)
-        is_spaced = steps[0] >= size and (self.lengths == size).all()
-        if not is_spaced or len(firsts) * len(columns) > most:
+        steps, size = np.diff(self.addresses).view(np.int64), int(self.lengths[0])
+        firsts, step = run_starts(steps == steps[0]), int(steps[0])
+        if step < size or (self.lengths != size).any() or len(firsts) * size > most * row_bytes:
             return []
         begins, lasts = self.addresses[firsts], self.addresses[np.append(firsts[1:], 0) - 1]
-        series = list(zip(begins, (lasts - begins + np.uint64(row_bytes)).tolist(), strict=True))
-        each = product(columns, series)
-        return [_memory(at + column, row_bytes, span, int(steps[0])) for column, (at, span) in each]
+        series = list(zip(begins.tolist(), (lasts - begins).tolist(), strict=True))
+        each = product(range(0, size, row_bytes), series)
+        return [_memory(at + row, row_bytes, row_bytes + span, step) for row, (at, span) in each]
 
     def cut_into_rows(self, row_bytes: int) -> Indices:
         """Compute the address of each row."""
@@ -495,7 +494,7 @@ def _divisor(lengths: Addresses) -> int:
     return power_of_two if power_of_two >= SMALLEST_ROW_BYTES else int(np.gcd.reduce(lengths))
 
 
-def _memory(address: np.uint64, row_bytes: int, num_bytes: int, step: int) -> Rows:
+def _memory(address: np.uint64 | int, row_bytes: int, num_bytes: int, step: int) -> Rows:
     """View raw memory as rows; only rows that are indexed are touched."""
     start, num_rows = int(address), (num_bytes - row_bytes) // step + 1
     # Not by an offset: numpy takes a buffer at address 0 for none, and makes one.
