@@ -128,8 +128,7 @@ class BytesBackend(Backend):
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
         values = await self._threads.ask(self._call, partial(self.get, names))
         outcomes = await self._run(self._copies, self._write, names, sizes, values, blocks)
-        pairs = enumerate(outcomes)
-        corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
+        corrupt = [n for n, o in enumerate(outcomes) if o is CORRUPT and keys[n] not in self._locks]
         if corrupt:
             chosen = [keys[n] for n in corrupt]
             drop = partial(self._drop, self._names(chosen), [sizes[n] for n in corrupt])

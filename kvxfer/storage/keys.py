@@ -211,8 +211,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             empty on devices whose bytes do not depend on it.
 
     Raises:
-        InvalidArgumentError: A field is of another type, or the tensors of a group are not exactly
-            the bytes of its chunks.
+        InvalidArgumentError: A field is of another type, a chunk has more bytes than 64 bits count,
+            or the tensors of a group are not exactly these.
     """
 
     model: str
@@ -240,7 +240,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         }
         _set(self, "parallel", parallel)
         for index, group in enumerate(self.groups):
-            listed, stored = sum(t.num_bytes for t in group.tensors), self.chunk_size_bytes(index)
+            stored, wanted = self.chunk_size_bytes(index), "fewer than 2**63 in a chunk"
+            require_integer(f"bytes of groups[{index}]", stored, expected=wanted)
+            listed = sum(tensor.num_bytes for tensor in group.tensors)
             if group.tensors and listed != stored:
                 raise InvalidArgumentError(
                     f"groups[{index}].tensors", listed, f"{stored} bytes, as many as a chunk has"

@@ -142,7 +142,7 @@ class StagingMemory:
         shares: SharesBuffers | None = None,
     ) -> None:
         share = max_bytes // num_buffers // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.buffer_bytes = max(share, aligned(largest_block_bytes))
+        self.buffer_bytes = max(share, aligned(largest_block_bytes), ALIGNMENT_BYTES)
         self.num_buffers = max(max_bytes // self.buffer_bytes, min_buffers)
         memory = allocate_aligned(self.num_buffers * self.buffer_bytes)
         self.region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
@@ -248,9 +248,8 @@ class StagingMemory:
             raise
 
     async def _settle(self, buffer: Buffer, share: Share | None, drains: Collection[Drain]) -> None:
-        share = share or Share(1)
         what = f"a staging buffer of {buffer.nbytes} bytes"
-        if await share.settle(drains, what, self._closing):
+        if await (share or Share(1)).settle(drains, what, self._closing):
             self._give_back(buffer)
 
     def _give_back(self, buffer: Buffer, share: Share | None = None) -> None:

@@ -122,6 +122,11 @@ def test_tensors_that_are_not_a_whole_chunk_are_refused_with_the_group_and_both_
         msgspec.structs.replace(fitting, blocks_per_chunk=2)
 
 
+def test_chunks_of_more_bytes_than_64_bits_count_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^bytes of groups\[0\] is 9"):
+        Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(2**62, 2**62)),))
+
+
 def test_a_group_without_tensors_keeps_the_fingerprint_it_had_before_there_were_any() -> None:
     assert NAMESPACE.fingerprint == "08f90c7e96ed638bbad2d44ced3ef628"
     assert "tensors" not in NAMESPACE.fields()["groups"][0]

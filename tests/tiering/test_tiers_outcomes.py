@@ -12,7 +12,7 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.testing.simulation import Simulation
@@ -115,6 +115,8 @@ def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> N
         TieredBackend([only_host, OnlyCuda(None, namespace)], namespace)
     with pytest.raises(InvalidArgumentError, match="at least one backend"):
         TieredBackend([], namespace)
+    empty = Namespace(model="a stage without layers", groups=(GroupIdentity(page_sizes_bytes=()),))
+    assert TieredBackend([both], empty, staging_bytes=1).tiers == [both]
     for num_bytes in (1 << 55, 1 << 62):
         with pytest.raises(InvalidArgumentError, match="staging_bytes"):
             TieredBackend([both], namespace, staging_bytes=num_bytes)
