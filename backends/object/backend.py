@@ -80,7 +80,7 @@ class ObjectBackend(TellsKept):
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
-        self._texts = NamespaceTexts(self._bucket, self._pages, config.found_ttl_s)
+        self._texts = NamespaceTexts(self._bucket, self._pages)
         self._calls = Calls()
         self._listing: asyncio.Task[None] | None = None
         self._no_list = Pause(LIST_AGAIN_S, LONGEST_NO_LIST_S)

@@ -14,6 +14,9 @@ from kvxfer.storage.integrity import Integrity
 NOTE_ATTEMPTS = 5
 """Number of times that a record is written anew where others write it, too."""
 
+LOOK_AGAIN_S = 60.0
+"""Time for which the texts are taken to be there, once they were."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,8 +25,8 @@ class NamespaceTexts:
 
     They describe the namespace, and record of which kinds its pages are: each engine notes its own
     before it stores a page. So a namespace is known to have pages that an engine cannot read before
-    it meets one. What was seen `found_ttl_s` ago is looked for once more: `kvxfer gc` removes the
-    texts of a namespace that has no pages at that moment. Belongs to one event loop.
+    it meets one. Before a later store it looks for them again: `kvxfer gc` removes the texts of a
+    namespace that has no pages at that moment. Belongs to one event loop.
 
     Attributes:
         overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
@@ -31,10 +34,9 @@ class NamespaceTexts:
             taken to be so until the record was read.
     """
 
-    def __init__(self, bucket: Bucket, pages: Pages, found_ttl_s: float) -> None:
+    def __init__(self, bucket: Bucket, pages: Pages) -> None:
         self._bucket = bucket
         self._pages = pages
-        self._found_ttl_s = found_ttl_s
         self._writing, self._reading = Once(), Once()
         self._look_at = -inf  # until they were written
         self._met_others = False
@@ -71,21 +73,18 @@ class NamespaceTexts:
             self.overwrites = True
             logger.warning("%s: the server ignores If-None-Match", self._bucket.place)
         await self._note_kind()
-        self._look_at = runtime.monotonic() + self._found_ttl_s
+        self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 
     async def _note_kind(self) -> None:
-        name = self._pages.folder + RECORDS[self._pages.digester.integrity]
+        bucket, name = self._bucket, self._pages.folder + RECORDS[self._pages.digester.integrity]
         for _ in range(NOTE_ATTEMPTS):
             version, said = await self._read_record(name)
             text = make_record(self._pages.digester, self._pages.fingerprint, said)
             if said == text:
                 return
-            record = memoryview(text.encode())
-            if version is None:
-                written = await self._bucket.create(name, record)
-            else:
-                written = await self._bucket.replace(name, record, version)
-            if written:
+            data = memoryview(text.encode())
+            storing = bucket.replace(name, data, version) if version else bucket.create(name, data)
+            if await storing:
                 return
 
     async def _read_record(self, name: str) -> tuple[ObjectVersion | None, str | None]:

@@ -127,7 +127,7 @@ async def test_the_texts_of_a_live_namespace_come_back_when_it_was_empty(clock: 
         assert statuses(await backend.store(keys[:1], memory.describe(0, [0]))) == [DONE]
         assert await asyncio.to_thread(collect) == 1
         assert names() == set()
-        clock.now += backend._config.found_ttl_s
+        clock.now += 60.0
         assert statuses(await backend.store(keys[1:], memory.describe(0, [0]))) == [DONE]
         assert names() >= {"namespace.json", "integrity.fast"}
 
