@@ -24,9 +24,9 @@ from kvxfer.storage.staging_memory import SharesBuffers
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
-JOBS_IN_FLIGHT = 2
-"""Jobs of one call: while the backend moves the pages of one, those of another are copied. There
-are rows for more of them, so that one call or tier that hangs leaves some to others."""
+NUM_JOBS = 8
+"""Jobs that the rows are divided among: while the backend moves the pages of some, those of another
+are copied. One call has all but one, so that a call or a tier that hangs leaves rows to others."""
 
 GRACE_S = 0.5
 """Time beyond a deadline for the answer of the engine, which keeps the deadline itself."""
@@ -92,11 +92,11 @@ class RowStore:
         self._name = name
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
-        num_rows, num_jobs = min(each.num_rows for each in rows.values()), 2 * JOBS_IN_FLIGHT
+        num_rows = min(each.num_rows for each in rows.values())
+        num_jobs = min(NUM_JOBS, num_rows)
         if (shares := engine.backend.provide(SharesBuffers)) is not None:
-            num_jobs = min(num_rows, max(num_jobs, 2 * shares.num_shares))
             shares.share_out(num_jobs)
-        self._rows_per_job = max(1, num_rows // num_jobs)
+        self._rows_per_job, self._jobs_in_flight = num_rows // num_jobs, max(2, num_jobs - 1)
         self._keys = SaltedKeys(self._purgeable)
         self._num_purges = 0  # that have begun
         self._num_purging = 0
@@ -150,7 +150,7 @@ class RowStore:
         try:
             while start < len(keys) or in_flight:
                 left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start
-                if left and len(in_flight) < JOBS_IN_FLIGHT:
+                if left and len(in_flight) < self._jobs_in_flight:
                     wait_s = 0.0 if in_flight else _left_s(deadline)
                     rows = pool.take(min(left, self._rows_per_job), wait_s)
                     if rows:

@@ -24,7 +24,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.clock import LIMIT_S, until
 
-NUM_ROWS, ROW_BYTES = 8, 64
+NUM_ROWS, ROW_BYTES = 16, 64
 KEYS = make_keys(6)
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
