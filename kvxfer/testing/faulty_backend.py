@@ -30,13 +30,14 @@ Ask: TypeAlias = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 class Fault(enum.Enum):
     """Kind of fault, in the order in which they are drawn.
 
-    `DELAY`, `HANG`, `STUCK`, `LATE` and `ERROR` hit a whole call, `FAILURE` and `FLIP` a block.
+    `FAILURE` and `FLIP` hit a block, the others a whole call.
     """
 
     DELAY = "delay"
     HANG = "hang"
     STUCK = "stuck"
     LATE = "late"
+    UNSAFE = "unsafe"
     ERROR = "error"
     FAILURE = "failure"
     FLIP = "flip"
@@ -53,6 +54,7 @@ class FaultRates:
             system call; only then does it touch the described memory.
         late: A store or load does not begin before `release`, and does so even if it was cancelled
             and raised at once, like hardware that cannot be stopped. `drain` waits for it.
+        unsafe: The same, and the store or load ends at once: `FAILED`, with `memory_safe=False`.
         error: A call raises `BackendUnavailableError`; nothing was moved.
         failure: A block is `FAILED`; it was not moved.
         flip: One bit of a block differs: of the stored bytes, or of the loaded memory after the
@@ -65,6 +67,7 @@ class FaultRates:
     hang: float = 0.0
     stuck: float = 0.0
     late: float = 0.0
+    unsafe: float = 0.0
     error: float = 0.0
     failure: float = 0.0
     flip: float = 0.0
@@ -164,7 +167,7 @@ class FaultyBackend(FaultInjector):
     Attributes:
         rates: As given; may be replaced at any time.
         injected: The faults injected so far, in order.
-        late: Memory of calls hit by `LATE`, which they touch after `release`.
+        late: Memory of calls hit by `LATE` or `UNSAFE`, which they touch after `release`.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
@@ -218,9 +221,12 @@ class FaultyBackend(FaultInjector):
     ) -> list[Outcome]:
         call = self._call(operation, keys)
         was_cancelled = await self._begin(call)
-        if keys and self._hit(Fault.LATE, call):
+        is_unsafe = bool(keys) and self._hit(Fault.UNSAFE, call)
+        if is_unsafe or (keys and self._hit(Fault.LATE, call)):
             self.late.append(blocks)
-            return await outlive_caller(self.go_on(self._move_late(call, blocks)))
+            late = self.go_on(self._move_late(call, blocks))
+            unsafe = Outcome(Status.FAILED, memory_safe=False, reason="injected late move")
+            return [unsafe] * len(keys) if is_unsafe else await outlive_caller(late)
         outcomes = await self._move_now(call, blocks)
         if was_cancelled:
             raise asyncio.CancelledError

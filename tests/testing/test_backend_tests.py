@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import xxhash
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status, WrappingBackend
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
@@ -25,6 +25,7 @@ from kvxfer.testing import (
     FaultyBackend,
     InjectedFault,
     Operation,
+    WrapperTests,
     backend_tests,
 )
 from kvxfer.testing.conformance.suite import make_keys
@@ -587,14 +588,44 @@ class Coarse(KeptBackend):
 async def test_the_suite_catches_a_wrong_persistent_backend(
     backend_type: type[KeptBackend], test: str
 ) -> None:
-    class Wrong(TestKeptBackend):
-        shelf: ClassVar[dict[str, Blocks]] = {}
+    shelf: dict[str, Blocks] = {}
 
+    class Wrong(TestKeptBackend):
         async def make_backend(self, namespace: Namespace) -> Backend:
-            return backend_type(self.shelf, namespace)
+            return backend_type(shelf, namespace)
 
     with pytest.raises(AssertionError):
         await getattr(Wrong(), test)()
+
+
+class Careless(WrappingBackend):
+    """Faulty wrapper that says of all memory that it is safe."""
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().load(keys, blocks)
+        return [replace(outcome, memory_safe=True) for outcome in outcomes]
+
+
+class Hasty(WrappingBackend):
+    """Faulty wrapper whose drain waits for nothing."""
+
+    async def drain(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrapper_type", "fault"), [(Careless, "unsafe"), (Hasty, "unsafe"), (Hasty, "late")]
+)
+async def test_the_suite_catches_a_wrong_wrapper(
+    wrapper_type: type[WrappingBackend], fault: str
+) -> None:
+    class Wrong(WrapperTests):
+        def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+            return wrapper_type(inner)
+
+    test = Wrong().test_unsafe_memory_is_not_used_again_before_it_is_drained
+    with pytest.raises(AssertionError):
+        await test("load", fault)
 
 
 class DictMachine(BackendStateMachine):

@@ -11,6 +11,7 @@ from typing import TypeVar
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
+from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing.faulty_backend import Ask, FaultInjector
@@ -132,7 +133,8 @@ class FaultyTier(FaultInjector):
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         name, is_load = operation.value, operation is Operation.LOAD
-        move, random = getattr(self.inner, name), self._random_of(name, keys)
+        move: Move = self.inner.load if is_load else self.inner.store
+        random = self._random_of(name, keys)
         drawn = next(self._windows.draw(self._simulation.now, name, random), None)
         await _latency(random)
         was_cancelled = await self._delay(drawn, random)
