@@ -308,34 +308,23 @@ class BackendTests(BackendSuite):
                         await purge(theirs, prefix)
                 assert await ours.lookup(keys) == [True, True]
 
-    async def test_keys_that_look_alike_are_different_blocks(self) -> None:
-        long = b"0123456789" * 6
+    async def test_keys_that_look_alike_and_those_of_tenants_are_different_blocks(self) -> None:
+        long, salts = b"0123456789" * 6, (b"", b"tenant-1", b"tenant-1\0")
         names = [b"a", b"A", b"a\0", b"\0a", b"\xe4", b"?", b"../a", b"a/b", long, long + b"1"]
-        keys = tuple(map(make_block_key, names))
+        keys = list(map(make_block_key, names))
+        keys += [PromptKeys(range(16), scope=salt).block_keys(0, 16, 16)[0] for salt in salts]
         async with self.opened(0) as (backend, memory, _):
-            payloads = await store_generated(backend, keys, memory.describe(0, range(10)))
-            assert await load_done(backend, keys, memory.describe(0, range(10, 20))) == payloads
-            assert await backend.delete(keys[::2]) == [True] * 5
-            assert await backend.lookup(keys) == [False, True] * 5
-
-    async def test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt(self) -> None:
-        prompt, salts = range(64), [b"", b"tenant-1", b"tenant-1\0"]
-        async with self.opened(0) as (backend, memory, _):
-            stored: dict[bytes, list[bytes]] = {}
-            for index, salt in enumerate(salts):
-                keys = PromptKeys(prompt, scope=salt).block_keys(0, 16, len(prompt))
-                own, target = memory.describe(0, range(4)), memory.describe(0, range(8, 12))
-                before = memory.snapshot()
-                assert await backend.lookup(keys) == [False] * 4, f"{salt!r} sees another tenant"
-                assert statuses(await backend.load(keys, target)) == [Status.MISSING] * 4
-                assert memory.snapshot() == before
-                assert await backend.delete(keys) == [False] * 4
-                stored[salt] = await store_generated(backend, keys, own, version=index)
-            for salt, payloads in stored.items():
-                keys = PromptKeys(prompt, scope=salt).block_keys(0, 16, len(prompt))
-                assert await backend.lookup(keys) == [True] * 4
-                loaded = await load_done(backend, keys, target)
-                assert loaded == payloads, f"{salt!r} got another tenant's bytes"
+            stored = dict[BlockKey, bytes]()
+            for key in keys:
+                assert await backend.lookup([key]) == [False], f"{key!r} is another block"
+                outcomes = await backend.load([key], memory.describe(0, [1]))
+                assert statuses(outcomes) == [Status.MISSING]
+                assert await backend.delete([key]) == [False]
+                [stored[key]] = await store_generated(backend, [key], memory.describe(0, [0]))
+            target = memory.describe(0, range(20, 20 + len(keys)))
+            assert await load_done(backend, tuple(keys), target) == list(stored.values())
+            assert await backend.delete(keys[::2]) == [True] * len(keys[::2])
+            assert await backend.lookup(keys) == [at % 2 == 1 for at, _ in enumerate(keys)]
 
     async def test_a_purge_takes_the_blocks_of_a_prefix_and_no_others(self) -> None:
         salts = [b"salt of one", b"salt of another", b"no salt of one"]

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -31,9 +30,8 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import begin_aside, wait_despite_cancel
-
-UNTIL_HELD_TIMEOUT_S = 10.0
+from kvxfer.runtime import wait_despite_cancel
+from kvxfer.testing.faulty_backend import until_set
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +96,7 @@ class FakeNixlAgent(TransferAgent):
 
     async def until_held(self) -> None:
         """Wait until a read is held, on any event loop, for ten seconds at most."""
-        waiting = partial(self._someone_is_held.wait, UNTIL_HELD_TIMEOUT_S)
-        if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
-            raise TimeoutError("no transfer is held")
+        await until_set(self._someone_is_held)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""

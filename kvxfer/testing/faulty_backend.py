@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -201,9 +202,7 @@ class FaultyBackend(FaultInjector):
         Raises:
             TimeoutError: No call did within ten seconds.
         """
-        waiting = partial(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S)
-        if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
-            raise TimeoutError("no call hangs")
+        await until_set(self._someone_waits)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
@@ -307,6 +306,13 @@ class FaultyBackend(FaultInjector):
             return False
         self.injected.append(InjectedFault(fault, call.operation, call.keys[at]))
         return True
+
+
+async def until_set(event: threading.Event) -> None:
+    """Wait until a call sets an event on any thread, for ten seconds at most."""
+    waiting = partial(event.wait, UNTIL_WAITING_TIMEOUT_S)
+    if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
+        raise TimeoutError("no call hangs, or is held")
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -164,13 +164,11 @@ async def cancel(transfer: "asyncio.Future[Any]") -> None:
 async def purge(backend: Backend, prefix: bytes) -> bool:
     """Purge the blocks of a prefix; return whether the backend, with all its tiers, can."""
     purgeable = backend.provide(Purgeable)
-    if purgeable is None or not (prefix or can_purge_all(purgeable)):
-        return False
-    try:
-        await purgeable.purge(prefix)
-    except BackendUnavailableError:
-        return False
-    return True
+    with suppress(BackendUnavailableError):
+        if purgeable is not None and (prefix or can_purge_all(purgeable)):
+            await purgeable.purge(prefix)
+            return True
+    return False
 
 
 def count_held() -> int:

@@ -118,7 +118,6 @@ def _report(scenario: Scenario, failed: _Ended) -> str:
     first = failed.violations[0]
     steps = cut_down(scenario, failed.seed, first.kind)
     shortest = _run(scenario, failed.seed, steps)
-    again = f"make simulate SCENARIO={scenario.name} SEED={failed.seed}"
     found = next((each for each in shortest.violations if each.kind == first.kind), first)
     return "\n".join(
         [
@@ -127,7 +126,7 @@ def _report(scenario: Scenario, failed: _Ended) -> str:
             *(f"    {step}" for step in steps),
             "and what happens then:",
             *(f"    {line}" for line in shortest.trace[-LAST_LINES:]),
-            f"again: {again}",
+            f"again: the same command with --scenario {scenario.name} --seed {failed.seed}",
         ]
     )
 
@@ -215,7 +214,7 @@ def _shares(
     with ProcessPoolExecutor(num_processes, context, _pin, (free,)) as pool:
         running: set[Future[_Ran]] = set()
         for share in work:
-            running.add(pool.submit(_run_quietly, *share, until_s))
+            running.add(pool.submit(_run_share, *share, until_s))
             if len(running) > num_processes:  # one more than run: none waits for another one
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (each.result() for each in done)
@@ -225,11 +224,12 @@ def _shares(
 
 
 def _pin(free: "SimpleQueue[int]") -> None:
-    """Run on one processor: threads of which one runs at a time take turns faster there.
+    """Log nothing, and run on one processor: threads that take turns do it faster there.
 
     A thread of a batch that is woken does not interrupt the one that wakes it, only to wait for
     the interpreter lock. Some containers permit no such choice.
     """
+    logging.disable(logging.CRITICAL)
     os.sched_setaffinity(0, {free.get()})
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -238,11 +238,6 @@ def _pin(free: "SimpleQueue[int]") -> None:
 def _gets_more(share: float, turn: int) -> bool:
     """Whether a scenario of this share gets seeds in a turn, counted from 0: the first one does."""
     return not turn or int(share * turn) > int(share * (turn - 1))
-
-
-def _run_quietly(scenario: Scenario, first: int, num_seeds: int, until_s: float) -> _Ran:
-    with _quietly():
-        return _run_share(scenario, first, num_seeds, until_s)
 
 
 @contextlib.contextmanager
