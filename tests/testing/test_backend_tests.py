@@ -327,15 +327,19 @@ class Repetitive(DictBackend):
 
 
 class Staying(DictBackend):
-    """Faulty backend whose task outlives it, and whose loads then never end."""
+    """Faulty backend whose task outlives it."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         self._task = asyncio.create_task(asyncio.Event().wait())
         return await super().store(keys, blocks)
 
+
+class Stranding(DictBackend):
+    """Faulty backend whose loads never end once it was closed."""
+
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
-        await (self._task if self._guard.closed else asyncio.sleep(0))
+        await (asyncio.Event().wait() if self._guard.closed else asyncio.sleep(0))
         return outcomes
 
 
@@ -392,8 +396,8 @@ CAUGHT_BY = [
     (Resentful, "test_descriptors_are_forgotten_when_the_call_is_over"),
     (Waiting, "test_a_closed_backend_raises_and_may_be_closed_again"),
     (Repetitive, "test_an_invalid_batch_is_refused_and_nothing_moves"),
-    (Staying, "test_nothing_is_left_of_closed_backends"),
-    (Staying, "test_what_runs_when_a_backend_is_closed_ends"),
+    (Staying, "test_calls_end_when_their_backend_is_closed_and_nothing_is_left"),
+    (Stranding, "test_calls_end_when_their_backend_is_closed_and_nothing_is_left"),
     (CaseBlind, "test_keys_that_look_alike_and_those_of_tenants_are_different_blocks"),
     (Leaking, "test_room_is_given_back_and_what_is_there_needs_none"),
     (Evicting, "test_a_block_that_is_evicted_while_it_is_loaded_is_whole_or_missing"),
