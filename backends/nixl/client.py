@@ -476,7 +476,8 @@ class Client:
         finally:
             connection.release(pinned.request_id)
         # A holder may lend fewer at a time than there are, by way of staging memory.
-        left = [index for index, outcome in enumerate(outcomes) if outcome == NO_ROOM]
+        others = () if len(given) == len(keys) else enumerate(outcomes)
+        left = [index for index, outcome in others if outcome == NO_ROOM]
         if 0 < len(left) < len(keys):
             rest = [keys[index] for index in left]
             read = await self._read_pinned(connection, rest, blocks.take(left))

@@ -1,7 +1,7 @@
 """Wanted blocks: which requests of an engine want which blocks, and where each was found."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
@@ -12,7 +12,7 @@ class Wanted:
     """Block that requests want."""
 
     num_requests: int = 0
-    waiting: dict[str, None] = field(default_factory=dict)  # who asked the lower tier, in order
+    waiting: dict[str, None] | None = None  # requests that asked the lower tier, in their order
     is_asked: bool = False  # the lower tier was asked for it, or need not be
     found: bool | None = None  # whether the lower tier has it; None while that is not known
     slot: int | None = None  # in the first tier, pinned for the requests
@@ -45,6 +45,8 @@ class WantedBlocks:
     def ask(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the lower tier has a block; None if it is to be asked, or is being asked."""
         block = self.want(key, req_id)
+        if block.waiting is None:
+            block.waiting = {}
         block.waiting[req_id] = None
         if not block.is_asked:
             self._open[key] = None
@@ -111,7 +113,8 @@ class WantedBlocks:
         for key in self._keys_of.pop(req_id, ()):
             block = self._blocks[key]
             block.num_requests -= 1
-            block.waiting.pop(req_id, None)
+            if block.waiting is not None:
+                block.waiting.pop(req_id, None)
             if block.slot is not None:
                 used.append(key)
             if block.num_requests:

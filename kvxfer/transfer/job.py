@@ -177,7 +177,8 @@ def describe_batch(
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
     require_one_per_group("block_ids", block_ids, num_groups, what="one entry")
-    require_one_per_group("first_block_indices", firsts, num_groups, what="one entry")
+    if firsts is first_block_indices:
+        require_one_per_group("first_block_indices", firsts, num_groups, what="one entry")
     groups_of_keys = list(map(group_of, keys))
     described, groups, used = [], [], {}
     for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):

@@ -33,6 +33,7 @@ PIECES_IN_FLIGHT = 4
 store, not for all of it."""
 AT_ONCE_S = 100e-6
 """Time between two looks below which the thread computes nothing."""
+_NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 class Admission:
@@ -363,6 +364,8 @@ class JobMover:
     @property
     def _bytes_begun(self) -> int:
         """Bytes that devices are moving."""
+        if not self._begun:
+            return 0
         begun = list(self._begun.values())
         return sum([each.job.blocks.num_bytes for each in begun if each.transfer is not None])
 
@@ -447,7 +450,7 @@ class JobMover:
         if each.transfer is not None:
             piece = each.pieces[0]
             num_keys = piece.stop - piece.start
-            outcomes = poll_begun(each.transfer, job.direction.name.lower(), num_keys)
+            outcomes = poll_begun(each.transfer, _NAMES[job.direction], num_keys)
             if outcomes is None:
                 job.in_backend[piece.start : piece.stop] = [True] * num_keys
             else:
