@@ -473,7 +473,7 @@ class Server:
             if self._closed:
                 raise ClosedError(f"server at {at}")
             family, *_, address = found[0]
-            waiting = min(self._config.max_connections, 1 << 16)  # an int of C
+            waiting = self._config.max_connections
             control = runtime.listen(address, family=family, backlog=waiting)
             self._listener.add(control, partial(self._meet, self._serve))
             at = Endpoint(at.host, self.data_port)

@@ -48,8 +48,8 @@ def port(holder: Exchange, which: str) -> int:
     return holder.server.endpoint.port if which == "control" else holder.server.data_port
 
 
-async def test_any_number_of_connections_may_be_allowed(tmp_path: Path) -> None:
-    async with holding(tmp_path, transport="socket", max_connections=2**63 - 1) as holder:
+async def test_as_many_connections_as_a_socket_counts_may_be_allowed(tmp_path: Path) -> None:
+    async with holding(tmp_path, transport="socket", max_connections=2**31 - 1) as holder:
         assert port(holder, "control")
 
 
