@@ -172,11 +172,13 @@ class NixlBackend(TellsKept):
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
-        for choice in ranked:
+        for num_others, choice in zip(reversed(range(len(ranked))), ranked, strict=True):
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: call_backend(
-                    _unless_suspended(home, home.load), _chosen(keys, at), blocks.take(at)
+                lambda home, at, others=num_others: call_backend(  # type: ignore[misc]
+                    _unless_suspended(home, home.load) if others else home.load,
+                    _chosen(keys, at),
+                    blocks.take(at),
                 ),
             )
             for indices, loaded in loads:

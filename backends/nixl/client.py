@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -436,15 +436,27 @@ class Client:
         """
         found = connection.places.take(keys, blocks)
         if found is None:
-            return await self._read_pinned(connection, keys, blocks)
-        theirs, proofs = found
-        intact = await self._read_proven(connection, theirs, blocks, proofs)
-        outcomes = [DONE] * len(keys)
-        if moved := [index for index in range(len(keys)) if index not in intact]:
-            again = [keys[index] for index in moved]
-            read = await self._read_pinned(connection, again, blocks.take(moved))
-            for index, outcome in zip(moved, read, strict=True):
-                outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
+            outcomes = await self._read_pinned(connection, keys, blocks)
+            left = _without_room(range(len(keys)), outcomes)
+        else:
+            theirs, proofs = found
+            intact = await self._read_proven(connection, theirs, blocks, proofs)
+            outcomes = [DONE] * len(keys)
+            left = [index for index in range(len(keys)) if index not in intact]
+        num_before = len(keys) + (found is not None)
+        while 0 < len(left) < num_before:  # a holder may have no room to lend all at one time
+            num_before, rest = len(left), blocks.take(left)
+            try:
+                some = [keys[index] for index in left]
+                read = await self._read_pinned(connection, some, rest)
+            except PeerLostError:
+                raise
+            except KVXferError as exc:  # what was read until now is there
+                read = self._end(Status.FAILED, rest, str(exc))
+            for index, outcome in zip(left, read, strict=True):
+                is_gone = found is not None and outcome.status is Status.MISSING
+                outcomes[index] = _GONE if is_gone else outcome
+            left = _without_room(left, read)
         return outcomes
 
     async def _read_pinned(
@@ -475,14 +487,6 @@ class Client:
                         outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else corrupt
         finally:
             connection.release(pinned.request_id)
-        # A holder may lend fewer at a time than there are, by way of staging memory.
-        others = () if len(given) == len(keys) else enumerate(outcomes)
-        left = [index for index, outcome in others if outcome == NO_ROOM]
-        if 0 < len(left) < len(keys):
-            rest = [keys[index] for index in left]
-            read = await self._read_pinned(connection, rest, blocks.take(left))
-            for index, outcome in zip(left, read, strict=True):
-                outcomes[index] = outcome
         return outcomes
 
     async def _read_proven(
@@ -529,11 +533,20 @@ class Client:
             if hashing is not None:  # it reads the caller's memory
                 await wait_despite_cancel(hashing)
 
-    def hold_staging(
+    @contextlib.asynccontextmanager
+    async def hold_staging(
         self, sizes: Sequence[int], starts: Sequence[int]
-    ) -> AbstractAsyncContextManager[StagedBlocks]:
+    ) -> AsyncIterator[StagedBlocks]:
         """See `StagingMemory.hold`: never all for this peer, or one that stalls stops others."""
-        return self._staging.hold(sizes, starts, share=self._share)
+        with self._call():  # another client of the peer would have a share of its own
+            async with self._staging.hold(sizes, starts, share=self._share) as staged:
+                yield staged
+
+
+def _without_room(indices: Iterable[int], outcomes: Sequence[Outcome]) -> list[int]:
+    failed = Status.FAILED
+    pairs = zip(indices, outcomes, strict=True)
+    return [index for index, each in pairs if each.status is failed and each == NO_ROOM]
 
 
 def read_endings(

@@ -252,18 +252,18 @@ class Handover:
             await asyncio.sleep(LOOK_S)
 
     async def _shut_down(self) -> None:
-        num_running = 0
         try:
             async with asyncio.timeout(CLOSE_S):
-                num_running += await self._loop.end_submitted(CLOSE_S / 2)
+                await self._loop.end_submitted(CLOSE_S / 2)
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()
-                num_running += await self._threads.aclose()
+                num_running = await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
-            num_running += await self._threads.aclose(0.0)
-        if not num_running:  # else a call or a thread still uses them
+            num_running = await self._threads.aclose(0.0)
+        await asyncio.sleep(0)  # calls that ended with their reads
+        if not (num_running or self._loop.num_submitted):  # else they still use these
             self._copy_engine.close()
             self.reader.close()
 

@@ -80,12 +80,16 @@ class EngineLoop:
             raise
         return self._give(work, self._submitted)
 
-    async def end_submitted(self, timeout_s: float) -> int:
-        """Cancel, on this loop, what was submitted; return how many calls outlast the time."""
+    @property
+    def num_submitted(self) -> int:
+        """Calls that were submitted and have not ended; on this loop."""
+        return sum(not task.done() for task in self._submitted)
+
+    async def end_submitted(self, timeout_s: float) -> None:
+        """Cancel, on this loop, what was submitted; log how many calls outlast the time."""
         await end_tasks(self._submitted, timeout_s)
-        if left := len(self._submitted):
+        if left := self.num_submitted:
             logger.warning("%s: %d calls outlast %g s and are left", self._what, left, timeout_s)
-        return left
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
         """Call a function on this loop and return at once."""

@@ -604,7 +604,11 @@ class NixlThread:
                     pause_s = 0.0
         except Exception as exc:  # the bindings of NIXL raise what they like
             logger.exception("the thread of agent %s has failed", self._name)
-            traceback.clear_frames(exc.__traceback__)  # they keep the agent, which would read on
+            chain: list[BaseException | None] = [exc]
+            for each in chain:  # whose frames keep the agent, which would read on
+                if each is not None:
+                    traceback.clear_frames(each.__traceback__)
+                    chain += (each.__cause__, each.__context__)
         finally:
             with self._lock:  # whatever has ended it, nobody obeys what is ordered from now on
                 self.is_stopping = True

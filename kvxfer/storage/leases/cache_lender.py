@@ -116,6 +116,7 @@ class CacheLender(Lender):
         self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
+        self._copying: list[set[int]] = []  # of each copy to staging memory, what was revoked since
         self._running: set[asyncio.Future[list[int]]] = set()
         self._guard = CallGuard("cache lender")
 
@@ -147,7 +148,10 @@ class CacheLender(Lender):
 
         Its blocks must not be overwritten before `take_ended` returns it.
         """
-        self._withdraw(self.book.revoke(ticket))
+        revoked = self.book.revoke(ticket)
+        self._withdraw(revoked)
+        for each in self._copying:
+            each.update(revoked)
 
     def take_ended(self) -> list[str]:
         """Take the tickets that are over and have no pinned block, each once; also when closed."""
@@ -191,7 +195,7 @@ class CacheLender(Lender):
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: whole blocks, whose tickets do not end meanwhile.
 
-        With staging memory every block has a checksum, and those that do not fit into one buffer
+        With staging memory tickets wait for the copy alone, every block has a checksum, and those that do not fit into one buffer
         with the rest are `FAILED`.
         """
         self._guard.check()
@@ -306,7 +310,8 @@ class CacheLender(Lender):
                 yield LentBlocks(outcomes, None, [])
                 return
             found, blocks = [*there.values()], staged.blocks.take([*there])
-            generations = self._generations.fences(found).generations
+            revoked = set[int]()
+            self._copying.append(revoked)
             self.book.pin(found)
             try:
                 checksums = await self._threads.run(
@@ -314,11 +319,12 @@ class CacheLender(Lender):
                 )
             finally:
                 self.book.unpin(found)
+                self._copying = [each for each in self._copying if each is not revoked]
             # Of a ticket that was revoked meanwhile, the engine may have written to the blocks.
-            same = self._generations.fences(found).generations == generations
-            for row, is_same in zip(there, same.tolist(), strict=True):
+            same = [slot not in revoked for slot in found]
+            for row, is_same in zip(there, same, strict=True):
                 outcomes[row] = DONE if is_same else MISSING
-            lent = blocks.take(np.flatnonzero(same).tolist()) if same.any() else None
+            lent = blocks.take(np.flatnonzero(same).tolist()) if any(same) else None
             yield LentBlocks(outcomes, lent, [*compress(checksums, same)])
 
     def _describe(self, slots: Sequence[int]) -> Descriptors:

@@ -5,7 +5,7 @@ their attributes, never by their version number.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -66,13 +66,20 @@ def engine_config() -> Any:
     return get_current_vllm_config_or_none() or next(configs_of_callers(), None)
 
 
-def may_load(tier: str, req_context: ReqContext) -> bool:
-    """Whether a request may load from a tier below; every request may before 0.27."""
+def localities_of(tiers: Iterable[str]) -> list[Any]:
+    """List vLLM's localities of storage tiers by their names; None where they may be anywhere."""
+    if not hasattr(base, "Locality"):  # before 0.27
+        return [None]
+    places = [place_of(tier) for tier in tiers]
+    local = [place for medium, place in places if medium == "STORAGE"] or [None]
+    return [base.Locality(place) if place else None for place in dict.fromkeys(local)]
+
+
+def may_load(localities: Sequence[Any], req_context: ReqContext) -> bool:
+    """Whether a request may load from one of some tiers; every request may before 0.27."""
     if (tiers := getattr(req_context, "load_tier_filter", None)) is None:
         return True
-    medium, place = place_of(tier)
-    locality = base.Locality(place) if place and medium == "STORAGE" else None
-    return bool(tiers.allows(Medium.STORAGE, locality))
+    return any(tiers.allows(Medium.STORAGE, each) for each in localities)
 
 
 def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:

@@ -20,7 +20,11 @@ from kvxfer.backends.host import HostPool
 from kvxfer.connect import start_engine
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face import SaltedKeys
-from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent, event_of_tier
+from kvxfer.integrations.vllm.offloading.interface import (
+    OffloadingEvent,
+    event_of_tier,
+    localities_of,
+)
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
@@ -45,7 +49,7 @@ from kvxfer.storage.observer import Added, Event, Observer, Operation, Removed, 
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering import TierTimeouts
-from kvxfer.tiering.tiered_backend import TieredBackend, observe
+from kvxfer.tiering.tiered_backend import TieredBackend, observe, tiers_of
 from kvxfer.tiering.wanted_blocks import WantedBlocks
 from kvxfer.tiering.write_back_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvxfer.transfer.engine import TransferEngine
@@ -158,6 +162,7 @@ class LowerTier:
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * len(namespace.groups),
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
+        self.localities = localities_of(map(medium_of, tiers_of(backend)))
         purgeable = backend.provide(Purgeable)
         self._keys = SaltedKeys(purgeable)
         self._events = TierEvents() if emit_events else None

@@ -380,7 +380,11 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if tier is None or key in self._write_back.taken or not may_load(tier.name, req_context):
+        if (
+            tier is None
+            or key in self._write_back.taken
+            or not may_load(tier.localities, req_context)
+        ):
             return LookupResult.MISS
         found = tier.lookup(key, req_context.req_id)
         if found is None:
