@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.checks import require_number, require_timeout
-from kvxfer.errors import BackendUnavailableError, KVXferError
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import (
@@ -33,9 +33,6 @@ LOOK_S = 0.1
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Turn: TypeAlias = asyncio.Future[Literal[True]]
-"""Turn of a caller's requests in a tier, which comes unless the tier fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +64,6 @@ class TierTimeouts:
             object.__setattr__(self, field.name, require(field.name, getattr(self, field.name)))
 
 
-class NoTurnError(KVXferError):
-    """Store under locks of keys, in a tier whose turn has to be waited for without them."""
-
-    def __init__(self, tier_index: int) -> None:
-        self.tier_index = tier_index
-
-
 class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
@@ -96,7 +86,6 @@ class IsolatedTier:
         self.index = index
         self.backend = backend
         self.reports = Reports()
-        self.num_queued: Callable[[], int] | None = None  # blocks to be written back; None: never
         self._timeouts = timeouts
         self.name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
@@ -105,10 +94,10 @@ class IsolatedTier:
         self._share = Share(num_buffers)
         self._callers: Share | None = None  # of callers that have buffers; None for others
         self._requests: dict[asyncio.Future[None], Descriptors] = {}  # that may touch such a buffer
-        self._turns: set[Turn] = set()  # of callers, whose buffers nothing here touches any more
         self._settling: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._given_up: set[object] = set()  # stores that may put blocks there until `drain`
+        self._num_given_up = 0  # stores that may still put blocks there until `drain`
+        self._num_drained = 0
 
     def observe(self, reports: Reports) -> None:
         """Tell these reports what is moved, and let the backend tell what it knows."""
@@ -121,24 +110,26 @@ class IsolatedTier:
     def is_available(self) -> bool:
         """Whether the backend may be called: not suspended, no late call, a share not spent."""
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
-        shares = filter(None, (self._share, self._callers))  # drained soon where the tier works
-        is_spent = any(each.spent_s > self._timeouts.move_s for each in shares)
+        spent_s = self._share.spent_s
+        if self._callers is not None:
+            spent_s = max(spent_s, self._callers.spent_s)
+        is_spent = spent_s > self._timeouts.move_s  # a tier that works drains them in a moment
         return not (is_late or is_spent)
 
     async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
         """Look up which of `keys` are present; None when the backend fails or is late."""
         if not keys:
             return set()
-        if not self.is_available:
-            self.reports.skipped(Operation.LOOKUP, keys)
+        if not self._may_call(Operation.LOOKUP, keys):
             return None
         what, began = f"lookup of {len(keys)} blocks", runtime.monotonic()
         call, timeout_s = self._look_up(keys), self._timeouts.lookup_s
         there = await self._await_answer(Operation.LOOKUP, what, keys, timeout_s, call)
-        is_late = self._suspension.is_on(runtime.monotonic())
-        failure = Status.TIMED_OUT if is_late else Status.FAILED
+        status = Status.DONE
+        if there is None:
+            is_late = self._suspension.is_on(runtime.monotonic())
+            status = Status.TIMED_OUT if is_late else Status.FAILED
         if self.reports:
-            status = failure if there is None else Status.DONE
             found, seconds = [key in (there or ()) for key in keys], runtime.monotonic() - began
             self.reports.tell(Asked(self.reports.tier, keys, found, seconds, status))
         return there
@@ -147,38 +138,15 @@ class IsolatedTier:
         found = await self.backend.lookup(keys)  # below, what is no answer for each key raises
         return {key for key, is_there in zip(keys, found, strict=True) if is_there}
 
-    def moving(
-        self, operation: Operation, cause: Cause = Cause.REQUEST, turn: Turn | None = None
-    ) -> Move:
+    def moving(self, operation: Operation, cause: Cause = Cause.REQUEST) -> Move:
         """Make a store or load of the backend; every block is `FAILED` when the backend fails.
 
         Copies between tiers, and requests below the first tier, have a deadline, after which every
-        block is `TIMED_OUT`: keys are locked meanwhile, or a further tier has the blocks, too. So a
-        store waits for no turn: a `NoTurnError` if it has none and none is free.
+        block is `TIMED_OUT`: keys are locked meanwhile, or a further tier has the blocks, too.
         """
         if self._callers is not None and cause is Cause.REQUEST:
-            return partial(self._move_in_share, self._callers, operation, turn)
+            return partial(self._move_in_share, self._callers, operation)
         return partial(self._move_in_time, operation, cause)
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Turn]:
-        """Wait for a turn as long as the tier works: each move before it has a deadline.
-
-        A move after which the tier may still touch the buffer of the caller takes it away.
-        """
-        share = self._callers
-        assert share is not None
-        turn = asyncio.ensure_future(share.acquire())
-        self._turns.add(turn)
-        try:
-            await asyncio.wait([turn], timeout=0)
-            while not turn.done() and self.is_available:
-                await asyncio.wait([turn], timeout=LOOK_S)
-            yield turn
-        finally:
-            if not turn.cancel() and turn in self._turns:
-                share.release()
-            self._turns.discard(turn)
 
     def bound_callers(self, num_buffers: int) -> None:
         """Let requests of so many buffers be in the tier at one time, those of drains included."""
@@ -186,12 +154,11 @@ class IsolatedTier:
 
     async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         """See `delete_from`; every block may stay when the backend fails or is late."""
-        if not self.is_available:
-            self.reports.skipped(Operation.DELETE, keys)
-            return set(), set(keys)
-        what, timeout_s = f"delete of {len(keys)} blocks", self._timeouts.move_s
-        call = self._when_quiet(lambda: delete_from(self.backend, keys))
-        deleted = await self._await_answer(Operation.DELETE, what, keys, timeout_s, call)
+        deleted = None
+        if self._may_call(Operation.DELETE, keys):
+            what, timeout_s = f"delete of {len(keys)} blocks", self._timeouts.move_s
+            call = self._when_quiet(lambda: delete_from(self.backend, keys))
+            deleted = await self._await_answer(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or (set(), set(keys))
 
     async def purge(self, prefix: bytes) -> bool:
@@ -209,9 +176,10 @@ class IsolatedTier:
 
     async def _when_quiet(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that removes blocks, once no store that was given up can bring them back."""
-        if given_up := set(self._given_up):
+        num_given_up = self._num_given_up
+        if num_given_up > self._num_drained:
             await self.backend.drain()
-            self._given_up -= given_up
+            self._num_drained = max(self._num_drained, num_given_up)
         return await call()
 
     async def drain(self) -> None:
@@ -252,14 +220,21 @@ class IsolatedTier:
         return self._staging.hold(sizes, starts, share=self._share, timeout_s=self._timeouts.move_s)
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        queued = {Gauge.WRITE_BACK_BLOCKS: self.num_queued()} if self.num_queued else {}
-        return {Gauge.SUSPENDED: not self.is_available, **queued}
+        return {Gauge.SUSPENDED: not self.is_available}
+
+    def _may_call(self, operation: Operation, keys: Sequence[BlockKey]) -> bool:
+        """Whether the backend may be called; tells that a call is skipped."""
+        is_available = self.is_available
+        if not is_available:
+            self.reports.skipped(operation, keys)
+        return is_available
 
     def _skip(
-        self, operation: Operation, keys: Sequence[BlockKey], cause: Cause = Cause.REQUEST
-    ) -> list[Outcome]:
-        """Tell that a move is skipped; return its outcomes."""
-        self.reports.skipped(operation, keys)
+        self, operation: Operation, keys: Sequence[BlockKey], cause: Cause
+    ) -> list[Outcome] | None:
+        """Return the outcomes of a move that is skipped; None if the backend may be called."""
+        if self._may_call(operation, keys):
+            return None
         unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
         # What is to be written back is there, only not to be had.
         is_miss = operation is Operation.LOAD and cause is not Cause.WRITE_BACK
@@ -304,45 +279,45 @@ class IsolatedTier:
         return None
 
     async def _move_in_share(
-        self,
-        share: Share,
-        operation: Operation,
-        turn: Turn | None,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
+        self, share: Share, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks of a caller's buffer, which counts until nothing here touches it."""
-        async with AsyncExitStack() as held:
-            if turn not in self._turns:
-                has_to_wait = share.locked() or not all(each.done() for each in self._turns)
-                if operation is Operation.STORE and has_to_wait and self.is_available:
-                    raise NoTurnError(self.index)
-                turn = await held.enter_async_context(self.turn())
-            if not turn.done():
-                return self._skip(operation, keys)
-            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._requests[ended], is_quiet = blocks, False
-            try:
-                outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
-                is_quiet = all(outcome.memory_safe for outcome in outcomes)
-                return outcomes
-            finally:
-                if is_quiet:
-                    del self._requests[ended]
-                    ended.set_result(None)
-                else:
-                    self._turns.discard(turn)
-                    task = asyncio.create_task(self._settle(share, ended))
-                    self._settling.add(task)
-                    task.add_done_callback(self._settling.discard)
+        """Move blocks of a caller's buffer, which counts until nothing here touches it.
+
+        Waits for a turn as long as the tier works: each move before it has a deadline.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests[ended], is_quiet = blocks, True
+        turn = asyncio.ensure_future(share.acquire())
+        try:
+            await asyncio.wait([turn], timeout=0)
+            while (skipped := self._skip(operation, keys, Cause.REQUEST)) is None:
+                if turn.done():
+                    is_quiet = False
+                    outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
+                    is_quiet = all(outcome.memory_safe for outcome in outcomes)
+                    return outcomes
+                await asyncio.wait([turn], timeout=LOOK_S)
+            return skipped
+        finally:
+            if not is_quiet:
+                task = asyncio.create_task(self._settle(share, ended))
+                self._settling.add(task)
+                task.add_done_callback(self._settling.discard)
+            else:
+                self._end_request(ended)
+                if not turn.cancel():
+                    share.release()
 
     async def _settle(self, share: Share, ended: asyncio.Future[None]) -> None:
         if await share.settle([self.drain], f"a request in {self.name}", self._closing):
-            del self._requests[ended]
-            ended.set_result(None)
+            self._end_request(ended)
         else:
             ended.set_exception(BackendUnavailableError(f"{self.name} may still touch a buffer"))
             ended.exception()  # to be fetched by `drain_of`, or by nobody
+
+    def _end_request(self, ended: asyncio.Future[None]) -> None:
+        del self._requests[ended]
+        ended.set_result(None)
 
     async def _move_in_time(
         self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors
@@ -367,21 +342,20 @@ class IsolatedTier:
     ) -> list[Outcome]:
         """Move a batch and log its failures once; after a missed deadline every load is a miss."""
         is_store = operation is Operation.STORE
-        if not self.is_available:
-            return self._skip(operation, keys, cause)
+        if (skipped := self._skip(operation, keys, cause)) is not None:
+            return skipped
         name = f"{self.name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
-        is_copied = cause is Cause.WRITE_BACK and not is_store
-        if is_copied and (source := self.backend.provide(CopySource)) is not None:
-            move = source.load_for_copy
+        if cause is Cause.WRITE_BACK and not is_store:
+            source = self.backend.provide(CopySource)
+            move = self.backend.load if source is None else source.load_for_copy
         call = call_backend(move, keys, blocks, name=name)
         is_quiet = False
         try:
             outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
             is_quiet = all(outcome.memory_safe for outcome in outcomes)
         finally:
-            if is_store and not is_quiet:
-                self._given_up.add(object())
+            self._num_given_up += is_store and not is_quiet
         if reasons := [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]:
             text = "%s of %d of %d blocks failed: %s"
             logger.warning(text, name, len(reasons), len(keys), reasons[0])

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -15,7 +15,7 @@ from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observer import Cause, Operation
+from kvxfer.storage.observer import Cause, Gauge, Operation
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, MAX_BLOCKS, WriteBackQueue
@@ -64,7 +64,6 @@ class TierWriter:
         self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue(covers=StoredBlock.covers)
         self._tiers = tiers
         self._target = target
-        target.num_queued = self.queue.__len__
         self._staging = staging
         self._locks = locks
         self._chunk_sizes = chunk_sizes
@@ -76,6 +75,10 @@ class TierWriter:
         self._settled.set()
         self._added = asyncio.Event()
         self._ended = asyncio.Event()  # set for a moment whenever blocks have left the queue
+
+    def observe(self) -> None:
+        """Tell the reports of the tier how many blocks wait for it."""
+        self._target.reports.watch(self._gauges)
 
     def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
@@ -134,10 +137,14 @@ class TierWriter:
         finally:
             self._held_back.remove(prefix)
 
-    def _run(self) -> None:
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
+
+    def _run(self) -> "asyncio.Task[None]":
         if self._worker is None or self._worker.done():
             self._settled.clear()
             self._worker = asyncio.create_task(self._copy_all())
+        return self._worker
 
     def _tell_ended(self) -> None:
         self._ended.set()
@@ -173,14 +180,16 @@ class TierWriter:
             return
         blocks = taken.values()
         sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
-        hold = self._target.hold(sizes, starts)
-        try:
-            async with hold as staged, self._locks.acquire(list(taken)):
-                batch = self.queue.claim(taken)
-                wanted = [index for index, key in enumerate(taken) if key in batch]
-                await self._copy(batch, staged, staged.blocks.take(wanted))
-        except TimeoutError:
-            self.queue.give_back(runtime.monotonic(), taken)
+        async with AsyncExitStack() as held:
+            try:
+                staged = await held.enter_async_context(self._target.hold(sizes, starts))
+            except TimeoutError:
+                self.queue.give_back(runtime.monotonic(), taken)
+                return
+            await held.enter_async_context(self._locks.acquire(list(taken)))
+            batch = self.queue.claim(taken)
+            wanted = [index for index, key in enumerate(taken) if key in batch]
+            await self._copy(batch, staged, staged.blocks.take(wanted))
 
     async def _copy(
         self, batch: Mapping[BlockKey, StoredBlock], staged: StagedBlocks, buffer: Descriptors
@@ -208,30 +217,34 @@ class TierWriter:
             keys, buffer = [keys[index] for index in there], buffer.take(there)
             store = self._target.moving(Operation.STORE, Cause.WRITE_BACK)
             stored = await staged.move(store, keys, buffer, drain=self._target.drain)
-            self._end(source, {key: batch[key] for key in keys}, stored)
+            self._end(source, keys, stored)
+            self._note_parts({keys[at]: batch[keys[at]] for at in positions_done(stored)})
+
+    def _note_parts(self, stored: Mapping[BlockKey, StoredBlock]) -> None:
+        """Note which blocks the target has a part of, whose lookup does not say what is missing."""
+        for key, block in stored.items():
+            self._in_part.pop(key, None)
+            if block.num_bytes < self._chunk_sizes[group_of(key)]:
+                self._in_part[key] = None
+        for key in list(islice(self._in_part, max(0, len(self._in_part) - MAX_BLOCKS))):
+            del self._in_part[key]
 
     def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
         """End the blocks that were not read: those that are gone, those that are tried again."""
         gone = [k for k, each in zip(keys, loaded, strict=True) if each.status is Status.MISSING]
         self._target.reports.not_written_back(gone)
-        ended = {Status.DONE, Status.MISSING}
-        failed = [k for k, each in zip(keys, loaded, strict=True) if each.status not in ended]
+        lost = {*gone}
+        failed = [k for k, e in zip(keys, loaded, strict=True) if not e.done and k not in lost]
         self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 
     def _end(
-        self, tier: IsolatedTier, tried: Mapping[BlockKey, StoredBlock], outcomes: Sequence[Outcome]
+        self, source: IsolatedTier, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
     ) -> None:
-        """End blocks of a tier; note what the target got a part of: no lookup says which part."""
-        stored = [key for key, each in zip(tried, outcomes, strict=True) if each.done]
-        failed = [key for key, each in zip(tried, outcomes, strict=True) if not each.done]
-        copy_retentions(stored, tier.backend, self._target.backend)
+        failures = {Status.FAILED, Status.TIMED_OUT}
+        failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
+        stored = [key for key in keys if key not in failed]
+        copy_retentions(stored, source.backend, self._target.backend)
         self._give_up(self.queue.end(runtime.monotonic(), stored=stored, failed=failed))
-        for key in stored:
-            self._in_part.pop(key, None)
-            if tried[key].num_bytes < self._chunk_sizes[group_of(key)]:
-                self._in_part[key] = None
-        for key in list(islice(self._in_part, max(0, len(self._in_part) - MAX_BLOCKS))):
-            del self._in_part[key]
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Tell of blocks that were tried often enough."""

@@ -40,7 +40,7 @@ from kvxfer.storage.staging_memory import (
     StagingMemory,
     touched_by_none,
 )
-from kvxfer.tiering.isolated_tier import IsolatedTier, NoTurnError, TierTimeouts, Turn
+from kvxfer.tiering.isolated_tier import IsolatedTier, TierTimeouts
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 
 PRELOADED_BLOCKS = 64
@@ -72,7 +72,6 @@ class _Batch:
         self.keys = keys
         self.blocks = blocks
         self.outcomes = [MISSING] * len(keys)
-        self.turns: dict[int, Turn | None] = {}  # in lower tiers, to be waited for without locks
 
     async def move(self, move: Move, chosen: Sequence[int]) -> None:
         """Store or load the blocks at these indices in a tier."""
@@ -154,6 +153,7 @@ class TieredBackend(TellsKept):
             num_buffers=max(NUM_BUFFERS, num_lower),
             min_buffers=max(MIN_BUFFERS, num_lower),
         )
+        share = max(1, self._staging.num_buffers // num_lower)
         self._tiers = [
             IsolatedTier(
                 index,
@@ -161,7 +161,7 @@ class TieredBackend(TellsKept):
                 # Nothing works without the first tier, so its lookups have no deadline.
                 timeouts=timeouts if index else replace(timeouts, lookup_s=None),
                 staging=self._staging,
-                num_buffers=self._staging.num_buffers // num_lower,
+                num_buffers=share,
             )
             for index, backend in enumerate(tiers)
         ]
@@ -186,6 +186,8 @@ class TieredBackend(TellsKept):
             media[medium] += 1
             name = medium if media[medium] == 1 else f"{medium}_{media[medium]}"
             tier.observe(reports.of(name))
+        for writer in self._writers:
+            writer.observe()
 
     def share_out(self, num_buffers: int) -> None:
         """See `SharesBuffers.share_out`."""
@@ -233,14 +235,7 @@ class TieredBackend(TellsKept):
         left: Sequence[int] = range(len(keys))
         evicted: set[BlockKey] = set()
         while left:
-            async with AsyncExitStack() as held:
-                for tier in (each for each in self._lower if each.index in batch.turns):
-                    batch.turns[tier.index] = await held.enter_async_context(tier.turn())
-                try:
-                    left = await self._store(batch, left, evicted)
-                except NoTurnError as exc:
-                    batch.turns[exc.tier_index] = None
-                    left = batch.still_open(left)
+            left = await self._store(batch, left, evicted)
         return batch.outcomes
 
     async def _store(
@@ -253,8 +248,7 @@ class TieredBackend(TellsKept):
         keys = [batch.keys[index] for index in chosen]
         answer = await self._first.ask(keys)
         there, silent = (answer or set()) - evicted, {0} if answer is None else set[int]()
-        locks, to_delete = self._locks, self._to_delete  # moved up, or by who deletes it
-        if moving := [k for k in keys if k in to_delete or (k in locks and k not in there)]:
+        if moving := [key for key in keys if self._has_to_wait(key, there)]:
             await self._locks.wait_for_others(moving)
             return chosen
         # The first tier has these, which are being written back, or about to be.
@@ -444,31 +438,39 @@ class TieredBackend(TellsKept):
         verified: set[BlockKey] = set()
         sizes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         for start, stop in self._staging.cut(sizes):
-            batch, hold = keys[start:stop], tier.hold(sizes[start:stop], [0] * (stop - start))
-            try:  # a buffer is not waited for under the locks, which others wait for
-                async with hold as staged, self._locks.acquire(batch):
-                    verified |= await self._promote_staged(tier, batch, staged)
-            except TimeoutError:
-                logger.warning("%s: no staging buffer comes back in time", tier.name)
-                break
+            batch = keys[start:stop]
+            async with AsyncExitStack() as held:
+                try:  # not under the locks, which others wait for
+                    hold = tier.hold(sizes[start:stop], [0] * len(batch))
+                    staged = await held.enter_async_context(hold)
+                except TimeoutError:
+                    logger.warning("%s: no staging buffer comes back in time", tier.name)
+                    break
+                await held.enter_async_context(self._locks.acquire(batch))
+                promoted = await self._first.ask(batch) or set()  # by another call meanwhile
+                verified |= promoted
+                if wanted := [index for index, key in enumerate(batch) if key not in promoted]:
+                    blocks = staged.blocks.take(wanted)
+                    keys_wanted = [batch[index] for index in wanted]
+                    verified |= await self._promote_batch(tier, keys_wanted, staged, blocks)
         return verified
 
-    async def _promote_staged(
-        self, tier: IsolatedTier, batch: Sequence[BlockKey], staged: StagedBlocks
+    async def _promote_batch(
+        self,
+        tier: IsolatedTier,
+        keys: Sequence[BlockKey],
+        staged: StagedBlocks,
+        blocks: Descriptors,
     ) -> set[BlockKey]:
-        promoted = await self._first.ask(batch) or set()  # by another call meanwhile
-        wanted = [index for index, key in enumerate(batch) if key not in promoted]
-        if not wanted:
-            return promoted
-        keys, blocks = [batch[index] for index in wanted], staged.blocks.take(wanted)
         load = tier.moving(Operation.LOAD, Cause.PROMOTION)
         loaded = await staged.move(load, keys, blocks, drain=tier.drain)
-        if intact := positions_done(loaded):  # and so verified, also if the first has no room
-            keys_there, there, first = [keys[at] for at in intact], blocks.take(intact), self._first
-            store = first.moving(Operation.STORE, Cause.PROMOTION)
-            await staged.move(store, keys_there, there, drain=first.drain)
-        pairs = zip(keys, loaded, strict=True)
-        return promoted | {key for key, each in pairs if each.done or each == PARTIAL}
+        intact = positions_done(loaded)
+        verified = [keys[index] for index in intact]
+        if intact:  # verified, also if the first tier has no room for them
+            store, drain = self._first.moving(Operation.STORE, Cause.PROMOTION), self._first.drain
+            await staged.move(store, verified, blocks.take(intact), drain=drain)
+        in_part = (key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL)
+        return {*verified, *in_part}
 
     async def _store_where_found(
         self, batch: _Batch, left: Sequence[int], there: set[BlockKey], silent: set[int]
@@ -485,7 +487,8 @@ class TieredBackend(TellsKept):
             if answer is None:
                 silent.add(tier.index)
             held = [index for index in left if batch.keys[index] in found]
-            await self._store_in(tier, batch, held, found, silent, holder=tier.index)
+            await batch.move(tier.moving(Operation.STORE), held)
+            self._write_back(batch, tier, held, found, silent, holder=tier.index)
             left = batch.still_open(left)
         return list(left)
 
@@ -497,25 +500,24 @@ class TieredBackend(TellsKept):
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
         for tier in self._tiers:
-            await self._store_in(tier, batch, left, there, silent, holder=0)
+            await batch.move(tier.moving(Operation.STORE), left)
+            self._write_back(batch, tier, left, there, silent, holder=0)
             left = batch.still_open(left)
 
-    async def _store_in(
+    def _write_back(
         self,
-        tier: IsolatedTier,
         batch: _Batch,
+        tier: IsolatedTier,
         chosen: Sequence[int],
         old: set[BlockKey],
         silent: Collection[int],
         *,
         holder: int,
     ) -> None:
-        """Store blocks, and queue them for the tiers below, which may have the `old` keys.
+        """Queue what a tier has stored for the tiers below, which may have the `old` keys.
 
         The `holder` had these before, perhaps whole.
         """
-        turn = batch.turns.get(tier.index)
-        await batch.move(tier.moving(Operation.STORE, turn=turn), chosen)
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         stored, unanswered = {}, frozenset(silent)
         may_have = unanswered | {holder}
@@ -531,6 +533,10 @@ class TieredBackend(TellsKept):
         for tier in self._tiers:
             await batch.move(tier.moving(Operation.LOAD), left)
             left = batch.still_open(left)
+
+    def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
+        """Whether a block is stored only after others: those who delete it, or move it up."""
+        return key in self._to_delete or (key in self._locks and key not in there)
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Write-back queue of a tier: which blocks are copied to it now, which later, and which never."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, count, islice
@@ -69,9 +69,13 @@ class WriteBackQueue(Generic[T]):
         return len(self._waiting) + len(self._taken) + len(self._put_off)
 
     @property
-    def taken(self) -> Collection[BlockKey]:
-        """Keys of the blocks that are being copied."""
-        return self._taken
+    def num_taken(self) -> int:
+        """Blocks that are being copied."""
+        return len(self._taken)
+
+    def is_taken(self, key: BlockKey) -> bool:
+        """Whether a block is being copied."""
+        return key in self._taken
 
     @property
     def is_failing(self) -> bool:
@@ -122,7 +126,7 @@ class WriteBackQueue(Generic[T]):
             return {}
         self._bring_back(now)
         if self.is_failing:
-            limit = min(limit, 1 - len(self._taken))
+            limit = min(limit, 1 - self.num_taken)
         free = (key for key in self._waiting if key not in self._taken)
         keys = list(islice(free, max(0, limit)))
         self._taken |= {key: self._waiting.pop(key) for key in keys}

@@ -191,7 +191,7 @@ def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -
     scheduler.tier._delete([key])
     scheduler.store([key])
     scheduler.store([other])
-    assert other in scheduler.manager._write_back.taken
+    assert scheduler.manager._write_back.is_taken(other)
 
 
 @pytest.mark.parametrize("answer", ["an error", "false", "a cancellation"])

@@ -32,10 +32,8 @@ MOST_SLOW = 16
 """Lookups that take as long as a late load, until the tier has lost its share of the buffers."""
 DELETE_S = 0.6
 LOADED = 0.4
-STORED = 0.2
 STAGED = 0.4
-"""Shares of plans in which blocks are loaded, of the others those in which they are not looked up,
-but stored, and of runs with staging buffers."""
+"""Shares of plans in which blocks are loaded, not looked up, and of runs with staging buffers."""
 LOADS_S = (2.2, 3.5, 5.0, 6.5)
 USE_S = 9.0
 USED_S = 0.8
@@ -45,7 +43,7 @@ class IsolationScenario(TiersScenario):
     """Engine over three tiers; loads of the second hang, and what they hold never comes back.
 
     What the last tier has is found all the same, and soon, and what the first tier has is loaded,
-    also by way of staging buffers. A block that waits for a buffer or a turn can be deleted.
+    also by way of staging buffers. A block that waits for a buffer can be deleted.
     """
 
     name = "isolation"
@@ -79,15 +77,6 @@ class IsolationScenario(TiersScenario):
             steps += [
                 Step(2.2, "find", {"parts": (kept[number], lost[number]), "cancel_s": cancel_s}),
                 Step(2.2, "renew", {"part": renewed[number]}),
-            ]
-        if random.random() < STORED:
-            return [
-                *steps[:2],
-                Step(2.0, "lose", {"tier": 0, "parts": kept}),
-                Step(2.1, "fault", fault | {"tier": 1, "calls": ("store",)}),
-                Step(2.2, "store", calls | {"parts": kept[:1]}),
-                Step(2.45, "store", calls | {"parts": kept[1:2]}),
-                Step(2.6, "delete_beside", {"part": kept[1]}),
             ]
         return [*steps, Step(2.4, "find_and_delete", {"part": waiting})]
 
@@ -168,11 +157,6 @@ class _IsolationRun(EngineRun):
         await asyncio.sleep(2 * PAUSE_S / 3)
         await self._delete_soon(part)
         await finding
-
-    async def _delete_beside(self, part: Part) -> None:
-        """Delete a chunk while its store waits for a turn, where callers have buffers and turns."""
-        if isinstance(self.opened.backend, Staged):
-            await self._delete_soon(part)
 
     async def _delete_soon(self, part: Part) -> None:
         began = self._simulation.now

@@ -67,8 +67,15 @@ TABLE = """
 -            tier.bound_callers(max(1, (num_buffers - 1) // len(self._lower)))
 +            tier.bound_callers(num_buffers)
 @@ isolation 20 keys that are brought up are locked before there is a buffer
--                async with hold as staged, self._locks.acquire(batch):
-+                async with self._locks.acquire(batch), hold as staged:
+             async with AsyncExitStack() as held:
++                await held.enter_async_context(self._locks.acquire(batch))
+                 try:  # not under the locks, which others wait for
+                     hold = tier.hold(sizes[start:stop], [0] * len(batch))
+                     staged = await held.enter_async_context(hold)
+                 except TimeoutError:
+                     logger.warning("%s: no staging buffer comes back in time", tier.name)
+                     break
+-                await held.enter_async_context(self._locks.acquire(batch))
 @@ tiers 60 a delete does not wait for what moves
 -            await held.enter_async_context(self._locks.acquire(keys))
 @@ tiers 10 a lookup finds what no tier has
@@ -106,11 +113,16 @@ TABLE = """
 -                    await before.wait()
 --- kvxfer/tiering/tier_writer.py
 @@ isolation 20 keys that are written back are locked before there is a buffer
--            async with hold as staged, self._locks.acquire(list(taken)):
-+            async with self._locks.acquire(list(taken)), hold as staged:
+         async with AsyncExitStack() as held:
++            await held.enter_async_context(self._locks.acquire(list(taken)))
+             try:
+                 staged = await held.enter_async_context(self._target.hold(sizes, starts))
+             except TimeoutError:
+                 self.queue.give_back(runtime.monotonic(), taken)
+                 return
+-            await held.enter_async_context(self._locks.acquire(list(taken)))
 @@ tiers 60 write-backs do not lock their keys
--            async with hold as staged, self._locks.acquire(list(taken)):
-+            async with hold as staged:
+-            await held.enter_async_context(self._locks.acquire(list(taken)))
 @@ tiers 300 blocks that could not be read are not written back
 -        self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 +        del failed
@@ -121,8 +133,10 @@ TABLE = """
 -            if overlap(blocks, others):
 +            if blocks is None:
 @@ isolation 200 a share comes back while its tier may touch the buffer of a caller
--                if is_quiet:
-+                if True:
+-            if not is_quiet:
+-                task = asyncio
++            if False:
++                task = asyncio
 @@ isolation 20 a tier may hold every staging buffer
 -share=self._share, timeout_s=self._timeouts.move_s)
 +timeout_s=self._timeouts.move_s)
@@ -132,13 +146,10 @@ TABLE = """
 @@ isolation 40 a tier is asked whose buffers are all being drained
 -        return not (is_late or is_spent)
 +        return not is_late
-@@ isolation 60 a store waits for its turn in a tier under locks of keys
--has_to_wait and self.is_available:
-+not keys:
 @@ rows 400 a store that was given up brings back what was purged
 -            await self.backend.drain()
--            self._given_up
-+            self._given_up
+-            self._num_drained
++            self._num_drained
 @@ tiers 60 a late move is called safe
 -late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
 +late = Outcome(Status.TIMED_OUT, memory_safe=True, reason=reason)
@@ -639,8 +650,8 @@ TABLE = """
 +        entries = chain(self._waiting.values(), self._taken.values())
 --- kvxfer/tiering/tier_writer.py
 @@ tiers 250 a write-back that timed out counts as done
--        failed = [key for key, each in zip(tried, outcomes, strict=True) if not each.done]
-+        failed = [k for k, o in zip(tried, outcomes, strict=True) if o.status is Status.FAILED]
+-        failures = {Status.FAILED, Status.TIMED_OUT}
++        failures = {Status.FAILED}
 --- kvxfer/storage/index.py
 @@ memory 250 a block that is pinned can be evicted
 -            if not entry.num_pins:

@@ -212,7 +212,7 @@ class _Run:
         for number in range(self._num_slots + 2):
             self._go_on(until=self._simulation.now + MOST_S, is_last=True)
             manager = self._tiers.manager
-            if not manager._write_back.taken:
+            if not manager._write_back.num_taken:
                 break
             runtime.sleep(CLOSE_S)
             self._request(f"step {number}", family=0, length=BLOCK, tail=0, max_tokens=2)
@@ -396,7 +396,7 @@ def leftovers_of_manager(manager: Any) -> list[str]:
         "quarantined chunks": len(index._quarantined),
         "lost slots": index.num_slots - index.num_free_slots - len(index),
         "loaded chunks": len(manager._loaded),
-        "chunks being copied": len(manager._write_back.taken),
+        "chunks being copied": manager._write_back.num_taken,
     }
     tier, left = manager._tier, []
     if tier is not None:

@@ -193,24 +193,6 @@ def test_loads_wait_for_their_turn_in_a_tier_that_is_slow_and_in_none_that_hangs
     assert not simulation.violations
 
 
-async def test_a_store_that_waits_for_its_turn_in_a_tier_locks_no_key(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
-    async with TieredBackend([open_dict(namespace, 0), lower], namespace) as backend:
-        backend.share_out(2)
-        lower.rates = FaultRates(hang=1.0)
-        stores = [
-            asyncio.ensure_future(backend.store([KEYS[at]], memory.describe(0, [at])))
-            for at in range(2)
-        ]
-        await lower.until_waiting()
-        await yield_to_loop(32)
-        assert await asyncio.wait_for(backend.delete(KEYS[1:2]), 2.0) == [False]
-        lower.release()
-        assert await asyncio.gather(*stores) == [[DONE], [DONE]]
-        assert await backend.lookup(KEYS[:2]) == [True, True]
-
-
 async def test_a_tier_has_a_buffer_beside_any_number_that_hang(memory: BlockMemory) -> None:
     namespace = memory.namespace()
     hanging = [FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates()) for _ in range(2)]

@@ -195,8 +195,8 @@ class CacheLender(Lender):
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: whole blocks, whose tickets do not end meanwhile.
 
-        With staging memory tickets wait for the copy alone, every block has a checksum, and those that do not fit into one buffer
-        with the rest are `FAILED`.
+        With staging memory they wait for the copy alone, every block has a checksum, and those that
+        do not fit into one buffer with the rest are `FAILED`.
         """
         self._guard.check()
         self._require_whole(wanted)

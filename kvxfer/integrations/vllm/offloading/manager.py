@@ -380,11 +380,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if (
-            tier is None
-            or key in self._write_back.taken
-            or not may_load(tier.localities, req_context)
-        ):
+        if tier is None or self._write_back.is_taken(key):
+            return LookupResult.MISS
+        if not may_load(tier.localities, req_context):
             return LookupResult.MISS
         found = tier.lookup(key, req_context.req_id)
         if found is None:
@@ -469,7 +467,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
-        taken = self._write_back.take(now, self._max_going_down - len(self._write_back.taken))
+        taken = self._write_back.take(now, self._max_going_down - self._write_back.num_taken)
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
             # What is below is to be deleted first; others do not wait for that.
             self._write_back.put_off(now, waiting, failed=False)
