@@ -22,7 +22,7 @@ from lmcache.v1.distributed.config import (
     L1MemoryManagerConfig,
     StorageManagerConfig,
 )
-from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import (
@@ -342,21 +342,14 @@ def test_files_of_before_are_found_counted_and_listed(
     second.adapter.close()
 
 
-def make_residents(**told: Callable[..., object]) -> Residents:
-    tells: dict[str, Any] = {"stored": Mock(), "deleted": Mock()} | told
-    return Residents(65_536, "fingerprint", Mock(), **tells)
-
-
 def test_an_object_grows_by_the_pieces_that_are_listed_after_its_first() -> None:
-    told = list[int]()
-    residents = make_residents(
-        stored=lambda _, sizes: told.extend(sizes),
-        deleted=lambda _, sizes: told.extend(-n for n in sizes),
-    )
+    residents, told = Residents(65_536, "fingerprint", Mock()), list[int]()
     pieces = [piece_key(object_id_of(make_key(1)), index) for index in range(3)]
 
     def deliver() -> None:
-        residents.deliver().result(LIMIT_S)
+        residents.deliver(
+            lambda _, sizes: told.extend(sizes), lambda _, sizes: told.extend(-n for n in sizes)
+        )
 
     for each in pieces[:2], pieces[2:]:
         residents.add(each, tier="file")
@@ -368,7 +361,7 @@ def test_an_object_grows_by_the_pieces_that_are_listed_after_its_first() -> None
 
 
 def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
-    residents, key = make_residents(), make_key(1)
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
     pieces = [piece_key(object_id_of(key), index) for index in range(2)]
     residents.add(pieces, tier="file")
     for lost in (pieces[:1], pieces[1:]):  # the second one while its object is being stored
@@ -384,7 +377,7 @@ def test_an_object_that_is_stored_in_place_of_a_lost_one_is_whole() -> None:
 
 
 def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() -> None:
-    residents, key = make_residents(), make_key(1)
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
     pieces = [piece_key(object_id_of(key), index) for index in range(2)]
     residents.add(pieces, tier="file")
     residents.discard(pieces[1:], tier="file")
@@ -395,12 +388,12 @@ def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() ->
 
 
 def test_a_piece_that_a_tier_was_still_writing_when_its_object_went_is_deleted() -> None:
-    residents, key = make_residents(), make_key(1)
+    residents, key = Residents(65_536, "fingerprint", Mock()), make_key(1)
     pieces = [piece_key(object_id_of(key), index) for index in range(2)]
     residents.add(pieces, tier="host")
     residents.discard(pieces, tier="host")
     assert residents.take_broken() == []
-    residents.deliver()
+    residents.deliver(Mock(), Mock())
     residents.add(pieces[:1], tier="file")  # the next tier, which the piece had been passed to
     assert residents.take_broken() == pieces[:1]
     residents.add(pieces, tier="host")  # stored again
@@ -408,25 +401,24 @@ def test_a_piece_that_a_tier_was_still_writing_when_its_object_went_is_deleted()
 
 
 def test_only_the_latest_objects_that_are_gone_are_remembered() -> None:
-    residents = make_residents()
+    residents = Residents(65_536, "fingerprint", Mock())
     with patch("kvxfer.integrations.lmcache.residents.MAX_GONE", 2):
         for number in range(4):
             residents.add([piece_key(object_id_of(make_key(number)), 0)], tier="host")
             residents.discard([piece_key(object_id_of(make_key(number)), 0)], tier="host")
-            residents.deliver()
+            residents.deliver(Mock(), Mock())
     assert [*residents._objects] == [object_id_of(make_key(number)) for number in (2, 3)]
 
 
 def test_an_object_that_is_gone_before_its_store_has_answered_is_not_told() -> None:
-    key, told = make_key(1), Mock()
-    residents = make_residents(stored=told, deleted=told)
+    residents, key, told = Residents(65_536, "fingerprint", Mock()), make_key(1), Mock()
     pieces = [piece_key(object_id_of(key), 0)]
     residents.begin_store(key, 100)
     residents.add(pieces, tier="file")
     residents.discard(pieces, tier="file")
     residents.add(pieces)  # the answer of the store
     residents.end_store(key)
-    residents.deliver().result(LIMIT_S)
+    residents.deliver(told, told)
     assert not told.called
 
 
@@ -712,42 +704,6 @@ def test_stores_that_wait_for_a_buffer_suspend_no_backend_that_answers(
     until(have_ended)
     assert {each.is_successful() for each in results.values()} == {True, False}, "some are late"
     assert adapter.report_status()["is_healthy"]
-
-
-class Blocking(L2AdapterListener):  # type: ignore[misc]
-    """Listener that blocks whoever tells it anything, until it is let."""
-
-    def __init__(self) -> None:
-        self.is_told, self.may_go_on = threading.Event(), threading.Event()
-
-    def _block(self, *_: object) -> None:
-        self.is_told.set()
-        assert self.may_go_on.wait(LIMIT_S)
-
-    on_l2_keys_stored = on_l2_keys_accessed = on_l2_keys_deleted = _block
-
-
-@pytest.mark.parametrize("adapter", [{"pause_s": 60.0}], indirect=True, ids=["long pause"])
-def test_a_listener_that_blocks_neither_delays_nor_suspends_a_backend(
-    adapter: FaultyAdapter, memory: Memory
-) -> None:
-    driver, listener = Driver(adapter), Blocking()
-    adapter.register_listener(listener)
-    stored = memory.fill(SIZE, 1)
-    task = adapter.submit_store_task(KEYS[:1], [stored])
-    assert listener.is_told.wait(LIMIT_S)
-    assert driver.lookup(KEYS) == [True, False]
-    assert driver.load(KEYS[:1], [loaded := memory.allocate(SIZE)]) == [True]
-    assert bytes_of([loaded]) == bytes_of([stored])
-    driver._wait(adapter.get_store_event_fd())
-    assert adapter.pop_completed_store_tasks()[task].is_successful()
-    adapter.submit_unlock(KEYS)
-    adapter.delete(KEYS)
-    assert adapter.report_status()["is_healthy"]
-    adapter.register_listener(Mock())
-    listener.may_go_on.set()
-    until(lambda: adapter.get_usage().total_bytes_used == 0)
-    until(lambda: len(adapter._listeners) == 2)
 
 
 class ThreeTiersAdapter(KVXferL2Adapter):

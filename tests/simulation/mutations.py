@@ -694,10 +694,6 @@ TABLE = """
 -                    resident.told_bytes = 0
 @@ lmcache 300 what is left of an object that lost a piece stays
 -                        self._broken[object_id] = None  # else a silent tier may have it
-@@ lmcache 60 listeners of LMCache block the event loop
--        with self._lock, suppress(ClosedError):
--            self._told = self._teller.submit(_tell, call, *args)
-+        _tell(call, *args)
 --- kvxfer/integrations/lmcache/answers.py
 @@ lmcache 150 memory of LMCache's is touched after the answer
 -            if not self.ended:
@@ -709,8 +705,8 @@ TABLE = """
 -                move = staged.move(self._backend.load, keys, staged.blocks)
 +                move = self._backend.load(keys, staged.blocks)
 @@ lmcache 20 an object of another type is loaded
--                if ctypes.string_at(address, len(piece.head)) != piece.head:
-+                if address < 0:
+-            and ctypes.string_at(address, len(piece.head)) != piece.head
++            and address < 0
 --- kvxfer/integrations/lmcache/adapter.py
 @@ lmcache 200 an object that LMCache has locked is deleted
 -                ids = [object_id_of(key) for key in keys if key not in self._pins]

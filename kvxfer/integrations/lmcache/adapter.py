@@ -31,7 +31,7 @@ from kvxfer.integrations.lmcache.interface import (
 )
 from kvxfer.integrations.lmcache.object_keys import object_id_of
 from kvxfer.integrations.lmcache.object_store import ObjectStore, StoredObject
-from kvxfer.integrations.lmcache.residents import DELIVERY_S, Residents
+from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Backend
@@ -78,6 +78,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         super().__init__(max_capacity_bytes=int(settings.capacity))
         self._settings = settings
         self._task_ids = itertools.count()
+        self._submission = runtime.lock()
         # How often, and until when; in that order.
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = runtime.lock()
@@ -86,13 +87,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         with ExitStack() as opened:
             answers = [opened.enter_context(closing(Answers())) for _ in range(3)]
             self._stored, self._found, self._loaded = answers
-            tells = {"stored": self._notify_keys_stored, "deleted": self._notify_keys_deleted}
-            fingerprint = settings.namespace.fingerprint
-            self._residents = Residents(settings.piece, fingerprint, self._wake, **tells)
-            opened.callback(self._residents.close)
+            self._residents = Residents(settings.piece, settings.namespace.fingerprint, self._wake)
             self._objects = ObjectStore(self._open_told, settings, self._residents)
             opened.callback(self._close_store)
-            self._deadlines = opened.enter_context(closing(Deadlines(settings.timeout_s)))
+            self._deadlines = opened.enter_context(closing(Deadlines()))
             self._objects.start()
             self._opened = opened.pop_all()
 
@@ -108,8 +106,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     def register_listener(self, listener: L2AdapterListener) -> None:
         """Register a listener; it is told of the objects that are there."""
-        register = partial(super().register_listener, listener)
-        self._residents.introduce(register, listener.on_l2_keys_stored)
+        register = super().register_listener
+        tell = partial(_tell, listener.on_l2_keys_stored)
+        self._residents.introduce(lambda: register(listener), tell)
 
     def get_store_event_fd(self) -> int:
         """See `L2AdapterInterface`."""
@@ -148,10 +147,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pin([key for key, found in zip(keys, done, strict=True) if found])
             return _bitmap(done)
 
-        async def work(task: Task) -> None:
-            task.done[:] = await self._objects.lookup(task, keys)
-
-        return self._submit(len(keys), self._found, answer, work)
+        return self._submit(
+            len(keys), self._found, answer, lambda task: self._objects.lookup(task, keys)
+        )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a lookup; None while there is none."""
@@ -173,7 +171,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         async def work(task: Task) -> None:
             await self._objects.load(task, _locate(keys, objects))
             if loaded := [key for key, done in zip(keys, task.done, strict=True) if done]:
-                self._residents.tell(self._notify_keys_accessed, loaded)
+                _tell(self._notify_keys_accessed, loaded)
 
         return self._submit(len(keys), self._loaded, lambda task: _bitmap(task.done), work)
 
@@ -190,7 +188,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             if ids and not (self._closed or self._objects.is_suspended):
                 deleting = self._objects.ask(partial(self._objects.delete, ids))
                 runtime.result(deleting, self._settings.timeout_s + 1)
-            runtime.wait_futures([self._residents.deliver()], DELIVERY_S)
+            self._deliver()
         except Exception as exc:
             logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
 
@@ -226,9 +224,11 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
     def close(self) -> None:
         """Answer all tasks and close the backend, within a deadline; may be called again."""
-        if not self._closed:
+        with self._submission:
+            if self._closed:
+                return
             self._closed = True
-            self._opened.close()
+        self._opened.close()
 
     def _open_told(self) -> Backend:
         """Open the backend, which tells what it has to LMCache."""
@@ -249,13 +249,28 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         answer: Callable[[Task], object],
         work: Callable[[Task], Coroutine[Any, Any, None]],
     ) -> int:
-        """Begin a task; whatever goes wrong is an answer of which no key is done."""
+        """Begin a task; whatever goes wrong is an answer of which no key is done.
+
+        LMCache's listeners are told on the event loop, before the answer. At the deadline the
+        answer comes without them: one that blocks keeps nobody waiting for longer.
+        """
         self._ready = True
         task_id = next(self._task_ids)
-        task = self._deadlines.begin(num_keys, lambda ended: answers.give(task_id, answer(ended)))
+
+        async def work_and_tell() -> None:
+            try:
+                await work(task)
+            finally:
+                self._deliver()
+
+        with self._submission:
+            deadline = runtime.monotonic() + self._settings.timeout_s
+            task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
+            if not self._closed:
+                self._deadlines.watch(task)
         try:
             if num_keys and not self._closed:
-                self._objects.begin(task, work)
+                self._objects.begin(task, work_and_tell)
             else:
                 task.end()
         except Exception as exc:
@@ -283,9 +298,22 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 self._objects.call_soon(self._tidy)
 
     def _tidy(self) -> None:
-        self._residents.deliver()
+        self._deliver()
         if not self._objects.is_suspended and (broken := self._residents.take_broken()):
             self._objects.ask(partial(self._objects.delete_broken, broken))
+
+    def _deliver(self) -> None:
+        self._residents.deliver(
+            partial(_tell, self._notify_keys_stored), partial(_tell, self._notify_keys_deleted)
+        )
+
+
+def _tell(notify: Callable[..., object], *args: object) -> None:
+    """Tell LMCache's listeners; what one of them raises is its own failure."""
+    try:
+        notify(*args)
+    except Exception:
+        logger.exception("a listener of LMCache failed")
 
 
 def _bitmap(done: Sequence[bool]) -> Bitmap:

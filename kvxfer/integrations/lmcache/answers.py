@@ -118,20 +118,17 @@ class Task:
 class Deadlines:
     """Thread that ends tasks at their deadline, also when an event loop is blocked."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._changed = runtime.condition()
         self._closed = False
         runtime.start_thread(self._run, name="kvxfer-lmcache-deadlines")
 
-    def begin(self, num_keys: int, answer: Callable[[Task], object]) -> Task:
-        """Begin a task, whose deadline is later than those of all before."""
+    def watch(self, task: Task) -> None:
+        """Watch a task; each has a later deadline than those before."""
         with self._changed:
-            task = Task(num_keys, runtime.monotonic() + self._timeout_s, answer)
             self._tasks.append(task)
             self._changed.notify()
-            return task
 
     def close(self) -> None:
         """End all tasks now, and the thread."""

@@ -10,7 +10,6 @@ import logging
 import struct
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.lmcache.answers import Task
 from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
-from kvxfer.integrations.lmcache.residents import DELIVERY_S, Residents
+from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import Calls, Suspension, Threads, outlive_caller
+from kvxfer.runtime import Calls, Suspension, Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
@@ -116,11 +115,8 @@ class ObjectStore:
         self._backend.attach([each.region for each in self._staging.values()])
         self._loop.run_blocking(self._backend.start())
 
-    def begin(self, task: Task, work: Callable[[Task], Coroutine[Any, Any, None]]) -> None:
-        """Begin the work on a task, and return at once. The task ends by the deadline.
-
-        LMCache's listeners are told before the answer; after `DELIVERY_S` it comes without them.
-        """
+    def begin(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin the work on a task, and return at once. The task ends by the deadline."""
         if self.is_suspended:
             task.end()
         else:
@@ -140,10 +136,14 @@ class ObjectStore:
         self._loop.stop()
         self._copies.close()
 
+    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> None:
+        """Find out which objects are there."""
+        task.done[:] = await self._lookup(task, keys)
+
     async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
         """Store the objects that are not there, once deletes of pieces of them have ended."""
         await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
-        there = await self.lookup(task, [each.key for each in objects])
+        there = await self._lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
         for each in new.values():
             self._residents.begin_store(each.key, each.num_bytes)
@@ -196,11 +196,11 @@ class ObjectStore:
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return await self._calls.wait_for(self._settings.timeout_s, call())
 
-    async def _work(self, task: Task, work: Callable[[Task], Coroutine[Any, Any, None]]) -> None:
+    async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = task.deadline - runtime.monotonic()
         call = f"a task of {len(task.done)} objects"
         try:
-            await self._calls.wait_for(max(0.0, left), work(task))
+            await self._calls.wait_for(max(0.0, left), work())
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             # A task that waits for a buffer goes by what the backend answers to others.
@@ -210,13 +210,9 @@ class ObjectStore:
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
         finally:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DELIVERY_S):
-                    await outlive_caller(self._residents.deliver())
             task.end()
 
-    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Find out which objects are there."""
+    async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
         ids = [object_id_of(key) for key in keys]
         needed = {
             each: dict.fromkeys([piece_key(each, 0), *self._residents.away_of(each)])
@@ -298,13 +294,17 @@ class ObjectStore:
     ) -> dict[Piece, Status]:
         """Copy pieces that have landed out of a buffer; return those that were not, and why."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
-        other, landed = dict[Piece, Status](), list[int]()
-        for index, (piece, address) in enumerate(zip(pieces, addresses, strict=True)):
-            if statuses[piece] is Status.DONE:
-                if ctypes.string_at(address, len(piece.head)) != piece.head:
-                    other[piece] = Status.CORRUPT
-                else:
-                    landed.append(index)
+        other = {
+            piece: Status.CORRUPT
+            for piece, address in zip(pieces, addresses, strict=True)
+            if statuses[piece] is Status.DONE
+            and ctypes.string_at(address, len(piece.head)) != piece.head
+        }
+        landed = [
+            index
+            for index, piece in enumerate(pieces)
+            if statuses[piece] is Status.DONE and piece not in other
+        ]
         if landed:
             memory, buffer = _sides(pieces, staged)
             if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):

@@ -1,21 +1,15 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
-import logging
 import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from kvxfer import runtime
-from kvxfer.errors import ClosedError
 from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of, piece_key, piece_of
-from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Added, AskGauges, Event, Gauge, Observer, Removed
 
@@ -29,14 +23,10 @@ MAX_GONE = 1 << 14
 """Most objects that are gone and remembered: a lower tier may still be writing a piece of them."""
 
 DELIVERY_S = 1.0
-"""Longest wait until LMCache's listeners were told."""
+"""Time for which a thread waits for its turn to tell LMCache."""
 
 Tell = Callable[[list[ObjectKey], list[int]], object]
 """Tells LMCache of objects and their bytes."""
-
-Wake = Callable[[], object]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -77,8 +67,7 @@ class Residents(Observer):
     for a while. So the object is not there until the piece is found or stored again, and nothing of
     it is deleted: only what a tier tells to be gone is, where every tier tells what it has.
 
-    Tiers tell of pieces; LMCache is told of objects which were `stored` or `deleted`, by `deliver`
-    and never from within a tier. It is told on a thread of its own, which listeners may block.
+    Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
 
     `wake` is called when there is something to deliver; it returns at once.
 
@@ -90,12 +79,10 @@ class Residents(Observer):
             after an `add` since the call began, and then says nothing.
     """
 
-    def __init__(
-        self, piece_bytes: int, fingerprint: str, wake: Wake, *, stored: Tell, deleted: Tell
-    ) -> None:
+    def __init__(self, piece_bytes: int, fingerprint: str, wake: Callable[[], object]) -> None:
         self._piece_bytes = piece_bytes
         self._fingerprint = fingerprint
-        self._wake, self._stored, self._deleted = wake, stored, deleted
+        self._wake = wake
         self.num_tiers = 1
         self.is_exact = False
         self.num_objects = self.num_adds = 0
@@ -109,10 +96,7 @@ class Residents(Observer):
         self._broken: dict[bytes, None] = {}
         self._asks: list[AskGauges] = []
         self._lock = runtime.lock()
-        self._delivery = runtime.lock()  # held for a few lines, never while LMCache is told
-        self._teller = DaemonThreads("kvxfer-lmcache-tell", 1)
-        self._told = Future[Any]()  # the last call
-        self._told.set_result(None)
+        self._delivery = runtime.lock()
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -248,38 +232,32 @@ class Residents(Observer):
                 if object_id in self._objects and self._objects[object_id].tiers:
                     self._broken[object_id] = None
 
-    def deliver(self) -> Future[Any]:
-        """Begin to tell LMCache which objects came and which are gone since the last call.
+    def deliver(self, stored: Tell, deleted: Tell) -> None:
+        """Tell LMCache which objects came and which are gone since the last call.
 
-        Returns:
-            The end of everything that it is being told.
+        While a listener holds up another thread's call for longer than `DELIVERY_S`, the changes
+        wait for the next call.
         """
-        with self._delivery:
+        if not self._delivery.acquire(timeout=DELIVERY_S):
+            return
+        try:
             came, gone = self._take_changes()
-            for call, changes in ((self._deleted, gone), (self._stored, came)):
+            for tell, changes in ((deleted, gone), (stored, came)):
                 if changes:
-                    self.tell(call, [key for key, _ in changes], [size for _, size in changes])
-            return self._told
+                    tell([key for key, _ in changes], [num_bytes for _, num_bytes in changes])
+        finally:
+            self._delivery.release()
 
     def introduce(self, register: Callable[[], object], tell: Tell) -> None:
-        """Register a listener between two deliveries, and tell it of the objects that there are.
-
-        It is registered after this if others are not told within `DELIVERY_S`.
-        """
-        with self._delivery:
-            self.tell(register)
+        """Register a listener between two deliveries, and tell it of the objects that there are."""
+        has_turn = self._delivery.acquire(timeout=DELIVERY_S)
+        try:
+            register()
             if there := self.list_objects(b"", sys.maxsize, None):
-                self.tell(tell, [key for _, key, _ in there], [size for *_, size in there])
-        runtime.wait_futures([self._told], DELIVERY_S)
-
-    def tell(self, call: Callable[..., object], *args: object) -> None:
-        """Begin to tell LMCache something, after everything before; nothing more after `close`."""
-        with self._lock, suppress(ClosedError):
-            self._told = self._teller.submit(_tell, call, *args)
-
-    def close(self) -> None:
-        """End the thread, after what LMCache is being told."""
-        self._teller.shutdown()
+                tell([key for _, key, _ in there], [num_bytes for *_, num_bytes in there])
+        finally:
+            if has_turn:
+                self._delivery.release()
 
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
@@ -360,7 +338,8 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                if resident.key is not None and resident.is_there:
+                is_there = resident.is_there
+                if resident.key is not None and is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
                         if resident.told_bytes:  # more of its files were listed
@@ -369,7 +348,7 @@ class Residents(Observer):
                         resident.told_bytes = num_bytes
                         came.append((resident.key, num_bytes))
                         self._relist.add(object_id)
-                elif resident.key is not None and resident.told_bytes:
+                elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
                     self._relist.add(object_id)
@@ -389,11 +368,3 @@ class Residents(Observer):
             oldest, _ = self._gone.popitem(last=False)
             if oldest in self._objects and not self._objects[oldest].is_known:
                 del self._objects[oldest]
-
-
-def _tell(call: Callable[..., object], *args: object) -> None:
-    """Tell LMCache's listeners; what one of them raises is its own failure."""
-    try:
-        call(*args)
-    except Exception:
-        logger.exception("a listener of LMCache failed")
