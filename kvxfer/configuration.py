@@ -5,6 +5,7 @@ import enum
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from threading import TIMEOUT_MAX
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -30,9 +31,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Base of the configurations of backends, which checks the type of each field.
 
     msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
-    Numbers of any type become those of the declared one; a float is not negative, and `LONGEST_S`
-    at most, and infinity is none; text is no number, no member of an enumeration, and has no
-    control characters. A subclass that has a `__post_init__` of its own calls this one first.
+    Numbers of any type become those of the declared one; a float is not negative, a time-out
+    `LONGEST_S` at most, and infinity is none; text is no number, no member of an enumeration, and
+    has no control characters. A subclass that has a `__post_init__` of its own calls this first.
 
     Raises:
         InvalidArgumentError: A field is of another type; the error names it and its value.
@@ -74,7 +75,7 @@ def _number(name: str, value: Any) -> float:
     number = require_number(name, value, NUMBER)
     with contextlib.suppress(OverflowError):  # of a number such as no float is
         if math.isfinite(value):
-            return min(number, LONGEST_S)
+            return min(number, LONGEST_S if name.endswith("timeout_s") else TIMEOUT_MAX)
     raise InvalidArgumentError(name, value, NUMBER)
 
 

@@ -214,7 +214,7 @@ class FileIndex:
     def put_back(self, victim: Victim, *, stays: bool) -> None:
         """Keep a victim that could not be removed, as the last one that is chosen again.
 
-        One in quarantine, which goes first, that `stays` is chosen when a walk has found it anew.
+        One in quarantine is the next again, or if it `stays`, when a walk has found it anew.
         """
         (file,) = file_ids(victim.fingerprint, [victim.key])
         with self._lock:
@@ -347,6 +347,7 @@ class FileIndex:
             entry.walk = self._num_walks
             if block.quarantined:
                 entry.used = 0.0
+                self._quarantined.move_to_end(file, last=False)
             else:
                 self._num_bytes += block.num_bytes_on_disk - entry.num_bytes
             entry.num_bytes = block.num_bytes_on_disk

@@ -14,7 +14,7 @@ from kvxfer.backends.file.file_index import STEP_PAUSE_S, FileIndex, Victim
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, MEDIUM_ERRORS
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
@@ -32,6 +32,9 @@ SHORT_SCAN_S = 0.05
 
 WALK_WAIT_S = 1.0
 """Seconds that a store without room waits for a walk, of which most take less."""
+
+OTHER_ERRORS = MEDIUM_ERRORS | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of a removal that say nothing of its file."""
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +346,9 @@ class Space:
             except OSError as exc:
                 is_apart = victim.quarantined or victim.fingerprint != self._folder.fingerprint
                 may_not = is_apart and exc.errno in (errno.EACCES, errno.EPERM)  # another user's
-                self._not_removed[victim] = stays = may_not or exc.errno in DAMAGE_ERRORS
+                of_file = victim.quarantined and exc.errno not in OTHER_ERRORS
+                stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
+                self._not_removed[victim] = stays
                 if not stays:
                     raise
                 logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)

@@ -521,7 +521,9 @@ class HostBackend(LendingBackend, ImmediateMover):
         wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         parts = zip(slots, sizes, wholes, strict=True)
         return sum(
-            size for slot, size, whole in parts if size < whole or not self.pool.is_hashed(slot)
+            size + whole * (size < whole)  # a part is verified with the whole
+            for slot, size, whole in parts
+            if size < whole or not self.pool.is_hashed(slot)
         )
 
     def drop_corrupt(

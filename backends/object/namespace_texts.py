@@ -38,7 +38,7 @@ class NamespaceTexts:
         self._bucket = bucket
         self._pages = pages
         self._writing, self._reading = Once(), Once()
-        self._look_at = -inf  # until they were written
+        self._look_at, self._read_again_at = -inf, inf  # until they were written
         self._met_others = False
         self.overwrites = False
         self.has_others = True
@@ -53,10 +53,18 @@ class NamespaceTexts:
         """Describe the namespace and note the kind of our pages, unless that was seen just now."""
         if self._writing.is_done and runtime.monotonic() >= self._look_at:
             self._writing = Once()
-        await self._writing.run(self._write)
+        try:
+            await self._writing.run(self._write)
+        except RequestFailedError as exc:
+            if self._look_at == -inf:
+                raise
+            logger.warning("%s: texts cannot be looked for: %s", self._bucket.place, exc)
+            self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 
     async def read(self) -> None:
         """Find out which kinds of pages there may be, once it succeeds."""
+        if self._reading.is_done and runtime.monotonic() >= self._read_again_at:
+            self._reading, self._read_again_at = Once(), inf
         await self._reading.run(self._read)
 
     async def aclose(self, timeout_s: float) -> None:
@@ -96,9 +104,11 @@ class NamespaceTexts:
         try:
             _, names = await self._bucket.list_folder(folder)
         except RequestFailedError as exc:
-            if not exc.transient:  # as for want of a right; pages are told apart by their headers
-                return
-            raise
+            if exc.transient:
+                raise
+            # As for want of a right; pages are told apart by their headers meanwhile.
+            self._read_again_at = runtime.monotonic() + LOOK_AGAIN_S
+            return
         kinds = [kind for kind, name in RECORDS.items() if name in names]
         has_others = not all(map(digester.integrity.reads, kinds))
         if digester.cipher is not None and Integrity.SEALED in kinds:

@@ -35,7 +35,8 @@ def log_to_stderr(level: str) -> None:
 def raise_descriptor_limit() -> None:
     """Let this process have as many descriptors as it may, as servers in Go have them at once."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError, OSError):  # of a limit that no process can have
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def stop_signal() -> asyncio.Event:

@@ -146,12 +146,12 @@ class BoxPlanner:
     """Planner of copies of blocks that are alike, as boxes of rows; thread-safe.
 
     Each part of the blocks, the pieces of one length, has to lie in the same way in all of them.
-    The pattern of the last batch is remembered: mostly the next one has it, too, and to find boxes
-    takes as long as to copy them.
+    The patterns of the last batches in either direction are remembered: mostly the next one has
+    one, too, and to find boxes takes as long as to copy them.
     """
 
     def __init__(self) -> None:
-        self._last: _Pattern | None = None
+        self._known: list[_Pattern] = []
 
     def plan(self, source: Descriptors, destination: Descriptors) -> "list[Boxes]":
         """Plan a copy.
@@ -162,11 +162,13 @@ class BoxPlanner:
         sides = [each for side in (source, destination) if (each := _by_block(side))]
         if len(sides) < 2:
             return []
-        lengths, pattern = [length for _, length in sides], self._last
-        if pattern is None or not _are_equal(lengths, pattern.lengths):
-            parts, firsts = (
-                _part(lengths[0]) if np.array_equal(lengths[0], lengths[1]) else (None, [0])
-            )
+        lengths = [length for _, length in sides]
+        known = [each for each in self._known if _are_equal(lengths, each.lengths)]
+        if known:
+            pattern = known[0]
+        else:
+            are_paired = np.array_equal(lengths[0], lengths[1])
+            parts, firsts = _part(lengths[0]) if are_paired else (None, [0])
             pattern = _Pattern([each.copy() for each in lengths], parts, firsts)
         begins, offsets = [], []
         for addresses, _ in sides:
@@ -178,13 +180,14 @@ class BoxPlanner:
                 return []
             begins.append(starts)
             offsets.append(places[0])
-        if not _are_equal(offsets, pattern.offsets):
+        alike = next((each for each in known if _are_equal(offsets, each.offsets)), None)
+        if alike is None:
             boxes = _find_boxes(pattern, offsets)
-            pattern = pattern._replace(offsets=[each.copy() for each in offsets], boxes=boxes)
+            alike = pattern._replace(offsets=[each.copy() for each in offsets], boxes=boxes)
             if max(map(len, lengths)) <= MOST_REMEMBERED_PIECES:
-                self._last = pattern
+                self._known = [alike, *self._known[:1]]
         planned = []
-        for nth, (corners, axes, row_bytes) in enumerate(pattern.boxes):
+        for nth, (corners, axes, row_bytes) in enumerate(alike.boxes):
             pairs = zip(begins, corners, strict=True)
             moved = [(begin[:, nth, None] + corner).reshape(-1) for begin, corner in pairs]
             planned.append(Boxes(np.stack(moved), axes, row_bytes))

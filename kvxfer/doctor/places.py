@@ -44,8 +44,9 @@ def check_folder(config: FileConfig) -> Finding:
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
     for each in (path, *path.absolute().parents):
         if each.is_symlink() and not each.exists():
-            found = f"{each} leads to {each.resolve()}, which is not there"
-            return error(found, why=why, mend=f"mount its disk, or: mkdir -p {each.resolve()}")
+            target = os.path.realpath(each)
+            found = f"{each} leads to {target}, which is not there"
+            return error(found, why=why, mend=f"mount its disk, or: mkdir -p {target}")
     if not folder.is_dir():
         return error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
     try:

@@ -93,10 +93,11 @@ class RowStore:
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
         num_rows = min(each.num_rows for each in rows.values())
-        num_jobs = min(NUM_JOBS, num_rows)
+        self._rows_per_job = -(-num_rows // NUM_JOBS)
+        num_jobs = -(-num_rows // self._rows_per_job)
         if (shares := engine.backend.provide(SharesBuffers)) is not None:
             shares.share_out(num_jobs)
-        self._rows_per_job, self._jobs_in_flight = num_rows // num_jobs, max(2, num_jobs - 1)
+        self._jobs_in_flight = max(2, num_jobs - 1)
         self._keys = SaltedKeys(self._purgeable)
         self._num_purges = 0  # that have begun
         self._num_purging = 0
@@ -226,7 +227,10 @@ class RowStore:
         try:
             with ExitStack() as held:
                 if job.direction is Direction.STORE:
-                    held.enter_context(self._beginning)
+                    left_s = min(_left_s(deadline), threading.TIMEOUT_MAX)
+                    if not self._beginning.acquire(timeout=left_s):
+                        raise TimeoutError("another store has not been copied in time")  # noqa: TRY301
+                    held.callback(self._beginning.release)
                     self._require_no_purge(job)
                     copy(job.pages, job.rows)
                 names = [self._keys.name(key) for key in keys[job.pages.start : job.pages.stop]]

@@ -50,9 +50,10 @@ def _bytes_per_token(path: Path, config: Any) -> int:
     config = config | (config.get("text_config") or {})
     dtype = config.get("dtype") or config.get("torch_dtype") or dtype
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    kinds |= {name for name, value in config.items() if value and _OTHER_LAYERS.search(name)}
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        kinds |= set() if "layer_types" in config else {"a sliding window"}
+    if "layer_types" not in config:
+        kinds |= {name for name, value in config.items() if value and _OTHER_LAYERS.search(name)}
+        is_sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+        kinds |= {"a sliding window"} if is_sliding else set()
     if others := ", ".join(sorted(kinds)):
         rule = f"full attention in all layers, not {others}; else give --bytes-per-token"
         raise InvalidArgumentError("model", str(path), rule)

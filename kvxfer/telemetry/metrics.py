@@ -169,18 +169,23 @@ class Metrics(Observer, Collector):
         require_instance("registry", self.registry, CollectorRegistry)
         self._asked: list[tuple[str, AskGauges]] = []
         self._lock = runtime.lock()
-        try:
-            self.registry.register(self)  # first: that finds another one
-        except ValueError as exc:
-            raise InvalidArgumentError("registry", registry, f"one without {PREFIX}*") from exc
         self._counters = {
-            name: Counter(PREFIX + name, meaning, labels, registry=self.registry)
+            name: Counter(PREFIX + name, meaning, labels, registry=None)
             for name, (meaning, labels) in COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry)
+            name: Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=None)
             for name, (meaning, labels) in HISTOGRAMS.items()
         }
+        registered: list[Collector] = []
+        try:
+            for each in (self, *self._counters.values(), *self._histograms.values()):
+                self.registry.register(each)
+                registered.append(each)
+        except ValueError as exc:
+            for each in registered:
+                self.registry.unregister(each)
+            raise InvalidArgumentError("registry", registry, f"one without {PREFIX}*") from exc
 
     def text(self) -> bytes:
         """Format everything in Prometheus' text format."""

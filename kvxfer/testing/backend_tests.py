@@ -559,6 +559,9 @@ class BackendTests(BackendSuite):
                 keys = make_keys(most, first=most * turns)
                 write_payloads(blocks, [make_payload(key, 576) for key in keys])
                 await cancel(await begin(backend.store(keys, blocks), turns % 3))
+                async with asyncio.timeout(LIMIT_S):  # tiers may still copy the blocks before these
+                    while not all(each.done for each in await backend.store(keys, blocks)):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
                 payloads = await store_generated(backend, keys, blocks)
                 await store_generated(backend, keys, blocks, version=1)
                 assert await load_done(backend, keys, target) == payloads

@@ -192,6 +192,8 @@ class IsolatedTier:
 
         A `BackendUnavailableError` if the tier may touch it for ever.
         """
+        if self._callers is None:  # nobody counts the requests
+            await self.drain()
         for ended, others in list(self._requests.items()):
             if overlap(blocks, others):
                 await asyncio.shield(ended)

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
+from kvxfer.integrations.vllm.offloading.interface import localities_of
 from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
 from tests.clock import Clock
 from tests.integrations.two_tiers import (
@@ -71,7 +72,7 @@ def test_a_request_is_not_given_what_is_below_where_it_may_not_read_that(
     scheduler, keys = start(KeepingBackend()), keys_of(2)
     scheduler.store(keys)
     scheduler.forget()
-    scheduler.tier.name = tier
+    scheduler.tier.localities = localities_of([tier])
     place = medium and base.Medium(medium), locality and base.Locality(locality)
     only = base.TierFilter(matchers=(base.TierMatcher(*place),))
     context = ReqContext("request", load_tier_filter=only)

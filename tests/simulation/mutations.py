@@ -341,8 +341,8 @@ TABLE = """
 +            with contextlib.suppress(OSError):
 +                with self
 @@ files 600 an eviction ends at a file that cannot be removed
--                self._not_removed[victim] = stays = may_not or exc.errno in DAMAGE_ERRORS
-+                self._not_removed[victim] = stays = may_not
+-                stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
++                stays = may_not
 @@ files 400 a corrupt block that two have found is taken off the count twice
 -            moved, is_known = self._quarantine(key, fd), True
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
@@ -534,7 +534,7 @@ TABLE = """
              if arrived and job.direction is Direction.LOAD:
 -                self._require_no_purge(job)
 @@ rows 200 pages of before a purge are stored after it
-                     held.enter_context(self._beginning)
+                     held.callback(self._beginning.release)
 -                    self._require_no_purge(job)
 @@ rows 500 a purge does not drain the stores that have begun
 -        await self._engine.drain()  # a store that is late would put its pages there afterwards

@@ -180,7 +180,7 @@ class GarbageCollection:
         removed = namespace.remove([block for block, _ in some])
         for (_, fate), num_bytes in zip(some, removed, strict=True):
             if isinstance(num_bytes, OSError):
-                self._errors.append(num_bytes)
+                self._errors = self._errors or [num_bytes]
             elif num_bytes is not None:
                 self._removed.add(fate, num_bytes)
 
