@@ -240,8 +240,7 @@ class TierWriter:
     def _end(
         self, source: IsolatedTier, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
     ) -> None:
-        failures = {Status.FAILED, Status.TIMED_OUT}
-        failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
+        failed = {key for key, each in zip(keys, outcomes, strict=True) if not each.done}
         stored = [key for key in keys if key not in failed]
         copy_retentions(stored, source.backend, self._target.backend)
         self._give_up(self.queue.end(runtime.monotonic(), stored=stored, failed=failed))

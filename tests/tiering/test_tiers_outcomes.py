@@ -266,3 +266,24 @@ async def test_what_is_deleted_is_not_brought_back_by_a_call_that_was_given_up(
         await asyncio.wait([calling, deleting])
         await backend.drain()
         assert await backend.lookup(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize("status", [Status.CANCELLED, Status.CORRUPT, Status.FAILED])
+async def test_a_copy_down_that_does_not_end_well_is_made_again(
+    memory: BlockMemory, status: Status
+) -> None:
+    class Reluctant(DictBackend):
+        num_stores = 0
+
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            self.num_stores += 1
+            if self.num_stores == 1:
+                return [Outcome(status)] * len(keys)
+            return await super().store(keys, blocks)
+
+    namespace = memory.namespace()
+    lower = Reluctant(None, namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await backend.flush()
+        assert await lower.lookup(KEYS[:1]) == [True]
