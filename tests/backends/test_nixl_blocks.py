@@ -459,3 +459,13 @@ def test_a_device_that_is_neither_the_host_nor_a_gpu_is_refused_by_name(device: 
     with pytest.raises(InvalidArgumentError, match="device of a region") as caught:
         Regions([wire.Region(100, 100), wire.Region(300, 100, device)])
     assert caught.value.value == device
+
+
+async def test_a_block_is_asked_of_a_suspended_peer_that_alone_may_have_it() -> None:
+    async with open_pair() as pair:
+        keys = make_keys(4, first=20)
+        blocks = pair.memory.describe(0, range(4))
+        await store_generated(pair.client, keys, blocks)
+        for peer in pair.client._exchange.clients.values():
+            peer.suspension.note_late(runtime.monotonic(), "another lookup", 1.0)
+        assert all(each.done for each in await pair.client.load(keys, blocks))

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -285,5 +286,27 @@ async def test_what_an_engine_writes_while_its_blocks_are_copied_is_not_lent(
             assert loan.checksums == checksum_blocks(loan.blocks, engine)
     assert lends.take_ended() == ["t"]
     await lends.aclose()
+    await threads.aclose()
+    engine.close()
+
+
+async def test_blocks_whose_ticket_ends_while_they_are_copied_are_lent_for_they_are_pinned(
+    memory: BlockMemory,
+) -> None:
+    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+    lender = make_lender(memory.caches, threads=threads, copy_engine=engine, staging_bytes=1)
+    lender.offer("t", KEYS[:1], [1], complete=True)
+    copy = engine.copy
+
+    def copy_late(source: Descriptors, destination: Descriptors) -> None:
+        lender.release(["t"])
+        assert lender.take_ended() == []
+        copy(source, destination)
+
+    with mock.patch.object(engine, "copy", copy_late):
+        async with lender.lend(BlockParts(KEYS[:1], [0], [memory.chunk_size_bytes(0)])) as loan:
+            assert statuses(loan.outcomes) == [Status.DONE]
+    assert lender.take_ended() == ["t"]
+    await lender.aclose()
     await threads.aclose()
     engine.close()

@@ -287,3 +287,21 @@ async def test_a_copy_down_that_does_not_end_well_is_made_again(
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await backend.flush()
         assert await lower.lookup(KEYS[:1]) == [True]
+
+
+async def test_a_drain_of_blocks_waits_for_a_late_load_of_any_engine(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    async with TieredBackend(
+        [open_dict(namespace), lower], namespace, timeouts=TierTimeouts(move_s=0.1)
+    ) as backend:
+        await store_generated(lower, KEYS[:1], memory.describe(0, [0]))
+        lower.rates = FaultRates(late=1.0)
+        blocks = memory.describe(0, [1])
+        [outcome] = await backend.load(KEYS[:1], blocks)
+        assert not outcome.memory_safe
+        draining = asyncio.ensure_future(backend.drain_of(blocks))
+        await yield_to_loop(32)
+        assert not draining.done()
+        lower.release()
+        await asyncio.wait_for(draining, 10.0)
