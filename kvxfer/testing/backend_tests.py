@@ -10,7 +10,7 @@ import random
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import product
+from itertools import chain, product, repeat
 
 import msgspec
 import numpy as np
@@ -291,7 +291,8 @@ class BackendTests(BackendSuite):
         async with await self.make_backend(namespace) as ours:
             await store_generated(ours, keys, memory.describe(0, [0, 1]))
             for field in ("model", "revision", "dtype", "config_hash"):
-                another = msgspec.structs.replace(namespace, **{field: "another"})
+                value = "float64" if field == "dtype" else "another"
+                another = msgspec.structs.replace(namespace, **{field: value})
                 async with await self.make_backend(another) as theirs:
                     assert await theirs.lookup(keys) == [False, False], f"{field} is not in it"
                     outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
@@ -408,9 +409,10 @@ class BackendTests(BackendSuite):
                     await cancel(await begin(call(blocks), turns))
                 del blocks, owner
                 await backend.drain()
-                stop = runtime.monotonic() + PATIENCE_S
+                stop, generations = runtime.monotonic() + PATIENCE_S, chain([1], repeat(2))
                 while owner_ref() is not None and runtime.monotonic() < stop:
-                    await asyncio.wrap_future(begin_aside("kvxfer-testing", partial(gc.collect, 1)))
+                    collect = partial(gc.collect, next(generations))
+                    await asyncio.wrap_future(begin_aside("kvxfer-testing", collect))
                 assert owner_ref() is None, f"{call.func.__name__} kept the descriptors"
 
     # Concurrent and cancelled calls.
