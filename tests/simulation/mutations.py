@@ -650,8 +650,8 @@ TABLE = """
 +        entries = chain(self._waiting.values(), self._taken.values())
 --- kvxfer/tiering/tier_writer.py
 @@ tiers 250 a write-back that timed out counts as done
--        failures = {Status.FAILED, Status.TIMED_OUT}
-+        failures = {Status.FAILED}
+-        failed = {key for key, each in zip(keys, outcomes, strict=True) if not each.done}
++        failed = {k for k, e in zip(keys, outcomes, strict=True) if e.status is Status.FAILED}
 --- kvxfer/storage/index.py
 @@ memory 250 a block that is pinned can be evicted
 -            if not entry.num_pins:
