@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -156,7 +157,7 @@ class NixlBackend(TellsKept):
         stores = await _ask_each(
             _by_home(homes, ranked),
             lambda home, at: call_backend(
-                _unless_suspended(home, home.store), _chosen(keys, at), blocks.take(at)
+                _fail if _is_suspended(home) else home.store, _chosen(keys, at), blocks.take(at)
             ),
         )
         for indices, stored in stores:
@@ -172,15 +173,9 @@ class NixlBackend(TellsKept):
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
-        for num_others, choice in zip(reversed(range(len(ranked))), ranked, strict=True):
-            loads = await _ask_each(
-                _by_home(homes, choice[None], left),
-                lambda home, at, others=num_others: call_backend(  # type: ignore[misc]
-                    _unless_suspended(home, home.load) if others else home.load,
-                    _chosen(keys, at),
-                    blocks.take(at),
-                ),
-            )
+        for nth, choice in enumerate(ranked, 1):
+            load = partial(_load_at, keys, blocks, len(ranked) - nth)
+            loads = await _ask_each(_by_home(homes, choice[None], left), load)
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
             left = [i for i in left if not outcomes[i].done and outcomes[i].memory_safe]
@@ -278,12 +273,16 @@ def _is_suspended(home: Home) -> bool:
     return bool(suspension and suspension.num_failures and suspension.is_on(runtime.monotonic()))
 
 
-def _unless_suspended(home: Home, move: Move) -> Move:
-    return _fail if _is_suspended(home) else move
-
-
 async def _fail(keys: Sequence[BlockKey], _: Descriptors) -> list[Outcome]:
     return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
+
+
+def _load_at(
+    keys: Sequence[BlockKey], blocks: Descriptors, num_others: int, home: Home, at: Sequence[int]
+) -> Coroutine[Any, Any, list[Outcome]]:
+    """Load some blocks from a home; one that is suspended only where no others come after it."""
+    move: Move = _fail if num_others and _is_suspended(home) else home.load
+    return call_backend(move, _chosen(keys, at), blocks.take(at))
 
 
 async def _delete_at(home: Home, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
