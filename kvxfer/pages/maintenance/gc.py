@@ -67,15 +67,15 @@ class GarbageCollection:
         self._order = _UseOrder()
         self._num_bytes_going = 0
         self._removed = RemovedCounts()
-        self._errors: list[OSError] = []
+        self._error: OSError | None = None
 
     def run(self) -> RemovedCounts:
         """Remove files, and correct the count of bytes; then an OSError tells of one that stays."""
         self._store.require()
         with contextlib.closing(self._open_count()) as count:
             self._collect(count)
-        if self._errors:
-            raise self._errors[0]
+        if self._error is not None:
+            raise self._error
         return self._removed
 
     def preview(self) -> RemovedCounts:
@@ -180,7 +180,7 @@ class GarbageCollection:
         removed = namespace.remove([block for block, _ in some])
         for (_, fate), num_bytes in zip(some, removed, strict=True):
             if isinstance(num_bytes, OSError):
-                self._errors = self._errors or [num_bytes]
+                self._error = self._error or num_bytes
             elif num_bytes is not None:
                 self._removed.add(fate, num_bytes)
 
