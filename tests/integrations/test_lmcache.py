@@ -792,14 +792,16 @@ def test_pieces_left_over_that_the_backend_kept_go_later(
 
 
 def test_an_adapter_that_fails_leaves_no_backend_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FaultyBackend, "aclose", closed := AsyncMock())
+    opened = Mock()
+    monkeypatch.setattr(KVXferL2Adapter, "open_backend", opened)
     with pytest.raises(InvalidArgumentError, match="staging_bytes is "):
-        FaultyAdapter(PARAMS | {"staging": 1 << 60})
-    assert closed.call_count == 1
+        KVXferL2Adapter(PARAMS | {"staging": 1 << 60})
+    assert not opened.called
     monkeypatch.setattr(FaultyBackend, "attach", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(FaultyBackend, "aclose", closed := AsyncMock())
     with pytest.raises(MemoryError):
         FaultyAdapter(PARAMS)
-    assert closed.call_count == 2
+    assert closed.call_count == 1
 
 
 def test_a_backend_that_cannot_be_closed_is_told_and_leaves_no_thread(

@@ -29,7 +29,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory, staging_of
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory, allocate_aligned, staging_of
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 
@@ -90,8 +90,8 @@ class ObjectStore:
     def __init__(
         self, open_it: Callable[[], Backend], settings: AdapterSettings, residents: Residents
     ) -> None:
-        self._settings = settings
-        self._residents = residents
+        allocate_aligned(settings.staging)  # what cannot be had is refused before a tier is opened
+        self._settings, self._residents = settings, residents
         self._staging: dict[Direction, StagingMemory] = {}
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
