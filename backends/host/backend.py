@@ -517,7 +517,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     def _count_hashed(
         self, keys: Sequence[BlockKey], slots: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """Count the bytes of parts whose checksums no tag has."""
+        """Count the bytes to hash: of parts, with their wholes, and of blocks without checksums."""
         wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         parts = zip(slots, sizes, wholes, strict=True)
         return sum(

@@ -146,7 +146,8 @@ class CacheLender(Lender):
     def revoke(self, ticket: str) -> None:
         """End a ticket that the engine gives up; ignored if it is not known.
 
-        Its blocks must not be overwritten before `take_ended` returns it.
+        An engine that has lost its blocks, as vLLM at a preemption, may write to them at once:
+        readers find that out by generations and checksums, and a copy being made is not lent.
         """
         revoked = self.book.revoke(ticket)
         self._withdraw(revoked)
