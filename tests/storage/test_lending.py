@@ -2,10 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, closing
 from typing import Any
-from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -51,6 +50,18 @@ def memory() -> BlockMemory:
 
 
 @pytest.fixture
+def engine() -> Iterator[CPUCopyEngine]:
+    with closing(CPUCopyEngine()) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Threads]:
+    async with aclosing(Threads("test-lending", 1)) as threads:
+        yield threads
+
+
+@pytest.fixture
 def lender(memory: BlockMemory) -> CacheLender:
     """Lender of an engine that has offered a block."""
     lender = make_lender(memory.caches)
@@ -60,7 +71,11 @@ def lender(memory: BlockMemory) -> CacheLender:
 
 @pytest.fixture(params=["host", "staged", "cache"])
 async def each_lender(
-    request: pytest.FixtureRequest, memory: BlockMemory, lender: CacheLender
+    request: pytest.FixtureRequest,
+    memory: BlockMemory,
+    lender: CacheLender,
+    engine: CPUCopyEngine,
+    threads: Threads,
 ) -> AsyncIterator[Lender]:
     namespace = memory.namespace()
     if request.param == "cache":
@@ -69,15 +84,12 @@ async def each_lender(
         async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as host:
             yield host
     else:
-        threads, engine = Threads("test-lending", 1), CPUCopyEngine()
         async with DictBackend(None, namespace) as inner:
             staged = StagedLender(
                 inner, namespace, copy_engine=engine, threads=threads, max_bytes=1 << 18
             )
             yield staged
             await staged.aclose()
-        await threads.aclose()
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -209,12 +221,10 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
 
 
 async def test_a_block_that_has_another_key_when_its_checksum_is_there_is_not_lent(
-    memory: BlockMemory,
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
 ) -> None:
-    threads, engine, may_hash = Threads("test-lending", 1), CPUCopyEngine(), threading.Event()
-    lender = CacheLender(
-        memory.caches, lease_s=8, description=b"", threads=threads, copy_engine=engine
-    )
+    may_hash = threading.Event()
+    lender = make_lender(memory.caches, threads=threads, copy_engine=engine)
     threads.start(may_hash.wait)
     async with AsyncExitStack() as held:
         lending = []
@@ -228,14 +238,11 @@ async def test_a_block_that_has_another_key_when_its_checksum_is_there_is_not_le
         lent = await asyncio.gather(*lending)
     assert [statuses(each.outcomes) for each in lent] == [[Status.MISSING], [Status.DONE]]
     await lender.aclose()
-    await threads.aclose()
-    engine.close()
 
 
 async def test_an_engine_waits_for_no_reader_of_a_copy_and_for_none_that_waits_for_a_buffer(
-    memory: BlockMemory,
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
 ) -> None:
-    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
     size = memory.chunk_size_bytes(0)
     lender = make_lender(memory.caches, threads=threads, copy_engine=engine, staging_bytes=1)
     parts = BlockParts(KEYS[:1], [0], [size])
@@ -261,14 +268,11 @@ async def test_an_engine_waits_for_no_reader_of_a_copy_and_for_none_that_waits_f
         await late
         assert outcomes == [Status.MISSING]
     await lender.aclose()
-    await threads.aclose()
-    engine.close()
 
 
 async def test_what_an_engine_writes_while_its_blocks_are_copied_is_not_lent(
-    memory: BlockMemory,
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
 ) -> None:
-    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
     size, copy = memory.chunk_size_bytes(0), engine.copy
 
     def revoke_and_copy(source: Descriptors, destination: Descriptors) -> None:
@@ -286,14 +290,11 @@ async def test_what_an_engine_writes_while_its_blocks_are_copied_is_not_lent(
             assert loan.checksums == checksum_blocks(loan.blocks, engine)
     assert lends.take_ended() == ["t"]
     await lends.aclose()
-    await threads.aclose()
-    engine.close()
 
 
 async def test_blocks_whose_ticket_ends_while_they_are_copied_are_lent_for_they_are_pinned(
-    memory: BlockMemory,
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
 ) -> None:
-    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
     lender = make_lender(memory.caches, threads=threads, copy_engine=engine, staging_bytes=1)
     lender.offer("t", KEYS[:1], [1], complete=True)
     copy = engine.copy
@@ -303,10 +304,8 @@ async def test_blocks_whose_ticket_ends_while_they_are_copied_are_lent_for_they_
         assert lender.take_ended() == []
         copy(source, destination)
 
-    with mock.patch.object(engine, "copy", copy_late):
+    with patch.object(engine, "copy", copy_late):
         async with lender.lend(BlockParts(KEYS[:1], [0], [memory.chunk_size_bytes(0)])) as loan:
             assert statuses(loan.outcomes) == [Status.DONE]
     assert lender.take_ended() == ["t"]
     await lender.aclose()
-    await threads.aclose()
-    engine.close()
