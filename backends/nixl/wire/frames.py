@@ -94,20 +94,15 @@ class FrameCodec:
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._num_sent = self._num_received = 0
 
-    def encode(self, message: Message) -> bytearray:
+    def encode(self, message: Message) -> bytes:
         """Make the next frame to send; an `InvalidArgumentError` of a large one counts nothing."""
-        frame = bytearray(HEADER_BYTES)
-        self._encoder.encode_into(message, frame, HEADER_BYTES)
-        payload_bytes = len(frame) - HEADER_BYTES
-        if payload_bytes > self._max_frame_bytes:
+        payload = self._encoder.encode(message)
+        if len(payload) > self._max_frame_bytes:
             name, limit = type(message).__name__, f"at most {self._max_frame_bytes} bytes"
-            raise InvalidArgumentError(f"size of a message {name}", payload_bytes, limit)
-        _HEADER.pack_into(frame, 0, payload_bytes)
-        if self._seals is not None:
-            payload = memoryview(frame)[HEADER_BYTES:]
-            frame = frame + _seal(self._seals[0], self._num_sent, payload)
+            raise InvalidArgumentError(f"size of a message {name}", len(payload), limit)
+        seal = b"" if self._seals is None else _seal(self._seals[0], self._num_sent, payload)
         self._num_sent += 1
-        return frame
+        return b"".join((_HEADER.pack(len(payload)), payload, seal))
 
     def body_size(self, header: bytes | bytearray) -> int:
         """Read how many bytes follow a header: payload, and seal if there is one."""
@@ -121,7 +116,7 @@ class FrameCodec:
         """Verify the seal of the bytes after a header, and return the payload."""
         payload = memoryview(body)
         if self._seals is not None:
-            payload, seal = payload[:-SEAL_BYTES], payload[-SEAL_BYTES:]
+            payload, seal = payload[:-SEAL_BYTES], body[-SEAL_BYTES:]
             expected = _seal(self._seals[1], self._num_received, payload)
             if not hmac.compare_digest(expected, seal):
                 changed = "was changed, repeated, left out or made with another key"
@@ -140,7 +135,7 @@ class FrameCodec:
             raise ProtocolError(self.peer, detail) from exc
 
 
-def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
+def _seal(keyed: hmac.HMAC, number: int, payload: bytes | memoryview) -> bytes:
     # Not `hmac.digest`, which releases the GIL whatever the size.
     seal = keyed.copy()
     seal.update(_SEALED.pack(number))

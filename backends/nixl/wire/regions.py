@@ -189,7 +189,9 @@ class Regions:
 
     def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
         """Whether all stretches surely lie in one region: the usual case, found at little cost."""
-        lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
+        # Not `min` and `max` of arrays, which are calls of Python around these.
+        lowest, highest = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
+        longest = int(np.maximum.reduce(lengths))
         return any(
             start <= lowest and highest + longest <= start + num_bytes
             for start, num_bytes, _ in self._regions
