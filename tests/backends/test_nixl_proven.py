@@ -278,7 +278,7 @@ class Liars:
         self._lies: weakref.WeakKeyDictionary[FrameCodec, bool] = weakref.WeakKeyDictionary()
         self._encode = FrameCodec.encode
 
-    def encode(self, codec: FrameCodec, message: wire.Message) -> bytearray:
+    def encode(self, codec: FrameCodec, message: wire.Message) -> bytes:
         """Encode a message in place of `FrameCodec.encode`; mutate every other one of a liar."""
         lies = self._lies.setdefault(codec, self.rng is not None)
         if self.rng and lies and isinstance(message, self._kinds) and self.rng.random() < 0.5:
@@ -328,7 +328,7 @@ async def test_mutated_messages_cost_who_says_them_and_nobody_else(
 ) -> None:
     rng, desk, liars = Rng(stage), RecordingDesk({"ours": OURS}), Liars(STAGES[stage])
 
-    def encode(codec: FrameCodec, message: wire.Message) -> bytearray:
+    def encode(codec: FrameCodec, message: wire.Message) -> bytes:
         return liars.encode(codec, message)
 
     monkeypatch.setattr(FrameCodec, "encode", encode)
