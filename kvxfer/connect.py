@@ -346,9 +346,8 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
         raise InvalidArgumentError("backend", shown(url), "no fragment after '#'")
     try:
         path = unquote(parts.path, errors="strict")
-        is_strict = bool(parts.query)
         query = parse_qsl(
-            parts.query, keep_blank_values=True, strict_parsing=is_strict, errors="strict"
+            parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), errors="strict"
         )
     except UnicodeDecodeError:  # or different values would be the same
         raise InvalidArgumentError("backend", shown(url), "UTF-8 after each '%'") from None

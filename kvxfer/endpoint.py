@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import re
 import socket
 import stat
 from dataclasses import dataclass
@@ -66,14 +67,22 @@ class Endpoint:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a URL as it stands: `urlsplit` leaves out line ends, tabs, and what is in front.
+    """Split a URL as it stands, whose host may be a list of some, with commas between.
+
+    `urlsplit` leaves out line ends, tabs, and what is in front, and knows of a single host: current
+    releases of Python refuse a list with an IPv6 address behind the first host.
 
     Raises:
         ValueError: It is no URL, has control characters in it, or begins or ends with a space.
     """
     if url != url.strip() or find_control(url):
         raise ValueError("no control characters, and no spaces around it")
-    return urlsplit(url)
+    found = re.match("[^:/?#]*://([^/?#]*)", url)
+    if found is None:
+        return urlsplit(url)
+    for host in found[1].split(","):
+        urlsplit(f"//{host}")
+    return urlsplit(url[: found.start(1)] + url[found.end(1) :])._replace(netloc=found[1])
 
 
 def free_ports(number: int = 1) -> int:

@@ -35,9 +35,7 @@ class InvalidArgumentError(KVXferError, ValueError):
     """
 
     def __init__(self, argument: str, value: object, expected: str) -> None:
-        self.argument = argument
-        self.value = value
-        self.expected = expected
+        self.argument, self.value, self.expected = argument, value, expected
         super().__init__(f"{argument} is {_brief(code_of(value))}; expected {expected}")
 
 
@@ -45,9 +43,7 @@ class BlockIdError(InvalidArgumentError, LookupError):
     """Block id that the cache does not have."""
 
     def __init__(self, group: int, block_id: int, num_blocks: int) -> None:
-        self.group = group
-        self.block_id = block_id
-        self.num_blocks = num_blocks
+        self.group, self.block_id, self.num_blocks = group, block_id, num_blocks
         super().__init__(f"block_ids[{group}]", block_id, f"0 <= block id < {num_blocks}")
 
 
@@ -64,8 +60,7 @@ class UnknownGroupError(InvalidArgumentError, LookupError):
     """KV-cache group index that the caches do not have."""
 
     def __init__(self, group: int, num_groups: int) -> None:
-        self.group = group
-        self.num_groups = num_groups
+        self.group, self.num_groups = group, num_groups
         super().__init__("group", group, f"0 <= group < {num_groups}")
 
 
@@ -73,8 +68,7 @@ class LengthMismatchError(InvalidArgumentError):
     """Keys and blocks that do not match one to one."""
 
     def __init__(self, num_keys: int, num_blocks: int, rule: str) -> None:
-        self.num_keys = num_keys
-        self.num_blocks = num_blocks
+        self.num_keys, self.num_blocks = num_keys, num_blocks
         super().__init__("keys", num_keys, f"{num_blocks} keys ({rule})")
 
 
@@ -128,9 +122,7 @@ class PageMappingError(LayoutError):
     """
 
     def __init__(self, axis: str, actual: object, expected: str) -> None:
-        self.axis = axis
-        self.actual = actual
-        self.expected = expected
+        self.axis, self.actual, self.expected = axis, actual, expected
         super().__init__(f"pages cannot be mapped along {axis!r}: {actual}; expected {expected}")
 
 
@@ -145,10 +137,7 @@ class CacheMismatchError(LayoutError):
     """
 
     def __init__(self, group: int | None, field: str, ours: object, theirs: object) -> None:
-        self.group = group
-        self.field = field
-        self.ours = ours
-        self.theirs = theirs
+        self.group, self.field, self.ours, self.theirs = group, field, ours, theirs
         where = "" if group is None else f" of group {group}"
         super().__init__(
             f"caches differ in {field}{where}: ours is {code_of(ours)}, theirs is {code_of(theirs)}"
@@ -164,8 +153,7 @@ class SpecMergeError(KVXferError, ValueError):
     """
 
     def __init__(self, field: str, values: Sequence[object]) -> None:
-        self.field = field
-        self.values = tuple(values)
+        self.field, self.values = field, tuple(values)
         super().__init__(f"cannot merge specs: {field} differs: {list(values)!r}")
 
 
@@ -173,8 +161,7 @@ class AttestationError(KVXferError):
     """Canonical view that does not show the bytes written through the engine's view."""
 
     def __init__(self, layer_name: str, block_id: int, detail: str) -> None:
-        self.layer_name = layer_name
-        self.block_id = block_id
+        self.layer_name, self.block_id = layer_name, block_id
         super().__init__(f"layer {layer_name!r}, block {block_id}: {detail}")
 
 
@@ -188,9 +175,7 @@ class NamespaceMismatchError(KVXferError, ValueError):
     """
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
-        self.field = field
-        self.ours = ours
-        self.theirs = theirs
+        self.field, self.ours, self.theirs = field, ours, theirs
         super().__init__(f"namespaces differ in {field}: ours is {ours!r}, theirs is {theirs!r}")
 
 
@@ -199,8 +184,7 @@ class CapacityError(KVXferError, MemoryError):
 
     def __init__(self, resource: str, needed_bytes: int, available_bytes: int) -> None:
         self.resource = resource
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
         super().__init__(f"{resource}: needs {needed_bytes} bytes, {available_bytes} are available")
 
 
@@ -220,12 +204,9 @@ class ForkedError(KVXferError, RuntimeError):
     """
 
     def __init__(self, what: str, pid: int) -> None:
-        self.what = what
-        self.pid = pid
-        super().__init__(
-            f"{what} was opened by process {pid} and cannot be used after a fork: "
-            f"open one in each process"
-        )
+        self.what, self.pid = what, pid
+        rule = "cannot be used after a fork: open one in each process"
+        super().__init__(f"{what} was opened by process {pid} and {rule}")
 
 
 class EventLoopError(KVXferError, RuntimeError):
@@ -262,9 +243,7 @@ class DeviceError(KVXferError, RuntimeError):
     """
 
     def __init__(self, device_index: int, call: str, code: str) -> None:
-        self.device_index = device_index
-        self.call = call
-        self.code = code
+        self.device_index, self.call, self.code = device_index, call, code
         super().__init__(f"device cuda:{device_index}: {call} returned {code}")
 
 
@@ -333,9 +312,7 @@ class HandshakeError(PeerError):
     """
 
     def __init__(self, peer: str, field: str, ours: str, theirs: str) -> None:
-        self.field = field
-        self.ours = ours
-        self.theirs = theirs
+        self.field, self.ours, self.theirs = field, ours, theirs
         super().__init__(peer, f"{field} differs: ours is {ours!r}, theirs is {theirs!r}")
 
 
@@ -349,9 +326,7 @@ class UnsupportedEngineError(KVXferError, RuntimeError):
     """
 
     def __init__(self, engine: str, version: str, supported: str, detail: str) -> None:
-        self.engine = engine
-        self.version = version
-        self.supported = supported
+        self.engine, self.version, self.supported = engine, version, supported
         super().__init__(f"{engine} {version} is not supported ({detail}); supported: {supported}")
 
 
@@ -365,9 +340,7 @@ class BlockStateError(KVXferError, LookupError):
     """
 
     def __init__(self, key: bytes, state: str | None, expected: str) -> None:
-        self.key = key
-        self.state = state
-        self.expected = expected
+        self.key, self.state, self.expected = key, state, expected
         super().__init__(f"block {key.hex()} is {state or 'absent'}; expected {expected}")
 
 
@@ -394,8 +367,7 @@ class PageBoundsError(LayoutError):
 
     def __init__(self, layer_name: str, needed_bytes: int, storage_bytes: int) -> None:
         self.layer_name = layer_name
-        self.needed_bytes = needed_bytes
-        self.storage_bytes = storage_bytes
+        self.needed_bytes, self.storage_bytes = needed_bytes, storage_bytes
         super().__init__(
             f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
             f"{storage_bytes} bytes"

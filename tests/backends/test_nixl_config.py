@@ -3,9 +3,11 @@
 import contextlib
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import pytest
@@ -141,6 +143,27 @@ def test_a_secret_that_is_too_short_is_refused_and_not_shown(
     assert (of_file.value.argument, of_file.value.value) == ("secret_file", str(tmp_path / "file"))
     assert of_variable.value.value == SECRET_VARIABLE
     assert "fifteen" not in f"{of_file.value} {of_variable.value}"
+
+
+def test_addresses_of_ipv6_may_follow_others_in_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `urlsplit` refuses what is in front of a bracket, as in current Python."""
+
+    def split(url: str) -> SplitResult:
+        if re.match(r"[^/?#]*//[^/?#]+\[", url):
+            raise ValueError("Invalid IPv6 URL")
+        return urlsplit(url)
+
+    monkeypatch.setattr("kvxfer.endpoint.urlsplit", split)
+    hosts = "127.0.0.1:1,[::1]:2"
+    listed, found = (
+        parse_backend(f"nixl://{place}")[1] for place in (hosts, f"?discover=etcd://{hosts}/p")
+    )
+    assert isinstance(listed, NixlConfig)
+    assert isinstance(found, NixlConfig)
+    assert found.etcd is not None
+    assert listed.peers == found.etcd.endpoints == (Endpoint("127.0.0.1", 1), Endpoint("::1", 2))
+    with pytest.raises(InvalidArgumentError, match="expected a URL"):
+        parse_backend("nixl://127.0.0.1:1,[::1:2")
 
 
 def test_without_a_secret_and_tls_every_address_is_on_this_machine() -> None:
