@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from errno import EADDRNOTAVAIL, EAFNOSUPPORT
 from math import inf
 from typing import Any
 
@@ -22,18 +23,37 @@ Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
 
 
 async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
-    """Listen at every address of an endpoint's host; port 0 becomes the real port."""
-    host, port = endpoint.host, endpoint.port
-    look_up = asyncio.get_running_loop().getaddrinfo
-    found = await look_up(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    listening: list[socket.socket] = []
+    """Listen at every address here of an endpoint's host; port 0 becomes the real port."""
+    look_up, host = asyncio.get_running_loop().getaddrinfo, endpoint.host
+    found = await look_up(host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with contextlib.ExitStack() as opened:
-        for family, *_, address in dict.fromkeys(found):
-            made = runtime.listen((address[0], port, *address[2:]), family=family, backlog=BACKLOG)
-            listening.append(opened.enter_context(made))
-            port = made.getsockname()[1]
+        listening = [opened.enter_context(each) for each in listen_here(found)]
         opened.pop_all()
-    return listening, Endpoint(host, port)
+    return listening, Endpoint(host, listening[0].getsockname()[1])
+
+
+def listen_here(found: Iterable[Any], *, backlog: int = BACKLOG) -> Iterator[socket.socket]:
+    """Listen at the addresses of a host, all at one port, but for those that this machine lacks.
+
+    Names such as `localhost` have an address of IPv6 also where there is none, as in containers.
+
+    Raises:
+        OSError: No address is one of this machine, or one is in use.
+    """
+    port, missing = 0, None
+    for family, *_, address in dict.fromkeys(found):
+        try:
+            at = address[0], port or address[1], *address[2:]
+            made = runtime.listen(at, family=family, backlog=backlog)
+        except OSError as exc:
+            missing = exc
+            if exc.errno not in (EADDRNOTAVAIL, EAFNOSUPPORT):
+                raise
+        else:
+            port = made.getsockname()[1]
+            yield made
+    if missing and not port:
+        raise missing
 
 
 class Listener:

@@ -7,6 +7,12 @@ import sys
 
 import pytest
 
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.endpoint import Endpoint
+from kvxfer.listener import listen_at
+from kvxfer.units import ByteSize
+from tests.cli import peers
+
 LIMIT_S = 30
 NUM_CLIENTS = 100
 SERVE = """
@@ -62,3 +68,25 @@ def test_silent_clients_make_room_where_no_descriptor_is_left(name: str) -> None
         server.kill()
         said = server.stderr.read()
         assert said.count("Too many open files") == said.count("\n") == 1, said
+
+
+FOREIGN = socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0)
+LOOPBACK = socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)
+
+
+async def test_addresses_of_a_name_that_this_machine_lacks_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `localhost` has one of IPv6 in containers that have no IPv6."""
+    found = [FOREIGN, LOOPBACK]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    (listening,), endpoint = await listen_at(Endpoint("localhost", 0))
+    with listening:
+        assert listening.getsockname() == ("127.0.0.1", endpoint.port)
+    config = NixlConfig(listen="localhost:0", capacity=ByteSize(1 << 20), transport="socket")
+    async with NixlBackend(config, peers.namespace()) as holder:
+        await holder.start()
+        assert await holder.lookup(peers.KEYS) == [False] * len(peers.KEYS)
+    del found[1:]
+    with pytest.raises(OSError, match="2001:db8::1"):
+        await listen_at(Endpoint("localhost", 0))

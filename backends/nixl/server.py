@@ -34,7 +34,7 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.listener import Listener
+from kvxfer.listener import Listener, listen_here
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.calls import delete_for_others
@@ -466,20 +466,19 @@ class Server:
         """Begin to listen."""
         at = self.endpoint
         try:
-            # A name may have several addresses; use the first one for control and data.
+            # A name may have several addresses; use the first one here for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
                 at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             if self._closed:
                 raise ClosedError(f"server at {at}")
-            family, *_, address = found[0]
             waiting = self._config.max_connections
-            control = runtime.listen(address, family=family, backlog=waiting)
+            control = next(listen_here(found, backlog=waiting))
             self._listener.add(control, partial(self._meet, self._serve))
             at = Endpoint(at.host, self.data_port)
-            data = runtime.listen(
-                (address[0], self.data_port, *address[2:]), family=family, backlog=waiting
-            )
+            host, _, *more = control.getsockname()
+            address = host, self.data_port, *more
+            data = runtime.listen(address, family=control.family, backlog=waiting)
             self._listener.add(data, partial(self._meet, self._serve_data))
         except OSError as exc:
             self._listener.stop()
