@@ -84,10 +84,10 @@ def params_of_answer(body: bytes) -> msgspec.Raw | None:
     """Find the parameters for the decode leg in a prefill engine's answer; None without them."""
     try:
         params = msgspec.json.decode(body, type=_Answer).kv_transfer_params
-    except msgspec.DecodeError:
+        content = bytes(params)
+        return params if content.startswith(b"{") and msgspec.json.decode(content) else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    content = bytes(params)
-    return params if content.startswith(b"{") and msgspec.json.decode(content) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ class FakeEngine:
         if body.get("stream"):
             return await self._stream(request)
         is_prefill = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        if is_prefill and isinstance(self.params, bytes):
+            return web.Response(body=b'{"kv_transfer_params": %s}' % self.params)
         params = {"kv_transfer_params": self.params} if is_prefill else {}
         return web.json_response({"by": self.url, **params})
 

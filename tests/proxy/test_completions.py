@@ -90,6 +90,8 @@ async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on(stat
         ({"params": None}, "no_params"),
         ({"params": {}}, "no_params"),
         ({"params": "nonsense"}, "no_params"),
+        ({"params": b'{"remote_host": "\xff"}'}, "no_params"),
+        ({"params": b'{"deep": ' * 10_000 + b"1" + b"}" * 10_000}, "no_params"),
     ],
 )
 async def test_decodes_alone_when_the_prefill_engine_is_of_no_use(
