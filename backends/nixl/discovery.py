@@ -149,7 +149,7 @@ def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcemen
         raise InvalidArgumentError("name", name, wanted)
     try:
         return endpoint, _DECODER.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # also of text that is not UTF-8
         raise InvalidArgumentError("announcement", data[:64], f"an announcement: {exc}") from exc
 
 

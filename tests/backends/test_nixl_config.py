@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.backends.nixl import (
@@ -278,6 +278,7 @@ def roster() -> Roster:
     return Roster(OURS, lambda peer: NixlConfig().require_proof("peer", peer), grace_s=GRACE_S)
 
 
+@example(b"", b'{"namespace": "\xff"}')
 @given(st.binary(max_size=400), st.binary(max_size=5000))
 def test_any_bytes_are_an_announcement_or_an_argument_error(name: bytes, data: bytes) -> None:
     for each in (name, b"127.0.0.1:1"):

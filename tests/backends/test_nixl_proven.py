@@ -59,6 +59,7 @@ REGIONS = {
 FORGED: dict[str, bytes | dict[str, object]] = {
     "random bytes": random.Random(4).randbytes(500),
     "half of an agent's": msgspec.msgpack.encode(["name", []]),
+    "a name that is not UTF-8": b"\x96\xa1\xff" + bytes(5),
     "random bytes of NIXL": {"opaque": random.Random(5).randbytes(500)},
     "nothing of NIXL": {"opaque": b""},
     "another name": {"name": "somebody"},

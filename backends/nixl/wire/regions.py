@@ -229,7 +229,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         """Decode bytes of `encode`."""
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
-        except msgspec.MsgspecError as exc:
+        except ValueError as exc:  # also of text that is not UTF-8
             raise InvalidArgumentError(
                 "metadata", metadata[:16], f"the metadata of an agent ({exc})"
             ) from exc
