@@ -40,6 +40,7 @@ OF_PEERS = (
 )
 """Options that are fields of `NixlConfig`; like its times they have no meaning for a host pool."""
 
+MIN_LEASE_S = 4.0  # two heartbeats of engines
 _NUMBERS = ("N", "PORT")
 _OPTIONS: Mapping[str, str] = {
     "--data-port PORT 0": "second port that peers connect to, for blocks that NIXL does not move; "
@@ -50,8 +51,7 @@ _OPTIONS: Mapping[str, str] = {
     "are served, and memory is reserved at once; default: those of the first engine that connects",
     "--warm N 0": "blocks to bring from the first file tier into memory before this process is "
     "ready, those that were used last; needs --namespace",
-    "--secret-file FILE": "file with the secret that all peers share; default: the variable "
-    "KVXFER_SECRET",
+    "--secret-file FILE": "file with the secret of all peers; default: the variable KVXFER_SECRET",
     "--tls-cert FILE": "certificate of this process, PEM",
     "--tls-key FILE": "private key of that certificate, PEM",
     "--tls-ca FILE": "certificate of the authority that signs those of all peers, PEM",
@@ -65,12 +65,10 @@ _OPTIONS: Mapping[str, str] = {
     "--etcd-key FILE": "private key of that certificate, PEM",
     "--lease TIME 8s": "time for which blocks stay pinned for a peer that is silent; default 8s",
     "--timeout TIME 10s": "time that the bytes of blocks may take through sockets; default 10s",
-    "--drain-timeout TIME 20s": "time to wait at the end for blocks that are being moved; default "
-    "20s",
+    "--drain-timeout TIME 20s": "time to wait at the end for blocks being moved; default 20s",
     "--warm-timeout TIME 60s": "time that --warm may take; the rest stays below; default 60s",
     "--ready HOST:PORT": "address that answers GET /ready: 200, or 503 while starting and draining",
-    "--metrics HOST:PORT": "address that answers GET /metrics for Prometheus; may be that of "
-    "--ready",
+    "--metrics HOST:PORT": "address of GET /metrics for Prometheus; may be that of --ready",
     "--events ADDRESS": "address such as tcp://127.0.0.1:5557, at which routers subscribe to the "
     "blocks that come and go; a ZMQ socket that speaks vLLM's KV events",
     "--events-replay ADDRESS": "address at which routers ask again for events that they lost",
@@ -239,7 +237,7 @@ def _open_holder(
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
 
-    lease_s = Duration.parse(arguments.lease, name="lease")
+    lease_s = Duration.parse(arguments.lease, name="lease", minimum_s=MIN_LEASE_S)
     config = NixlConfig(
         **{name: getattr(arguments, name) for name in ("listen", *OF_PEERS)},
         capacity=capacity,

@@ -118,7 +118,7 @@ def test_it_has_as_many_descriptors_as_it_may() -> None:
 @processes
 def test_it_says_where_it_listens_and_its_pages_may_have_one_address() -> None:
     port = free_ports()
-    times = ["--lease", "3s", "--timeout", "1min", "--log-level", "debug"]
+    times = ["--lease", "4s", "--timeout", "1min", "--log-level", "debug"]
     options = ["--data-port", str(port), "--metrics", ANY_PORT]
     with serving(*SMALL, *options, *times) as peer:
         told = f"INFO listening at {peer.endpoint} (port {port} for data, secret off, TLS off)\n"
@@ -284,6 +284,7 @@ POOL = ["--pool", "/nonexistent/pool.sock"]
             "tier is 'nixl://127.0.0.1:7000'; expected another process than this one",
         ),
         ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
+        ([*PEER, "--lease", "3s"], "lease is '3s'; expected from 4 s to "),
         ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),
         (POOL, "cannot listen at /nonexistent/pool.sock: "),
         ([*POOL, "--warm", "3"], "warm is 3; expected a number of blocks, with --namespace and"),
