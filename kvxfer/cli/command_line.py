@@ -100,7 +100,8 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         elif not said:
             said = str(exc)
     if said and sys.stderr is not None:
-        sys.stderr.write(f"{program}: {printable(said)}\n")
+        with contextlib.suppress(OSError):  # of a reader that is gone: the status says it, too
+            sys.stderr.write(f"{program}: {printable(said)}\n")
     return status
 
 

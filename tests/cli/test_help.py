@@ -1,5 +1,6 @@
 """`kvxfer --help`: its text, its few imports, and the package's names in spite of them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from kvxfer.backends.nixl import Transport
 from kvxfer.cli import _COMMANDS, main
 from kvxfer.cli.serve import TRANSPORTS
+from tests.cli.peers import COMMAND
 
 pytestmark = pytest.mark.processes
 
@@ -74,6 +76,15 @@ def test_what_cannot_be_parsed_is_one_line_and_status_2(
     name = " ".join(["kvxfer", *arguments[:-1]])
     assert re.fullmatch(rf"{name}: .+; see {name} --help\n", printed.err)
     assert not printed.out
+
+
+@pytest.mark.parametrize("output", ["a pipe that nobody reads", "/dev/full"])
+def test_an_error_has_its_status_also_where_it_cannot_be_said(output: str) -> None:
+    reads, writes = os.pipe() if output.startswith("a pipe") else (os.dup(0), os.open(output, 1))
+    os.close(reads)
+    result = subprocess.run([*COMMAND, "ls", "/nonexistent"], stderr=writes, check=False)
+    os.close(writes)
+    assert result.returncode == 2
 
 
 def test_public_names_are_there_when_they_are_asked_for() -> None:
