@@ -180,11 +180,9 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             if finding.bad:
                 note(Problem(finding.block.path, finding.reason))
             bar.update(finding.block.num_bytes)
-    report.good = counts[Verdict.GOOD]
-    report.keyed = counts[Verdict.KEYED]
-    report.sealed = counts[Verdict.SEALED]
-    report.unchecked = counts[Verdict.UNCHECKED]
-    report.gone = counts[Verdict.GONE]
+    order = Verdict.GOOD, Verdict.KEYED, Verdict.SEALED, Verdict.UNCHECKED, Verdict.GONE
+    numbers = map(counts.__getitem__, order)
+    report.good, report.keyed, report.sealed, report.unchecked, report.gone = numbers
     return report
 
 
@@ -345,11 +343,14 @@ def _open_store(
     argument: str, split: Callable[[str], tuple[str, str]] | None = None
 ) -> "Iterator[tuple[BlockStore, str]]":
     """Open a store, or that of a block file, whose path is split into a root and the path below."""
+    wanted = "a folder, or one of s3://, gs://, az://"
+    if not argument:  # which is no name of the folder that the command runs in
+        raise InvalidArgumentError("path", argument, wanted)
     if "://" not in argument:
         from kvxfer.backends.file.folder_store import FolderStore
 
         root, path = split(str(Path(argument).absolute())) if split else (argument, "")
-        yield FolderStore(Path(root)), path
+        yield FolderStore(Path(root or "/")), path
         return
     from kvxfer.backends.object import BucketStore, ObjectConfig
     from kvxfer.connect import parse_backend
@@ -357,7 +358,7 @@ def _open_store(
     _, config = parse_backend(argument)
     if not isinstance(config, ObjectConfig):
         kind = argument.partition("://")[0]
-        raise InvalidArgumentError("path", f"{kind}://", "a folder, or one of s3://, gs://, az://")
+        raise InvalidArgumentError("path", f"{kind}://", wanted)
     root, path = split(config.path) if split else (config.path, "")
     config = msgspec.structs.replace(config, path=root)
     with contextlib.closing(BucketStore(config)) as store:

@@ -95,7 +95,7 @@ def is_comparable(argument: str) -> bool:
         return bool(parts.netloc) and "," not in parts.netloc
     if parts.scheme == "file":
         return not parts.query
-    return "://" not in argument
+    return bool(argument) and "://" not in argument
 
 
 def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:

@@ -113,6 +113,21 @@ def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
         assert {*tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("command", ["ls", "fsck", "gc", "inspect", "doctor"])
+def test_an_empty_path_is_not_the_folder_that_the_command_runs_in(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    namespace = store.fill()
+    monkeypatch.chdir(store.root)
+    status, printed, said = run(command, "", *[store.root][: command == "doctor"])
+    assert (status, printed) == (2, "")
+    name = "argument" if command == "doctor" else "path"
+    assert said.startswith(f"kvxfer {command}: {name} is ''; expected a f")
+    block = store.path(namespace, store.keys[0])
+    monkeypatch.chdir(block.parent)
+    assert run("inspect", f"/{block.name}")[0] == 2  # nor is it one at the root
+
+
 @pytest.mark.parametrize("option", ["--capacity", "--max-age"])
 def test_a_bound_that_is_empty_is_named(store: Store, run: Run, option: str) -> None:
     store.fill()
