@@ -3,12 +3,14 @@
 import errno
 import logging
 import os
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.extras import require_extra
+from kvxfer.listener import listen_here
 from kvxfer.settings import warn_of_misspelt_variables
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import Observer
@@ -76,8 +78,7 @@ def span_observers() -> list[Observer]:
 
 
 def _metrics_of_process() -> list["Metrics"]:
-    text = os.environ.get(VARIABLE, "")
-    if not text:
+    if not (text := os.environ.get(VARIABLE, "")):
         return []
     opened = text, os.getpid()  # a fork has no thread of its parent
     with _opening:
@@ -96,7 +97,10 @@ def _show_metrics(first: Endpoint) -> "Metrics":
     last = min(first.port + MAX_PROCESSES - 1, MAX_PORT) if first.port else 0
     for port in range(first.port, last + 1):
         try:
-            server, _ = start_http_server(port, first.host, metrics.registry)
+            found = socket.getaddrinfo(first.host, port, type=socket.SOCK_STREAM)
+            with next(listen_here(found)) as free:  # at the first address that is here
+                host = free.getsockname()[0]
+            server, _ = start_http_server(port, host, metrics.registry)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE:
                 text = f"{VARIABLE}: cannot listen at {first}: {exc}"

@@ -238,19 +238,15 @@ class Journal:
         self._process = f"{socket.gethostname()}-{os.getpid()}-{int(1e9 * runtime.wall_time()):x}"
         self._lock = runtime.lock()
         self._waiting: list[tuple[float, JournalObserver, Event | None]] = []
-        self._num_waiting_keys = 0
-        self._num_lost = 0
+        self._num_waiting_keys = self._num_lost = 0
         self._lost_at_s = 0.0
         self._sources: dict[int, Source] = {}
         self._numbers = itertools.count()
         self._observers = WeakValueDictionary[int, JournalObserver]()
         self._telling: set[tuple[int, str]] = set()  # tiers that tell what they have stored
         self._file: IO[bytes] | None = None
-        self._num_bytes = 0
-        self._part = 0
-        self._has_failed = False
-        self._is_closing = False
-        self._is_closed = False
+        self._num_bytes = self._part = 0
+        self._has_failed = self._is_closing = self._is_closed = False
         self._wake = runtime.event()
         self._flushing = runtime.lock()
         self._thread = runtime.start_thread(self._run, name="kvxfer-journal")

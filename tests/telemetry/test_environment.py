@@ -1,12 +1,15 @@
 """Metrics that an environment variable shows: of each process, at a port of its own."""
 
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import prometheus_client
 import pytest
 
 from kvxfer.connect import open_backend
@@ -69,6 +72,34 @@ def misses(port: int) -> float:
     name = 'kvxfer_lookup_blocks_total{outcome="miss",tier="none"} '
     (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
     return float(value)
+
+
+def test_metrics_are_at_the_first_address_of_a_name_that_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `localhost` has one of IPv6 in containers that have no IPv6."""
+    look_up = socket.getaddrinfo
+
+    def look_up_both(host: str, port: int, *more: Any, **kinds: Any) -> list[Any]:
+        found = [] if host != "localhost" else look_up("2001:db8::1", port, *more, **kinds)
+        return found + look_up("127.0.0.1" if found else host, port, *more, **kinds)
+
+    start, started = prometheus_client.start_http_server, list[Any]()
+
+    def start_server(*arguments: Any) -> Any:
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_both)
+    monkeypatch.setattr(prometheus_client, "start_http_server", start_server)
+    monkeypatch.setattr(environment, "_opened", {})
+    monkeypatch.setenv(environment.VARIABLE, "localhost:0")
+    assert environment.environment_observers(NAMESPACE)
+    ((server, thread),) = started
+    server.shutdown()
+    server.server_close()
+    thread.join(TIMEOUT_S)
+    assert server.server_address[0] == "127.0.0.1"
 
 
 @pytest.mark.slow
