@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         study = fleet.study_fleet(trace, machine, asked, seed=arguments.seed)
         show(study, fleet.format_fleet, as_json=arguments.json)
         return 0
-    budget = replay.parse_budget(arguments.budget) if arguments.budget else None
+    budget = None if arguments.budget is None else replay.parse_budget(arguments.budget)
     report = replay.Report(
         trace=replay.summarise(trace),
         machine=machine,
@@ -93,7 +93,7 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     _require("bytes_per_token", per_token, 1, MAX_BYTES_PER_TOKEN)
     bandwidths = {**DEFAULT_BANDWIDTHS}
     for medium in bandwidths:
-        if text := getattr(arguments, f"{medium}_bandwidth"):
+        if (text := getattr(arguments, f"{medium}_bandwidth")) is not None:
             bandwidths[medium] = float(ByteSize.parse(text, name=f"{medium}-bandwidth"))
     speed = arguments.prefill_tokens_per_s
     return Machine(bytes_per_token=per_token, prefill_tokens_per_s=speed, bandwidths=bandwidths)

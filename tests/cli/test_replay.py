@@ -73,6 +73,8 @@ def test_a_trace_is_read_from_a_file_whatever_its_name(tmp_path: Path, run: Run)
         ([*SIZED, "--backend", "file:///kv?capacity=4KiB"], "capacity is 4096; expected"),
         ([*SIZED, "--backend", "nixl://127.0.0.1:1"], "expected a host://, file://, s3://"),
         ([*SIZED, "--budget", "tape=4GiB"], "budget is 'tape=4GiB'; expected host=SIZE"),
+        ([*SIZED, "--budget", ""], "budget is ''; expected host=SIZE"),
+        ([*SIZED, "--file-bandwidth", ""], "file-bandwidth is ''; expected a positive size"),
         ([*SIZED, "--fleet", "holders=0"], "holders is 0"),
         ([*SIZED, "--fleet", "replicas=9,groups=200"], "replicas is 9"),
         ([*SIZED, "--fleet", "holders=9,holders=3"], "expected each size once"),
