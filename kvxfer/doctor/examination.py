@@ -110,6 +110,9 @@ def plan_checks(
 
 
 def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Check]:
+    if isinstance(config, NixlConfig) and not config.peers:  # else a peer is asked with it
+        place = config.discover or f"nixl://?listen={config.listen}"
+        yield Check("store-secret", place, partial(places.check_secret, config))
     match config:
         case FileConfig():
             url = f"file://{config.path}"
@@ -132,9 +135,9 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
             yield Check("pool", f"pool://{config.path}", partial(places.check_pool, config))
         case ObjectConfig():
             hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
-            yield Check(
-                "bucket", config.url, partial(places.check_bucket, hurried), STEPS_OF_BUCKET
-            )
+            check = partial(places.check_bucket, hurried)
+            yield Check("store-secret", config.url, partial(places.check_secret, config))
+            yield Check("bucket", config.url, check, STEPS_OF_BUCKET)
         case MooncakeConfig():
             short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
             check = partial(places.check_mooncake, short)
@@ -147,13 +150,9 @@ def _collect(check: Check) -> list[Finding]:
         results = [found] if isinstance(found, Finding) else list(found)
     except Exception as exc:  # noqa: BLE001 - a check that fails is a finding of its own
         said = printable(f"{type(exc).__name__}: {exc}", MAX_CHARACTERS)
-        results = [
-            error(
-                f"cannot be examined: {said}",
-                why="An engine may fail in the same way.",
-                mend="see what the error names; else report it, with this line",
-            )
-        ]
+        why = "An engine may fail in the same way."
+        mend = "see what the error names; else report it, with this line"
+        results = [error(f"cannot be examined: {said}", why=why, mend=mend)]
     return [result.of(check.name, check.subject) for result in results]
 
 

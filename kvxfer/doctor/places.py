@@ -14,7 +14,7 @@ from kvxfer.backends.file.io import open_engine, probe_direct
 from kvxfer.backends.file.space import MIN_FREE_FILES
 from kvxfer.backends.host.available_memory import read_mounts
 from kvxfer.backends.mooncake import MooncakeConfig
-from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
+from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer, tls_contexts
 from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_once
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
@@ -60,17 +60,17 @@ def check_folder(config: FileConfig) -> Finding:
     return ok(f"can be written to, namespaces: {len([*BlockTree(path).namespaces()])}")
 
 
-def check_secret(config: FileConfig) -> Finding:
-    """Check that the checksums which were asked for can be made."""
+def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
+    """Check that the checksums which were asked for can be made, or that peers can be proven."""
     try:
+        if isinstance(config, NixlConfig):
+            tls_contexts(config)
+            return ok("none is needed" if config.read_secret() is None else "there is one")
         Digester(config.integrity, read_secret(config.secret_file), config.tenant)
     except (InvalidArgumentError, MissingExtraError) as exc:
-        return error(
-            str(exc),
-            why="The store is not opened without its secret and the package for it.",
-            mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE; "
-            "chmod 600 SECRET_FILE",
-        )
+        why = "It is not opened without its secret and the package for it."
+        mend = "pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE; "
+        return error(str(exc), why=why, mend=f"{mend}chmod 600 SECRET_FILE")
     return ok(f"integrity={config.integrity.value}")
 
 

@@ -32,7 +32,8 @@ PLACES = (
     ),
     *("pool:///pool", "s3://bucket", "mooncake://10.0.0.6:50051"),
 )
-PLANNED = [check.name for check in plan_checks([parse_backend(url)[1] for url in PLACES], 1.0)]
+CONFIGS = [parse_backend(url)[1] for url in PLACES]
+PLANNED = [*dict.fromkeys(check.name for check in plan_checks(CONFIGS, 1.0))]
 BEHIND_PEER = PLANNED.index("peer") + 1
 CHECKS = [*PLANNED[:BEHIND_PEER], "peer-carrier", *PLANNED[BEHIND_PEER:], "sharing"]
 FRESH = {"PATH": os.environ["PATH"], "PYTHONHASHSEED": "0"}

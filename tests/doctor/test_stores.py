@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.file import FileConfig, Integrity
-from kvxfer.doctor import Finding, Severity
+from kvxfer.backends.nixl import SECRET_VARIABLE
+from kvxfer.connect import parse_backend
+from kvxfer.doctor import Finding, Severity, plan_checks, run_checks
 from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
@@ -20,7 +22,7 @@ from kvxfer.doctor.places import (
 from kvxfer.units import ByteSize
 from tests.backends.file_store import mounted, tmpfs
 from tests.cli.stores import Store
-from tests.doctor.findings import ERROR, OK, WARNING, expect, make_root
+from tests.doctor.findings import ERROR, OK, TIMEOUT_S, WARNING, expect, make_root
 
 GIB = 1 << 30
 SOUND = (check_folder, check_secret, check_space, check_inodes)
@@ -134,3 +136,24 @@ def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) ->
         expect_of(check_secret, tmp_path, ERROR, "chmod 600", **keyed, secret_file=secret)
     pytest.importorskip("blake3")
     expect_of(check_secret, tmp_path, OK, **keyed, secret_file=str(secret_file))
+
+
+@pytest.mark.parametrize(
+    ("url", "severity"),
+    [
+        ("s3://bucket/prefix?integrity=sealed", ERROR),
+        ("s3://bucket/prefix", OK),
+        ("nixl://?listen=0.0.0.0:7000&capacity=1GiB", ERROR),
+        ("nixl://?listen=127.0.0.1:7000&capacity=1GiB&secret_file=/nonexistent", ERROR),
+        ("nixl://?listen=127.0.0.1:7000&capacity=1GiB", OK),
+        ("nixl://?discover=etcd://127.0.0.1:2379/kv&secret_file=/nonexistent", ERROR),
+    ],
+)
+def test_a_secret_is_missing_in_buckets_and_where_this_process_listens(
+    url: str, severity: Severity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    planned = plan_checks([parse_backend(url)[1]], TIMEOUT_S)
+    checks = [each for each in planned if each.name == "store-secret"]
+    (finding,) = run_checks(checks, timeout_s=TIMEOUT_S)
+    expect(finding, severity)
