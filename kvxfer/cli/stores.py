@@ -180,9 +180,11 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             if finding.bad:
                 note(Problem(finding.block.path, finding.reason))
             bar.update(finding.block.num_bytes)
-    order = Verdict.GOOD, Verdict.KEYED, Verdict.SEALED, Verdict.UNCHECKED, Verdict.GONE
-    numbers = map(counts.__getitem__, order)
-    report.good, report.keyed, report.sealed, report.unchecked, report.gone = numbers
+    report.good = counts[Verdict.GOOD]
+    report.keyed = counts[Verdict.KEYED]
+    report.sealed = counts[Verdict.SEALED]
+    report.unchecked = counts[Verdict.UNCHECKED]
+    report.gone = counts[Verdict.GONE]
     return report
 
 

@@ -62,15 +62,16 @@ def check_folder(config: FileConfig) -> Finding:
 
 def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
     """Check that the checksums which were asked for can be made, or that peers can be proven."""
+    mend = "head -c 32 /dev/urandom > SECRET_FILE; chmod 600 SECRET_FILE"
     try:
         if isinstance(config, NixlConfig):
             tls_contexts(config)
             return ok("none is needed" if config.read_secret() is None else "there is one")
+        mend = f"pip install 'kvxfer[keyed,sealed]'; {mend}"
         Digester(config.integrity, read_secret(config.secret_file), config.tenant)
     except (InvalidArgumentError, MissingExtraError) as exc:
         why = "It is not opened without its secret and the package for it."
-        mend = "pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE; "
-        return error(str(exc), why=why, mend=f"{mend}chmod 600 SECRET_FILE")
+        return error(str(exc), why=why, mend=mend)
     return ok(f"integrity={config.integrity.value}")
 
 
