@@ -161,19 +161,17 @@ class HostPool:
 
         That hashes the bytes, if they are to be hashed, and tags the slots.
         """
-        starts = blocks.payload_starts
-        stops = starts + blocks.block_sizes
+        stops = (starts := blocks.payload_starts) + blocks.block_sizes
         if (longest := int(np.maximum.reduce(stops))) > self.shape.part_size_bytes:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
-        self._open(slots, part)
+        self.empty(slots, part)
         target = self.describe(slots, starts, stops, part=part)
         if blocks.device == HOST:
             copy = self._copy_engine.begin(blocks, target)
         else:
             copy = _SlotCopy(self.lost, slots, partial(self._copy_engine.begin, blocks, target))
-        finish = self._hash_and_tag
-        return copy, partial(finish, slots, keys, starts.tolist(), stops.tolist(), part)
+        return copy, partial(self._hash_and_tag, slots, keys, starts.tolist(), stops.tolist(), part)
 
     def read(
         self,
@@ -212,8 +210,7 @@ class HostPool:
                 chosen = slots[start:stop], keys[start:stop], blocks.select(start, stop)
                 outcomes += self.read(*chosen, part=part)
             return outcomes, Copy()
-        starts = blocks.payload_starts
-        stops = starts + blocks.block_sizes
+        stops = (starts := blocks.payload_starts) + blocks.block_sizes
         tags = self._tags[list(slots), part].tolist()
         outcomes = list(map(self._judge, tags, slots, keys, starts.tolist(), stops.tolist()))
         if hashed:
@@ -222,8 +219,7 @@ class HostPool:
                 self._verify_bytes(tag, slot, key, part) if each.done else each
                 for each, tag, slot, key in rows
             ]
-        done = positions_done(outcomes)
-        if not done:
+        if not (done := positions_done(outcomes)):
             return outcomes, Copy()
         if len(done) < len(outcomes):
             blocks, slots = blocks.take(done), [slots[index] for index in done]
@@ -264,7 +260,7 @@ class HostPool:
     def unseal(self, slots: Sequence[int]) -> None:
         """Mark slots as empty before their bytes are written by other means, such as NIXL."""
         for part in range(self.shape.num_parts):
-            self._open(slots, part)
+            self.empty(slots, part)
 
     def find(
         self,
@@ -345,7 +341,7 @@ class HostPool:
         """Empty slots, so that a reader who knows a place of theirs cannot prove what he reads."""
         for part in range(self.shape.num_parts):
             starts = self._tags[list(slots), part]["start"]
-            self._open(slots, part)
+            self.empty(slots, part)
             inside = starts < self.shape.part_size_bytes  # of a tag that is not damaged
             self._data[np.asarray(slots)[inside], part, starts[inside].astype(np.int64)] ^= 0xFF
 
@@ -455,7 +451,7 @@ class HostPool:
             return DONE  # an unhashed one has nothing to compare with
         return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
 
-    def _open(self, slots: Sequence[int], part: int) -> None:
+    def empty(self, slots: Sequence[int], part: int) -> None:
         """Mark a part of slots as empty, before it is written."""
         self._tags["key"][list(slots), part] = 0
         self.generations.change(slots)

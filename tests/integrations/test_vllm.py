@@ -194,6 +194,22 @@ def test_a_store_that_cannot_be_is_reported_done_and_dropped(
     assert engine.manager.lookup(keys[0], context) is LookupResult.MISS
 
 
+def test_a_store_that_cannot_be_leaves_no_chunk_of_before_a_reset(engine: Engine) -> None:
+    """Its slot is the same, and has the values of old weights."""
+    keys, blocks = keys_of(1), GPULoadStoreSpec([1, 2], [2, 0], [0, 0])
+    too_few = GPULoadStoreSpec([1], [1, 0], [0, 0])
+    for spec, found in (blocks, LookupResult.HIT), (too_few, LookupResult.MISS):
+        engine.manager.reset_cache()
+        output = engine.manager.prepare_store(keys, context := ReqContext("request"))
+        assert output is not None
+        for worker in engine.workers:
+            worker.submit_store(1, spec, output.store_spec)
+            worker.wait({1})
+            worker.get_finished()
+        engine.manager.complete_store(set(keys), context)
+        assert engine.manager.lookup(keys[0], context) is found
+
+
 def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) -> None:
     keys = keys_of(1)
     for worker, memory in zip(engine.workers, engine.memories, strict=True):

@@ -56,6 +56,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
     ) -> bool:
         """Begin to copy blocks of the caches to their slots."""
         try:
+            self._engine.backend.empty(dst_spec.slots)
             keys, ids, firsts = self._batch(src_spec, dst_spec)
             self._require_whole_chunks(keys, ids, firsts)
             self._ours[job_id] = self._engine.submit_store(keys, ids, first_block_indices=firsts)
@@ -81,14 +82,13 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         finished = {job.job_id: job for job in self._engine.get_finished()}
         for job_id in [each for each, ours in self._ours.items() if ours in finished]:
             job = finished[self._ours.pop(job_id)]
-            if not job.done:
-                failed = [outcome for outcome in job.outcomes if not outcome.done]
+            if failed := [outcome for outcome in job.outcomes if not outcome.done]:
                 name = job.direction.name.lower()
                 logger.error("%s job %d: %d blocks: %s", name, job_id, len(failed), failed[0])
             results.append(
                 TransferResult(
                     job_id=job_id,
-                    success=job.done or job.direction is Direction.STORE,
+                    success=not failed or job.direction is Direction.STORE,
                     transfer_size=job.num_bytes,
                     transfer_time=job.seconds,
                 )
