@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 415,
     "kvxfer/integrations": 9_934,
     "kvxfer/kvcache": 5_288,
-    "kvxfer/lending": 1_430,
+    "kvxfer/lending": 1_429,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_104,

@@ -162,14 +162,12 @@ class PromptExchange:
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         is_new = not require_text("ticket", ticket)
         lease = runtime.token_bytes(16).hex() if is_new else self._read(ticket)[1]
-        keys: list[BlockKey] = []
-        blocks: list[int] = []
+        pairs: list[tuple[BlockKey, int]] = []
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
-            named = prompt.block_keys(group, size, end)
-            kept = [at for at, block in enumerate(ids[group]) if block != self._null_block_id]
-            keys += [named[at] for at in kept if at < len(named)]
-            blocks += [ids[group][at] for at in kept if at < len(named)]
+            named = zip(prompt.block_keys(group, size, end), ids[group], strict=False)
+            pairs += [pair for pair in named if pair[1] != self._null_block_id]
+        keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
         is_complete = stop == prompt.num_tokens
         async with asyncio.timeout(self._timeout_s):
             await wait_for_mark(self._handover.reader.mark())

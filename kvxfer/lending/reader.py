@@ -53,6 +53,9 @@ ASK_AGAIN_S = 0.01
 LOOK_S = 0.005
 """Time between two looks for pages that are still being computed."""
 
+LOOKED_FOR = 256
+"""Most pages of a worker that a look asks for: the first ones, since they are computed in order."""
+
 SETTLE_S = 0.25
 """Time that a ticket may take from the answer of the other engine's server to its workers, unless
 they know of it before its blocks are offered."""
@@ -506,8 +509,7 @@ class Reader:
         async def hold(worker: Endpoint, each: Sequence[BlockKey]) -> Held:
             return await self._exchange.peer(worker).hold(ticket, each)
 
-        pairs = zip(workers, keys, strict=True)
-        holds = [asyncio.ensure_future(hold(*pair)) for pair in pairs]
+        holds = [asyncio.ensure_future(hold(*pair)) for pair in zip(workers, keys, strict=True)]
         try:
             every = await asyncio.gather(*holds)
         finally:  # one that goes on after another has failed would hold a ticket that was left
@@ -623,12 +625,12 @@ class Reader:
             except KVXferError as exc:  # it is gone; what is left says so
                 logger.debug("%s is not known any more: %s", waits_for, exc)
                 break
+            if not may_come:
+                break
             ready = _choose(left, there)
             left = _choose(left, [~each for each in there])
             if ready:
                 yield ready
-            elif not may_come:
-                break
             else:
                 await asyncio.sleep(LOOK_S)
         if left:
@@ -637,13 +639,12 @@ class Reader:
     async def _look(
         self, workers: Sequence[Endpoint], blocks: Sequence[tuple[_Part, _Rows]], ticket: str
     ) -> tuple[list[NDArray[np.bool_]], bool]:
-        """Find out which blocks are there, and whether others are being computed."""
-        there: list[NDArray[np.bool_]] = []
-        may_come = True
+        """Find out which of the next blocks are there, and whether more are being computed."""
+        there, may_come = list[NDArray[np.bool_]](), True
         for part, rows in blocks:
-            client = self._exchange.peer(workers[part.rank])
-            held = await client.hold(ticket, part.keys_of(rows))
-            there.append(np.array(held.there, bool))
+            asked = part.keys_of(rows[:LOOKED_FOR])
+            held = await self._exchange.peer(workers[part.rank]).hold(ticket, asked)
+            there.append(np.array(held.there + [False] * (len(rows) - len(asked)), bool))
             may_come &= held.is_known and not held.is_complete
         return there, may_come
 

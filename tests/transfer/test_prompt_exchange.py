@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import kvxfer
+from kvxfer.backends.nixl.client import Client
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
 from kvxfer.lending import PromptExchange
+from kvxfer.lending import reader as reader_module
 from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer.cache_memory import CacheMemory
 
@@ -184,7 +186,16 @@ async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) ->
         await wait_until_ended(lender, ticket)
 
 
-async def test_a_prompt_is_fetched_while_it_is_computed() -> None:
+async def test_a_prompt_is_fetched_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look for its next blocks asks for a few of them, however many there are."""
+    hold, asked = Client.hold, list[int]()
+
+    def counted_hold(client: Client, ticket: str, keys: Any) -> Any:
+        asked.append(len(keys))
+        return hold(client, ticket, keys)
+
+    monkeypatch.setattr(Client, "hold", counted_hold)
+    monkeypatch.setattr(reader_module, "LOOKED_FOR", 2)
     (lent, theirs), (read, ours) = caches(), caches()
     compute(theirs)
     blocks, targets = [3, 1, 4, 15, 9, 2], [1, 2, 3, 4, 5, 6]
@@ -199,3 +210,4 @@ async def test_a_prompt_is_fetched_while_it_is_computed() -> None:
         assert await lender.offer(TOKENS, [blocks], ticket=ticket) == ticket
         assert not any((await loading).bad_blocks)
     assert torch.equal(ours[targets], theirs[blocks])
+    assert set(asked[2:]) <= {1, 2}, "beside the two questions of the reader"
