@@ -195,6 +195,22 @@ def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -
     assert scheduler.manager._write_back.is_taken(other)
 
 
+def test_what_waited_for_the_tier_below_is_begun_in_several_steps_or_at_the_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "MAX_BEGUN", 1)
+    monkeypatch.setattr(manager, "MAX_SHARE_ON_THE_WAY_DOWN", 1.0)
+    monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", False)
+    backend = KeepingBackend()
+    scheduler = start(backend)
+    scheduler.store(keys_of(4))
+    monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", True)
+    scheduler.step()
+    assert scheduler.manager._write_back.num_taken == 1
+    scheduler.manager.shutdown()
+    assert len(backend._blocks) == 4
+
+
 @pytest.mark.parametrize("answer", ["an error", "false", "a cancellation"])
 def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch, answer: str

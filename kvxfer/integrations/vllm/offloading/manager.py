@@ -55,6 +55,8 @@ VERIFY_BYTES_PER_STEP = 256 << 20
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
 """Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
 and stores need room."""
+MAX_BEGUN = 2048
+"""Most chunks that one call begins to copy down, such as the first one after a tier has failed."""
 MAX_SHARE_FOR_UNKNOWN = 1 / 8
 """Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
 of which the tier below is yet to say whether it has them."""
@@ -172,6 +174,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
+        self._max_begun = MAX_BEGUN
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._reports = Reports(observers, metrics.HOST)
@@ -360,8 +363,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._prefill.end_step()
         idle = self._index.num_free_slots + self._index.num_evictable
         gauges = {gauge.value: value for gauge, value in self._gauges().items()}
-        gauges[metrics.PINNED] = self._index.num_slots - idle
-        return self._metrics.report(gauges)
+        return self._metrics.report(gauges | {metrics.PINNED: self._index.num_slots - idle})
 
     def shutdown(self) -> None:
         """Write all chunks back to the lower tier, as far as time allows; may be called again."""
@@ -372,7 +374,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             if self._tier is None:
                 return
             closed.callback(self._tier.close)
-            self._max_going_down = self._index.num_slots  # nothing else needs room any more
+            self._max_going_down = self._max_begun = self._index.num_slots  # nothing else needs it
             self._copy_down(self._tier)
             if left := self._write_back.forget(self._index.keys()):  # but for those that go down
                 logger.warning("the lower tier: %d blocks were not written back there", len(left))
@@ -467,7 +469,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
-        taken = self._write_back.take(now, self._max_going_down - self._write_back.num_taken)
+        room = self._max_going_down - self._write_back.num_taken
+        taken = self._write_back.take(now, min(room, self._max_begun))
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
             # What is below is to be deleted first; others do not wait for that.
             self._write_back.put_off(now, waiting, failed=False)
@@ -496,8 +499,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             for moved in failed:
                 status = moved.outcome.status
                 self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
-            text = "%d chunks were not loaded, the first: %s"
-            logger.warning(text, len(failed), failed[0].outcome)
+            logger.warning("%d chunks were not loaded, first: %s", len(failed), failed[0].outcome)
             self._give_up([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []
@@ -532,10 +534,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 self._write_back.skip([moved.key])  # no other attempt makes it intact
             else:
                 failed.append(moved.key)
-            is_done = moved.outcome.done
-            status = Status.DONE if is_done else Status.FAILED
+            status = Status.DONE if moved.outcome.done else Status.FAILED
             self._metrics.add("store_blocks", tier.name, Cause.WRITE_BACK, status)
-            if not is_done and (held := self._wanted.get(moved.key)) is not None:
+            if not moved.outcome.done and (held := self._wanted.get(moved.key)) is not None:
                 held.checked = None  # it is verified anew before it is promised
             self._index.unpin([moved.key])
         self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)
