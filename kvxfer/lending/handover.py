@@ -258,6 +258,9 @@ class Handover:
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()
+                if self._lender is not None:
+                    await self._lender.aclose()
+                    self._ended.extend(self._lender.take_ended())
                 num_running = await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
@@ -284,14 +287,11 @@ def _choose_way(
     if why:
         return config, f"{where} pass through host memory, and are hashed there: {why}", False
     straight = msgspec.structs.replace(config, transport="nixl", integrity="fenced")
-    text = (
-        f"{where} go straight by NIXL, fenced (transport=nixl, integrity=fenced): it reaches them"
-    )
-    return straight, text, True
+    way = f"{where} go straight by NIXL, fenced (transport=nixl, integrity=fenced): it reaches them"
+    return straight, way, True
 
 
 def _open_copy_engine(*, on_device: bool) -> CopyEngine:
     if on_device:
         return DeviceCopyEngine()
-    num_cores = min(MAX_THREADS, runtime.num_cores())
-    return CPUCopyEngine(num_threads=max(1, num_cores // NUM_THREADS))
+    return CPUCopyEngine(num_threads=max(1, min(MAX_THREADS, runtime.num_cores()) // NUM_THREADS))

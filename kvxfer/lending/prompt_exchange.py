@@ -117,7 +117,7 @@ class PromptExchange:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End every call, and wait until nothing touches the caches; may be called again."""
+        """End every ticket and call, and wait until nothing touches the caches; may be repeated."""
         await run_aside("kvxfer-close", self._handover.close)
 
     async def offer(

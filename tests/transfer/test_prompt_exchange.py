@@ -123,6 +123,16 @@ async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_an
             await fetching
 
 
+async def test_an_exchange_that_is_closed_has_ended_its_tickets() -> None:
+    """Or the engine would keep their blocks for ever."""
+    async with opened(caches()[0]) as lender:
+        tickets = [await lender.offer(TOKENS, [ids]) for ids in ([1, 2], [3, 4])]
+        tickets.append(await lender.offer(TOKENS, [[5, 6]], num_computed_tokens=8))
+        lender.give_up(tickets[0])
+    assert sorted(lender.take_ended()) == sorted(tickets)
+    assert lender.take_ended() == []
+
+
 async def test_a_ticket_that_is_given_up_twice_ends_once() -> None:
     async with opened(caches()[0]) as lender:
         ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])

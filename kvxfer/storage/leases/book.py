@@ -142,6 +142,10 @@ class LeaseBook:
             entry.is_complete = True
         return self.release(ticket)
 
+    def revoke_all(self) -> list[int]:
+        """Revoke every ticket."""
+        return [block for ticket in self._tickets for block in self.revoke(ticket)]
+
     def expire(self) -> list[int]:
         """Revoke the tickets whose time is over; return the blocks that are offered no more."""
         now = runtime.monotonic()
@@ -212,8 +216,5 @@ class LeaseBook:
         return True
 
     def _has_ended(self, entry: _Ticket) -> bool:
-        if not (entry.is_over and entry.is_complete):
-            return False
-        return not any(
-            block in self._pins and block not in self._offers for _, block in entry.offers
-        )
+        pinned = (block in self._pins and block not in self._offers for _, block in entry.offers)
+        return entry.is_over and entry.is_complete and not any(pinned)

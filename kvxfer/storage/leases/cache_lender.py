@@ -239,8 +239,9 @@ class CacheLender(Lender):
         yield ReservedBlocks([_READ_ONLY] * len(offered.keys), None)
 
     async def aclose(self) -> None:
-        """Wait until no thread reads the caches; may be called again. Tickets still end."""
+        """Revoke every ticket, and wait until no thread reads the caches; may be called again."""
         self._guard.close()
+        self._withdraw(self.book.revoke_all())
         if self._running:
             await asyncio.wait(self._running)
 
@@ -311,8 +312,7 @@ class CacheLender(Lender):
                 yield LentBlocks(outcomes, None, [])
                 return
             found, blocks = [*there.values()], staged.blocks.take([*there])
-            revoked = set[int]()
-            self._copying.append(revoked)
+            self._copying.append(revoked := set[int]())
             self.book.pin(found)
             try:
                 checksums = await self._threads.run(
@@ -368,8 +368,7 @@ class CacheLender(Lender):
 
     def _require_whole(self, wanted: BlockParts) -> None:
         wholes = require_parts_in_blocks(wanted, self._sizes)
-        parts = wholes != wanted.sizes
-        if parts.any():
+        if (parts := wholes != wanted.sizes).any():
             index = int(parts.argmax())
             what = f"start and size of keys[{index}]"
             found = (wanted.starts[index], wanted.sizes[index])
