@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, unquote
 
@@ -117,10 +118,11 @@ def connect(
         opened = open_tiers(parsed, complete, observers)
         undo.callback(_close, [opened])
         if len(mappings):
-            # Staging is below the portable backend, so that each shard has a place of its own in a
-            # buffer, and shards that another worker stores are not copied at all.
+            # Staging is below: a shard has its own place, and is not copied if others store it.
             shard_bytes = max(complete.chunk_size_bytes(g) for g in range(len(complete.groups)))
             staged = stage(opened, caches, shard_bytes, undo, staging_bytes=staging_bytes)
+            if not _find_lasting(backend):  # nobody else stores what this worker looks for
+                mappings = [replace(each, num_writers=1, writer_index=0) for each in mappings]
             opened = PortableBackend(staged, mappings)
         engine = TransferEngine(
             caches,

@@ -113,11 +113,9 @@ def problem_of(
         return f"there is no {unknown[1]!r}{near}"
     if missing := re.fullmatch("Object missing required field `(.*)`", said):
         return f"{missing[1]} is missing"
-    if isinstance(error.__cause__, InvalidArgumentError):
-        cause = error.__cause__  # of a size, which does not know its name, or of the struct
-        return (
-            f"{name} is {code_of(cause.value)}; expected {cause.expected}" if name else str(cause)
-        )
+    if isinstance(why := error.__cause__, InvalidArgumentError):
+        # Of a size, which does not know its name, or of the struct.
+        return f"{name} is {code_of(why.value)}; expected {why.expected}" if name else str(why)
     if said.startswith("Invalid enum value"):
         said = "Expected " + (_allowed_values(fields.get(name)) or "another value")
     said = re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)
@@ -133,9 +131,7 @@ def problem_of(
 def shown(given: Any) -> Any:
     """Show settings, or what contains some, in an error: without what may be a credential."""
     if isinstance(given, Mapping):
-        return {
-            name: HIDDEN if is_credential(name) else shown(each) for name, each in given.items()
-        }
+        return {name: HIDDEN if is_credential(name) else shown(one) for name, one in given.items()}
     if isinstance(given, (list, tuple)):
         return [shown(each) for each in given]
     if not isinstance(given, str):
