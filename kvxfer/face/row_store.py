@@ -338,5 +338,5 @@ def _left_s(deadline: float) -> float:
 
 
 def _limit_s(deadline: float, grace_s: float = 0.0) -> float | None:
-    """Compute the time limit of a call, with some grace; None without a deadline."""
-    return None if deadline == math.inf else _left_s(deadline) + grace_s
+    """Compute the time that is left of a call and of its grace; None without a deadline."""
+    return None if deadline == math.inf else _left_s(deadline + grace_s)

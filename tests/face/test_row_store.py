@@ -12,6 +12,7 @@ import pytest
 from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
+from kvxfer.face.row_store import GRACE_S
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import begin_aside
@@ -120,6 +121,21 @@ def test_a_call_waits_for_rows_of_others_and_not_for_late_ones(pages: Pages) -> 
     assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
     pages.backend.release()
     until(lambda: pages.num_free() == NUM_ROWS)
+
+
+def test_jobs_whose_answers_never_come_share_one_grace(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def wait_in_vain(_: object, timeout_s: float) -> None:
+        now[0] += timeout_s
+        raise TimeoutError
+
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runtime, "result", wait_in_vain)
+    assert pages.move(LOAD, within_s=1.0) == [False] * 6
+    assert now[0] - 100.0 <= 1.0 + GRACE_S
 
 
 def test_a_key_that_comes_twice_is_refused_however_many_rows_there_are(pages: Pages) -> None:
