@@ -333,6 +333,10 @@ def test_files_of_before_are_found_counted_and_listed(
     second.adapter.register_listener(listener)  # as LMCache's eviction does, after it is made
     assert told == {keys[0]: 2 * 65_536}
     assert second.lookup(keys) == [True, True]
+    counted = {"a": 2 * 65_536, "b" * 100: 65_536}  # now that LMCache has named it
+    assert second.adapter.get_usage().bytes_by_cache_salt == counted
+    listed = [each.key.to_object_key() for each in second.adapter.list_l2_keys().entries]
+    assert sorted(listed, key=lambda key: key.cache_salt) == keys
     loaded = [memory.allocate(70_000), memory.allocate(100)]
     assert second.load(keys, loaded) == [True, True]
     assert bytes_of(loaded) == bytes_of(stored)
@@ -383,7 +387,7 @@ def test_an_object_that_lost_a_piece_is_not_whole_after_a_store_that_failed() ->
     residents.discard(pieces[1:], tier="file")
     residents.begin_store(key, 100_000)
     residents.end_store(key)
-    assert residents.away_of(object_id_of(key)) == pieces[1:]
+    assert residents.look_for(object_id_of(key), key) == pieces[1:]
     assert residents.take_broken() == pieces[:1]
 
 

@@ -702,8 +702,8 @@ TABLE = """
 -            self._tasks.append(task)
 --- kvxfer/integrations/lmcache/object_store.py
 @@ lmcache 60 a buffer of LMCache's store is used again that is not quiet
--                move = staged.move(self._backend.load, keys, staged.blocks)
-+                move = self._backend.load(keys, staged.blocks)
+-            outcomes = await task.ask(staged.move(move, keys, staged.blocks))
++            outcomes = await task.ask(move(keys, staged.blocks))
 @@ lmcache 20 an object of another type is loaded
 -            and ctypes.string_at(address, len(piece.head)) != piece.head
 +            and address < 0

@@ -215,8 +215,8 @@ class ObjectStore:
     async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
         ids = [object_id_of(key) for key in keys]
         needed = {
-            each: dict.fromkeys([piece_key(each, 0), *self._residents.away_of(each)])
-            for each in ids
+            each: dict.fromkeys([piece_key(each, 0), *self._residents.look_for(each, key)])
+            for each, key in zip(ids, keys, strict=True)
         }
         asked = [key for pieces in needed.values() for key in pieces]
         since = self._residents.num_adds
@@ -261,18 +261,16 @@ class ObjectStore:
         keys = [piece.key for piece in pieces]
         sizes = [piece.stored_bytes for piece in pieces]
         async with self._staging[direction].hold(sizes, [0] * len(sizes)) as staged:
-            if direction is Direction.STORE:
-                if not await self._threads.run(self._fill, task, pieces, staged):
-                    return {}
-                move = staged.move(self._backend.store, keys, staged.blocks)
-            else:
-                move = staged.move(self._backend.load, keys, staged.blocks)
+            is_store = direction is Direction.STORE
+            if is_store and not await self._threads.run(self._fill, task, pieces, staged):
+                return {}
+            move = self._backend.store if is_store else self._backend.load
             since = self._residents.num_adds
-            outcomes = await task.ask(move)
+            outcomes = await task.ask(staged.move(move, keys, staged.blocks))
             self._moved_s = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
-            if direction is Direction.STORE:
+            if is_store:
                 self._residents.add(done)
             else:
                 missing = [each.key for each in pieces if statuses[each] is Status.MISSING]

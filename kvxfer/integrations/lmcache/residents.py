@@ -181,12 +181,15 @@ class Residents(Observer):
             for object_id, index in map(piece_of, keys) if self._away else ():
                 self._note_back(object_id, index)
 
-    def away_of(self, object_id: bytes) -> list[BlockKey]:
-        """List the pieces that an object lacks: those that are gone or were not found lately."""
+    def look_for(self, object_id: bytes, key: ObjectKey) -> list[BlockKey]:
+        """Note the key of an object; list the pieces it lacks: gone, or not found lately."""
         with self._lock:
             resident = self._objects.get(object_id)
             if resident is None:
                 return []
+            if resident.key is None:  # its id is a digest
+                resident.key = key
+                self._changed.append(object_id)
             away = resident.away | (resident.lost if resident.tiers else set())
             return [piece_key(object_id, index) for index in sorted(away)]
 
@@ -215,8 +218,7 @@ class Residents(Observer):
     def take_broken(self) -> list[BlockKey]:
         """Take what is left of objects that lost a piece, once they are no longer being stored."""
         with self._lock:
-            known = {each: self._objects[each] for each in self._broken if each in self._objects}
-            known = {each: resident for each, resident in known.items() if resident.lost}
+            known = {k: of for k in self._broken if (of := self._objects.get(k)) and of.lost}
             self._broken = {each: None for each, of in known.items() if of.num_stores}
             return [
                 piece_key(each, index)
@@ -338,8 +340,7 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                is_there = resident.is_there
-                if resident.key is not None and is_there:
+                if resident.key is not None and resident.is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
                         if resident.told_bytes:  # more of its files were listed
@@ -348,7 +349,7 @@ class Residents(Observer):
                         resident.told_bytes = num_bytes
                         came.append((resident.key, num_bytes))
                         self._relist.add(object_id)
-                elif resident.key is not None and not is_there and resident.told_bytes:
+                elif resident.key is not None and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
                     self._relist.add(object_id)
