@@ -389,6 +389,27 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
                 cache.generate(prompt, generation_config=config)
 
 
+@pytest.mark.parametrize(
+    "given", [{"pad_token_id": 30}, {"eos_token_id": 3}, {"eos_token_id": [3, 4]}], ids=str
+)
+def test_tokens_that_arguments_of_generate_make_padding(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Found by their wrong pages: `generate()` masks them, and the keys do not say so."""
+    model = make_model(*FAMILIES["llama"])
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 31
+    with open_cache(model, tmp_path) as cache:
+        for settings in (given, {"generation_config": transformers.GenerationConfig(**given)}):
+            with pytest.raises(InvalidArgumentError, match=r"padding \(token 3[01]\) at 2[01]"):
+                cache.generate(PROMPT, max_new_tokens=2, **settings)
+            cache.generate(PROMPT, attention_mask=MASK, max_new_tokens=2, **settings)
+        tensors = {name: torch.tensor(value) for name, value in given.items()}
+        with pytest.raises(InvalidArgumentError, match="a prompt without padding"):
+            cache.generate(PROMPT, max_new_tokens=2, **tensors)
+        cache.generate(PROMPT, max_new_tokens=2)
+        cache.generate(PROMPT, max_new_tokens=2, eos_token_id=[3, 31])
+
+
 def test_what_generate_itself_takes_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,12 +165,12 @@ class PrefixCache:
             ClosedError: The cache was closed.
         """
         prompts.require_prefix_used({}, self._model)
-        return self._load(input_ids, attention_mask, timeout_s)
+        return self._load(input_ids, {"attention_mask": attention_mask}, timeout_s)
 
-    def _load(self, input_ids: Any, attention_mask: Any, timeout_s: float | None) -> Past:
+    def _load(self, input_ids: Any, settings: dict[str, Any], timeout_s: float | None) -> Past:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
-        prompts.require_text(tokens, attention_mask, self._model)
+        prompts.require_text(tokens, settings, self._model)
         is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
         with self._call(timeout_s) as deadline:
             expected = self._change
@@ -231,7 +231,7 @@ class PrefixCache:
             raise InvalidArgumentError("output", f"{len(tokens)} tokens", wanted)
         loaded = self._loaded.get(past)
         if loaded is None:
-            prompts.require_text(tokens, None, self._model)
+            prompts.require_text(tokens, {}, self._model)
         elif tokens[: len(loaded.tokens)] != loaded.tokens:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
@@ -268,7 +268,7 @@ class PrefixCache:
         """
         prompts.require_one_sequence(settings, self._model)
         prompts.require_tensor(input_ids)
-        past = self._load(input_ids, settings.get("attention_mask"), None)
+        past = self._load(input_ids, settings, None)
         output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
         if self._loaded[past].change is not None:  # else its shapes may be others, too
             with suppress(ClosedError):  # meanwhile

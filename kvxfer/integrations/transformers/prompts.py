@@ -89,12 +89,12 @@ def _as_tensor(given: Any) -> Any:
         return given
 
 
-def require_text(tokens: list[int], mask: Any, model: Any) -> None:
+def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> None:
     """Check that a prompt is text without padding, so that its tokens say all about it.
 
     Tokens that the model has no embedding for may stand for an image or a sound.
     """
-    if mask is not None:
+    if (mask := settings.get("attention_mask")) is not None:
         given, wanted = _as_tensor(mask), f"ones (1, {len(tokens)})"
         shapes = ((len(tokens),), (1, len(tokens)))
         if not isinstance(given, torch.Tensor) or tuple(given.shape) not in shapes:
@@ -103,9 +103,9 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
             raise InvalidArgumentError("attention_mask", found, wanted)
         if not bool(given.bool().all()):
             raise InvalidArgumentError("attention_mask", "zeros in it", "a prompt without padding")
-    config = model.generation_config
-    padding, ends = config.pad_token_id, config.eos_token_id
-    ends = ends if isinstance(ends, (list, tuple)) else [ends]
+    padding = _find_setting("pad_token_id", settings, model)
+    ends = _as_tensor(_find_setting("eos_token_id", settings, model))
+    ends = ends.flatten().tolist() if isinstance(ends, torch.Tensor) else [ends]
     if mask is None and padding is not None and padding not in ends and padding in tokens:
         found = f"padding (token {padding}) at {tokens.index(padding)}"
         wanted = "a prompt without padding; or pass an attention_mask of ones"
@@ -179,12 +179,14 @@ def _say(value: object) -> object:
 def _require_one_of(
     allowed: tuple[object, ...], name: str, settings: dict[str, Any], model: Any, wanted: str
 ) -> None:
-    """Check a setting, found as `generate()` does: what a configuration leaves open is the model's.
-
-    Values of other types are not compared: that may do anything.
-    """
-    value = getattr(settings.get("generation_config"), name, None)
-    value = getattr(model.generation_config, name, None) if value is None else value
-    value = settings.get(name, value)
+    """Check a setting. Values of other types are not compared: that may do anything."""
+    value = _find_setting(name, settings, model)
     if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
         raise InvalidArgumentError(name, _say(value), wanted)
+
+
+def _find_setting(name: str, settings: dict[str, Any], model: Any) -> Any:
+    """Find a setting as `generate()` does: what a configuration leaves open is the model's."""
+    value = getattr(settings.get("generation_config"), name, None)
+    value = getattr(model.generation_config, name, None) if value is None else value
+    return settings.get(name, value)
