@@ -76,6 +76,7 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
         {"use_bidirectional_attention": True},
         "attention to later tokens",
     ),
+    "big bird": ("BigBirdConfig", {"is_decoder": True}, "attention to blocks"),
     "moshi": (
         "MoshiConfig",
         {"sliding_window": WINDOW, "ffn_dim": 96, "num_codebooks": 2, "audio_vocab_size": 32},

@@ -51,10 +51,9 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
         raise InvalidArgumentError("model", type(model).__name__, "a model with generate()")
     for reason, expected in _obstacles(model, config):
         raise InvalidArgumentError("model", f"{type(model).__name__}, {reason}", expected)
-    for name, tensor in model.named_parameters():
-        if tensor.is_meta:
-            wanted = "a model whose weights are all in memory"
-            raise InvalidArgumentError("model", f"{name} on meta", wanted)
+    for name in (name for name, tensor in model.named_parameters() if tensor.is_meta):
+        wanted = "a model whose weights are all in memory"
+        raise InvalidArgumentError("model", f"{name} on meta", wanted)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
     with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
@@ -79,8 +78,7 @@ def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:
         return 0
     found = tuple(_shape_of(layer, f"layer {at}", "past") for at, layer in enumerate(past.layers))
     if found != layers:
-        pairs = zip(found, layers, strict=False)
-        at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+        at = next((n for n, (a, b) in enumerate(zip(found, layers, strict=False)) if a != b), None)
         what = f"{len(found)} layers" if at is None else f"layer {at}: {found[at]}"
         wanted = f"{len(layers)} layers" if at is None else str(layers[at])
         raise InvalidArgumentError("past", what, f"{wanted}, as the model has")
@@ -120,6 +118,8 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) in {True, "all"}:
         yield "attention to later tokens", "attention to earlier tokens only"
+    if getattr(text, "attention_type", None) == "block_sparse":  # of prompts that are long enough
+        yield "attention to blocks, later ones too", "attention to earlier tokens only"
     for kind in _rope_types(getattr(text, "rope_parameters", None)):
         if any(each in kind for each in CHANGING_ROPES):
             yield f"rotary embedding {kind!r}", "positions that do not depend on later tokens"
