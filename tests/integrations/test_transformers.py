@@ -96,6 +96,31 @@ def test_generate_does_all_three(tmp_path: Path) -> None:
     assert torch.equal(second, model.generate(prompt, max_new_tokens=4, do_sample=False))
 
 
+def test_a_model_of_images_finds_texts_from_its_first_call_on(tmp_path: Path) -> None:
+    """Qwen2.5-VL notes at each call how far images have moved positions: None, or 0 of a text."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 96}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    marks = {"image": 196, "video": 197, "vision_start": 198, "vision_end": 199}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rope, "eos_token_id": None},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+        **{f"{name}_token_id": token for name, token in marks.items()},
+    )
+    prompt, found, outputs = prompt_of(40) % 190, [], []
+    for _ in range(2):
+        torch.manual_seed(20)
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+        with open_cache(model, tmp_path) as cache:
+            found.append(num_loaded(cache, prompt))
+            outputs.append(cache.generate(prompt, max_new_tokens=9, do_sample=False).tolist())
+            assert num_loaded(cache, prompt) == 32
+            model.model.rope_deltas -= 12
+            assert num_loaded(cache, prompt) == 0, "the positions of what follows are others"
+    assert found == [0, 32]
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize(("num_tokens", "hit"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
 def test_a_prefix_leaves_the_last_token_to_the_model(
     num_tokens: int, hit: int, tmp_path: Path

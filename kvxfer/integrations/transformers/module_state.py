@@ -133,14 +133,15 @@ class _Encoder:
         owners = [("", module)]
         for list_named in (module.named_parameters, module.named_buffers):
             owners += [(f"{name}.", tensor) for name, tensor in list_named(recurse=False)]
-        return self._encode_named(
-            {
-                prefix + name: value
-                for prefix, owner in owners
-                for name, value in dict(getattr(owner, "__dict__", {})).items()
-                if name not in HARMLESS
-            }
-        )
+        found = {
+            prefix + name: value
+            for prefix, owner in owners
+            for name, value in dict(getattr(owner, "__dict__", {})).items()
+            if name not in HARMLESS
+            # How far images of the last prompt have moved positions: none of a text does.
+            if name != "rope_deltas" or getattr(value, "any", functools.partial(bool, value))()
+        }
+        return self._encode_named(found)
 
     def _encode_named(self, values: Mapping[str, Any]) -> dict[str, Any]:
         found = {}

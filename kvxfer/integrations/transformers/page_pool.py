@@ -72,8 +72,7 @@ class PagePool:
                 view = rows[:, start:stop].view(layer.dtype).view(self.num_pages, *shape)
                 views.append(view.permute(0, *(1 + orders[part].index(a) for a in USUAL_AXES)))
                 start = stop
-            keys, values = views
-            self._views.append((keys, values))
+            self._views.append((views[0], views[1]))
         names = tuple(f"layers.{at}" for at in range(len(layers)))
         layouts = [" ".join(("block", *orders[part])) for part in ("k", "v")]
         whole: KVCacheSpec = specs[0]
