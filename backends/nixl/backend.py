@@ -231,7 +231,8 @@ class NixlBackend(TellsKept):
         if self._discovery is None:
             return self._peers
         endpoints = self._discovery.peers
-        for endpoint in [each for each in self._exchange.clients if each not in endpoints]:
+        listed = set(endpoints)
+        for endpoint in [each for each in self._exchange.clients if each not in listed]:
             self._exchange.leave(endpoint)
         return endpoints
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
@@ -164,6 +164,21 @@ async def test_peers_that_come_and_go_cost_no_more_than_hits(
         discovery.peers = listed[1:]
         assert await client.lookup(keys) == [False] * 4
         assert [*client.carriers] == [str(listed[1])]
+
+
+async def test_a_call_does_not_compare_each_peer_with_all_others(
+    discovery: Mock, memory: BlockMemory
+) -> None:
+    config = NixlConfig(discover="etcd://127.0.0.1:1/x", transport="socket")
+    discovery.peers = tuple(Endpoint("127.0.0.1", port) for port in range(1, 301))
+    async with NixlBackend(config, memory.namespace()) as client:
+        await client._find_homes(KEYS)
+        with patch.object(
+            Endpoint, "__eq__", autospec=True, side_effect=Endpoint.__eq__
+        ) as compared:
+            homes, _ = await client._find_homes(KEYS)
+        assert len(homes) == 300
+        assert compared.call_count < 1000
 
 
 async def test_a_holder_that_finds_nobody_cannot_tell_that_a_block_is_gone(
