@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, islice
 from typing import Self, TypeVar
 
 import msgspec
@@ -130,8 +130,9 @@ class Places:
         starts = require_integers("starts", found.starts)
         places = _FoundPlaces(blocks, starts, self._remote.read_proofs(found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
-        while len(self._rows) > MAX_PLACES:
-            del self._rows[next(iter(self._rows))]
+        if (surplus := len(self._rows) - MAX_PLACES) > 0:
+            # And more: where the first entries of a dict are gone, each look for one is long.
+            self.forget(list(islice(self._rows, surplus + MAX_PLACES // 8)))
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Forget the places of some blocks; unknown ones are ignored."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -15,7 +15,7 @@ import torch
 from kvxfer import runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, exchange, reads
-from kvxfer.backends.nixl.connection import Places
+from kvxfer.backends.nixl.connection import MAX_PLACES, Places
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
@@ -245,6 +245,26 @@ async def test_only_a_checksum_catches_a_bit_that_flipped(
         flip(pair.host, KEYS[0])
         seen, _ = await load(pair, KEYS)
         assert seen == [found, DONE, DONE, DONE]
+
+
+class Walked(dict[BlockKey, Any]):
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def test_the_oldest_places_are_forgotten_in_one_walk_over_all() -> None:
+    places, keys = Places(REGIONS), make_keys(MAX_PLACES + 3000)
+    places._rows = rows = Walked()
+    for start in range(0, len(keys), 1000):
+        some = keys[start : start + 1000]
+        places.note(some, found(*[0] * len(some)))
+    num_walks, num_left = rows.num_walks, len(rows)
+    assert num_walks <= len(keys) // 1000
+    assert MAX_PLACES // 2 < num_left <= MAX_PLACES
+    assert list(rows) == keys[-num_left:]
 
 
 @pytest.mark.parametrize("reader", GRADES)
