@@ -480,6 +480,8 @@ class Client:
                 connection.require_number(theirs.num_blocks, len(given))
                 proofs = connection.memory.regions.read_proofs(pinned, len(given))
                 intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
+                if len(intact) < len(given):  # an error if the pins have ended with the connection
+                    await connection.request(wire.Ping, wire.Pong)
                 for row, index in enumerate(given):
                     if row not in intact:
                         reason = f"{keys[index].hex()} arrived with other bytes"

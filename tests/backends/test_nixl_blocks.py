@@ -31,7 +31,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.agent_contract import words
 from tests.backends.host_blocks import flip
-from tests.backends.nixl_proven import endpoint_of
+from tests.backends.nixl_proven import endpoint_of, until_alone
 from tests.backends.nixl_wire import extents
 
 KEYS = make_keys(4)
@@ -104,6 +104,22 @@ def agent_of(pair: Pair) -> FakeNixlAgent:
     agent = pair.client._exchange._node.agent
     assert isinstance(agent, FakeNixlAgent)
     return agent
+
+
+async def test_a_block_whose_pin_ended_during_the_read_is_neither_corrupt_nor_deleted() -> None:
+    async with open_pair() as pair, pair.open_client() as other, asyncio.timeout(10):
+        agent_of(pair).hold()
+        loading = asyncio.create_task(load(pair, KEYS[:1]))
+        await agent_of(pair).until_held()
+        assert pair.holder.server is not None
+        await pair.holder.server.disconnect()
+        await until_alone(pair.holder._exchange)
+        await pair.host.delete(KEYS[:1])  # as an eviction would, and stored anew elsewhere
+        keys = [*make_keys(1, first=50), KEYS[0]]
+        await store_generated(other, keys, pair.memory.describe(0, [12, 13]))
+        agent_of(pair).release()
+        assert (await loading)[0] == [FAILED]
+        assert await other.lookup(KEYS[:1]) == [True]
 
 
 async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_ever(
