@@ -88,10 +88,8 @@ class _FoundPlaces:
             return None
         proofs: Proofs = list(chain.from_iterable(checksums))
         if fences:
-            addresses, generations = zip(
-                *((f.addresses, f.generations) for f in fences), strict=True
-            )
-            proofs = Fences(np.concatenate(addresses), np.concatenate(generations))
+            addresses = np.concatenate([each.addresses for each in fences])
+            proofs = Fences(addresses, np.concatenate([each.generations for each in fences]))
         blocks = Descriptors.concatenate([part.blocks for part in parts])
         return cls(blocks, np.concatenate([part.starts for part in parts]), proofs)
 
@@ -298,7 +296,7 @@ class Connection:
         if not self._needs_data or len(self._lending) == MAX_LINES:
             return
         async with self._letting:  # each connection is opened within a deadline
-            while len(self._lending) < MAX_LINES:
+            for _ in range(MAX_LINES - len(self._lending)):
                 data = await self._open_data(reads=False)
                 lending = asyncio.create_task(self._lend(data))
                 self._lending[lending] = data
@@ -341,13 +339,13 @@ class Connection:
             raise self._error
 
     async def _lend(self, data: DataConnection) -> None:
-        with contextlib.suppress(KVXferError):  # a store that needs another one opens it
+        with contextlib.suppress(PeerError):  # a store that needs another one opens it
             await self._node.sockets.serve(data)
 
     def _replace(self, lent: "asyncio.Task[None]") -> None:
-        """Replace a data connection that has ended, which a store may be waiting for already."""
+        """Replace one that the holder has ended, which a store may be waiting for already."""
         self._lending.pop(lent).close()  # a task that is cancelled at once never began
-        if self._waiting and self._error is None:
+        if not (lent.cancelled() or lent.exception() or self._error) and self._waiting:
             opening = asyncio.create_task(self.let_read())
             self._tasks.append(opening)
             opening.add_done_callback(fetch_error)
@@ -360,8 +358,7 @@ class Connection:
                 self._ping()
 
     def _ping(self) -> None:
-        number, _ = self._send(wire.Ping)
-        del self._waiting[number]
+        del self._waiting[self._send(wire.Ping)[0]]
 
     def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[wire.Answer]]:
         """Number a request, send it without waiting, and make a future for its answer."""

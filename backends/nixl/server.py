@@ -391,8 +391,7 @@ class ClientSession(Session):
 
     async def _release_pins(self) -> None:
         while self._pins:
-            _, pin = self._pins.popitem()
-            await pin.aclose()
+            await self._pins.popitem()[1].aclose()
 
 
 class RefusalLog:

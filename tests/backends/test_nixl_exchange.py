@@ -11,10 +11,11 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
     Connection,
@@ -28,6 +29,7 @@ from kvxfer.backends.nixl import (
 )
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire import messages as wire
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.runtime import Threads
@@ -294,6 +296,36 @@ async def test_a_thread_of_nixl_that_has_failed_is_replaced(tmp_path: Path, side
                 break
             except AssertionError:
                 assert time.monotonic() < stop
+
+
+class NoDataThreads(runtime.Runtime):
+    def start_thread(
+        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+    ) -> threading.Thread:
+        if name.startswith("kvxfer-data"):
+            raise RuntimeError("can't start new thread")
+        return super().start_thread(target, name=name, args=args)
+
+
+async def test_where_no_thread_can_be_started_blocks_fail_and_lookups_are_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvxfer")
+    ways: dict[str, Any] = {"transport": "socket", "timeout_s": 1.0}
+    async with holding(tmp_path, **ways) as holder, asking(tmp_path, holder, **ways) as client:
+        keys, opened = await require_served(client), Mock(side_effect=DataConnection.connect)
+        [one] = client._exchange.clients.values()
+        one.disconnect()
+        with (
+            runtime.use(NoDataThreads()),
+            patch.object(DataConnection, "connect", opened),
+        ):
+            for move, chosen in ((client.load, keys), (client.store, make_keys(4, first=20))):
+                outcomes = await move(chosen, MEMORY.describe(0, range(4)))
+                assert not any(outcome.done for outcome in outcomes)
+                assert await client.lookup(keys) == [True] * 4
+        assert opened.call_count < 8, "again and again"
+        await require_served(client, first_key=30)
 
 
 async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:

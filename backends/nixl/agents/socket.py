@@ -13,6 +13,7 @@ from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import (
+    BackendUnavailableError,
     ClosedError,
     InvalidArgumentError,
     PeerError,
@@ -39,9 +40,9 @@ class Line:
         self._threads = Threads("kvxfer-data", 1)
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
-        """Begin a blocking call on the thread; it fails if this was closed."""
+        """Begin a blocking call on the thread; it fails if this was closed, or has no thread."""
         try:
-            return self._threads.start(call)
+            return self._threads.start(_call_apart, call)
         except ClosedError as exc:
             failed: Future[T] = Future()
             failed.set_exception(exc)
@@ -56,6 +57,13 @@ class Line:
         self.ended.set()
         self.connection.close()
         await self._threads.aclose()
+
+
+def _call_apart(call: Callable[[], T]) -> T:
+    """Make a call that waits for a peer, unless it came to the event loop for want of a thread."""
+    if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises on a thread
+        raise BackendUnavailableError("no thread can be started")
+    return call()
 
 
 @dataclass(slots=True, eq=False)

@@ -50,9 +50,8 @@ class Regions:
         last = 0
         for address, num_bytes, _ in sorted(self._regions):
             if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
-                raise InvalidArgumentError(
-                    "regions", (address, num_bytes), "regions with bytes, none overlapping another"
-                )
+                wanted = "regions with bytes, none overlapping another"
+                raise InvalidArgumentError("regions", (address, num_bytes), wanted)
             last = address + num_bytes
         self._addresses: Words = np.array([each.address for each in self._regions], np.uint64)
         self._sizes: Words = np.array([each.num_bytes for each in self._regions], np.uint64)
@@ -99,11 +98,8 @@ class Regions:
         inside = self._inside(addresses, lengths)
         if not inside.all():
             wrong = int(np.argmin(inside))
-            raise InvalidArgumentError(
-                f"{argument}[{wrong}]",
-                hex(addresses[wrong]),
-                f"the address of {lengths[wrong]} bytes inside one registered region",
-            )
+            wanted = f"the address of {lengths[wrong]} bytes inside one registered region"
+            raise InvalidArgumentError(f"{argument}[{wrong}]", hex(addresses[wrong]), wanted)
 
     def locate(self, blocks: Descriptors) -> Extents:
         """Turn descriptors of registered memory into extents."""
@@ -230,9 +226,8 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
         except ValueError as exc:  # also of text that is not UTF-8
-            raise InvalidArgumentError(
-                "metadata", metadata[:16], f"the metadata of an agent ({exc})"
-            ) from exc
+            wanted = f"the metadata of an agent ({exc})"
+            raise InvalidArgumentError("metadata", metadata[:16], wanted) from exc
 
 
 def _region(memory: MemoryRegion) -> Region:
