@@ -436,6 +436,6 @@ async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
             )
     except TimeoutError as exc:
         raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc
-    except (OSError, UnicodeError) as exc:  # of TLS, or a name that cannot be one of a host
+    except (OSError, RuntimeError, UnicodeError) as exc:  # TLS, no thread, a name of no host
         raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
     return FrameChannel(reader, writer)

@@ -328,6 +328,17 @@ async def test_where_no_thread_can_be_started_blocks_fail_and_lookups_are_answer
         await require_served(client, first_key=30)
 
 
+async def test_a_name_that_no_thread_can_look_up_costs_hits_and_no_more() -> None:
+    config = NixlConfig(address="localhost:1", transport="socket")
+    no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
+    async with NixlBackend(config, NAMESPACE) as client:
+        with no_thread:
+            assert await client.lookup(KEYS) == [False] * 4
+            [outcome] = await client.load(KEYS[:1], MEMORY.describe(0, [0]))
+        assert outcome.status is Status.FAILED
+        assert "no thread" in outcome.reason
+
+
 async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:
     other = MEMORY.namespace(model="example/other")
     config = NixlConfig(transport="socket")

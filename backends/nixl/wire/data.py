@@ -76,7 +76,7 @@ class DataConnection:
                 plain.setblocking(False)
                 await loop.sock_connect(plain, found[0][-1])
                 unless_connected.pop_all()
-        except OSError as exc:
+        except (OSError, RuntimeError) as exc:  # no thread can be started to look a name up
             raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
         return await cls.secured(plain, str(endpoint), tls, host=host)
 
