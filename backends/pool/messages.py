@@ -200,9 +200,8 @@ def body_bytes(header: bytes | bytearray) -> int:
 
 async def receive(connection: socket.socket) -> bytearray:
     """Receive the payload of the next frame; an `EOFError` at the end of the connection."""
-    return await _receive_exactly(
-        connection, body_bytes(await _receive_exactly(connection, HEADER.size))
-    )
+    size = body_bytes(await _receive_exactly(connection, HEADER.size))
+    return await _receive_exactly(connection, size)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -44,7 +44,8 @@ SO_PEERPIDFD = 77
 """Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
 
 DELETE_WITHIN_S = 3.0
-"""Time for the answer to a delete; an engine that waits in vain gives its connection up."""
+"""Most time for the answer to a delete, which takes no longer than the engine's last question may:
+an engine that waits in vain gives its connection up."""
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time that an engine has for its first message."""
@@ -80,6 +81,7 @@ class PoolSession(Session):
         self._num_batches = 0
         # Slots that the engine writes, their blocks, and the stack whose close keeps these.
         self._rooms: dict[int, tuple[ReservedBlocks, BlockParts, AsyncExitStack]] = {}
+        self._within_s = DELETE_WITHIN_S
         self._number = next(self._numbers)
         self._pid, _ = peer_of(connection)
         self._process = _watch(connection, self._pid)
@@ -163,7 +165,7 @@ class PoolSession(Session):
                 return await self._pin(request)
             if isinstance(request, wire.Reserve):
                 return await self._reserve(request)
-            async with asyncio.timeout(DELETE_WITHIN_S):
+            async with asyncio.timeout(min(DELETE_WITHIN_S, self._within_s)):
                 deleting = delete_for_others(self._backend, request.keys)
                 return wire.Done(done=await await_call(deleting))
         except (KVXferError, TimeoutError) as exc:  # a delete that is late goes on
@@ -174,7 +176,7 @@ class PoolSession(Session):
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; those that an engine is storing are misses, as in any tier."""
-        host = self._host
+        host, self._within_s = self._host, within_s
         asked = [key for key in keys if not host.is_storing(key)]
         there: set[BlockKey] = set()
         if asked:
@@ -212,9 +214,8 @@ class PoolSession(Session):
     async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:
             raise InvalidArgumentError("number", request.number, "that of no other reservation")
-        require_parts_in_blocks(
-            BlockParts(request.keys, request.starts, request.sizes), self._chunk_sizes
-        )
+        wanted = BlockParts(request.keys, request.starts, request.sizes)
+        require_parts_in_blocks(wanted, self._chunk_sizes)
         host = self._host
         busy: list[int] = []
         rows: list[int] = []
