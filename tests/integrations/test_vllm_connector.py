@@ -35,6 +35,7 @@ from tests.integrations.vllm_tensors import (
 )
 
 CPU, FLASH = "cpu_attn.CPUAttentionBackend", "flash_attn.FlashAttentionBackend"
+B12X = "b12x.B12xPagedAttentionBackend"
 TRITON, MLA = "triton_attn.TritonAttentionBackend", "mla.triton_mla.TritonMLABackend"
 
 before_names = pytest.mark.skipif(LAYOUTS_ARE_NAMED, reason="a layout has a name in this vLLM")
@@ -180,3 +181,13 @@ def test_pages_of_other_bytes_than_their_elements_have_are_refused() -> None:
     )
     with pytest.raises(InvalidArgumentError, match="16640 bytes in a page, not 16384"):
         Connector(caches).register_kv_caches({})
+
+
+@pytest.mark.skipif(not hasattr(FULL, "num_head_slots"), reason="this vLLM has no such kernels")
+def test_pages_in_an_order_of_a_kernels_own_are_refused() -> None:
+    """B12X keeps keys and values as two heads: as many as a worker's model may have."""
+    spec = backend(B12X).customize_spec(FULL)
+    assert spec.page_size_bytes == FULL.page_size_bytes
+    caches = allocate([spec], backend(B12X), layout="LBHNC")
+    with pytest.raises(InvalidArgumentError, match="num_head_slots is 2"):
+        Connector(caches).register_kv_caches(caches.tensors)

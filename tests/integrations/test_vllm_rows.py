@@ -1,6 +1,7 @@
 """Rows of host memory as portable pages, which engines of other shapes read."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import torch
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from vllm.v1 import kv_cache_interface as interface
+
 from kvxfer.backends.host import PoolShape
-from kvxfer.errors import NamespaceMismatchError
+from kvxfer.errors import CacheMismatchError, NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
@@ -28,7 +31,7 @@ from kvxfer.integrations.vllm.offloading.rows import map_rows, num_copies, row_n
 from kvxfer.integrations.vllm.prefill_decode.groups import describe_worker
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.portable import CacheDescription, PageMapping
+from kvxfer.kvcache.portable import CacheDescription, PageMapping, map_peers
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_backend import portable_namespace
 from kvxfer.testing import BlockMemory
@@ -231,14 +234,22 @@ def layer(kind: str, spec: Any, **fields: Any) -> Any:
 
 
 def describe_on(
-    monkeypatch: pytest.MonkeyPatch, vllm_layer: Any, gpu: tuple[Any, ...] | None
+    monkeypatch: pytest.MonkeyPatch,
+    vllm_layer: Any,
+    gpu: tuple[Any, ...] | None,
+    *,
+    layout: str = "",
 ) -> CacheDescription:
     """Describe the caches of a worker with one layer, on a GPU of a name and capability."""
     if gpu is not None:
         pretend_gpu(monkeypatch, *gpu)
     spec = vllm_layer.get_kv_cache_spec(None)
     caches = BlockMemory([[64]], num_blocks=2).caches
-    if vllm_layer.kv_cache:  # the states, in one piece
+    if isinstance(vllm_layer.kv_cache, torch.Tensor):
+        rows = vllm_layer.kv_cache.flatten(1).view(torch.int8)
+        ref = CanonicalKVCacheRef(0, rows.shape[1])
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(rows, rows.shape[1])], [[ref]])
+    elif vllm_layer.kv_cache:  # the states, in one piece
         raw = torch.zeros(2, spec.page_size_bytes, dtype=torch.int8)
         views, start = [], 0
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
@@ -253,13 +264,14 @@ def describe_on(
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 1, hf_text_config=None),
         speculative_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
-        cache_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(kv_cache_layout=layout),
         compilation_config=SimpleNamespace(static_forward_context={"layers.0": vllm_layer}),
     )
     group = SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=spec)
     return describe_worker(caches, SimpleNamespace(kv_cache_groups=[group]), vllm_config)
 
 
+TWO_HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": DIM, "dtype": torch.float32}
 H100, H200, B200 = ("NVIDIA H100", (9, 0)), ("NVIDIA H200", (9, 0)), ("NVIDIA H100", (10, 0))
 
 
@@ -284,6 +296,55 @@ def test_what_only_kernels_know_is_named_by_the_gpu_that_it_is_from(
                 assert all(word in words for word in (gpu[0], name, prefill))
     num_on_cpu = 2 if kind == "states" else 1
     assert len(found) == num_on_cpu + 3 * 3
+
+
+def latents(kind: str, tokens: int) -> Any:
+    sizes = {"num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8}
+    vllm_layer = layer(kind, interface.MLAAttentionSpec(block_size=tokens, **sizes))
+    vllm_layer.kv_cache = torch.zeros(2, tokens, 132, dtype=torch.uint8)
+    return vllm_layer
+
+
+def test_keys_of_an_indexer_go_to_blocks_of_as_many_tokens_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels put the scales of a block behind all of the block's values."""
+    for kind, goes in (("DEEPSEEK_V32_INDEXER", False), ("TRITON_MLA", True)):
+        small, large = (describe_on(monkeypatch, latents(kind, each), H100) for each in (32, 64))
+        assert map_peers(small, small)[0].is_direct
+        with nullcontext() if goes else pytest.raises(CacheMismatchError, match="encoding"):
+            map_peers(small, large)
+
+
+def test_keys_of_an_indexer_are_not_divided_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of workers that share the tokens of a block are for equal engines only."""
+    config = row_config(2)
+    config.parallel.dcp_size, config.groups[0].tokens_per_block = 2, 64
+    shape = PoolShape(num_slots=1, num_parts=2, part_size_bytes=32 * 132)
+    for kind, is_portable in (("DEEPSEEK_V32_INDEXER", False), ("TRITON_MLA", True)):
+        told = describe_on(monkeypatch, latents(kind, 32), H100).groups[0]
+        group = GroupPages(payload_size_bytes=told.payload_size_bytes, boxes=told.boxes)
+        workers = [WorkerPages(groups=(group,), num_kv_heads=1)] * 2
+        (mapping,) = map_rows(workers, config, shape, "here")
+        assert (mapping.page.tensors[0].name == "layers.0.latent") is is_portable
+
+
+@pytest.mark.skipif(
+    not hasattr(interface.FullAttentionSpec, "num_head_slots"), reason="no backend changes a spec"
+)
+def test_pages_in_an_order_of_a_kernels_own_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys and values are two heads in B12X's, where a worker's model may have two heads, too."""
+    kernels = layer("B12X", interface.FullAttentionSpec(block_size=TOKENS, **TWO_HEADS))
+    kernels.kv_cache = torch.zeros(2, 2, TOKENS, 2 * DIM)
+    own = {"num_head_slots": 2, "state_content_bytes": 2 * DIM * 4}
+    for customize in (None, lambda spec: replace(spec, **own)):
+        if customize is not None:
+            kernels.get_attn_backend().customize_spec = customize
+        (group,) = describe_on(monkeypatch, kernels, H100, layout="LBHNC").groups
+        assert bool(group.boxes) is (customize is None)
+        assert ("B12X" in group.opaque) is (customize is not None)
 
 
 def test_rows_and_their_groups_are_named_by_the_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def pretend_gpu(
 ) -> None:
     gpu = SimpleNamespace(
         is_cpu=lambda: False,
+        device_name="cuda",
         get_device_name=lambda: name,
         get_device_capability=lambda: DeviceCapability(*capability),
     )

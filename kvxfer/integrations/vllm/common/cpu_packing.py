@@ -82,14 +82,9 @@ def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, Pac
         return None
 
     def tiles(rows: tuple[str, int], summed: tuple[str, int]) -> PackedPlane:
-        return PackedPlane(
-            (
-                (rows[0], AMX_ROWS, rows[1] // AMX_ROWS),
-                (summed[0], AMX_PAIR, summed[1] // AMX_PAIR),
-                (rows[0], 1, AMX_ROWS),
-                (summed[0], 1, AMX_PAIR),
-            )
-        )
+        of_rows = (rows[0], AMX_ROWS, rows[1] // AMX_ROWS)
+        of_pairs = (summed[0], AMX_PAIR, summed[1] // AMX_PAIR)
+        return PackedPlane((of_rows, of_pairs, (rows[0], 1, AMX_ROWS), (summed[0], 1, AMX_PAIR)))
 
     token, dim = ("token", tokens_per_block), ("dim", head_dim)
     return tiles(token, dim), tiles(dim, token)

@@ -104,10 +104,7 @@ class KVCacheHooks(ABC):
 def convert_caches(caches: Any) -> CanonicalKVCaches:
     """Convert canonical caches that vLLM made; zero-copy."""
     return CanonicalKVCaches(
-        tensors=[
-            CanonicalKVCacheTensor(tensor.tensor, tensor.page_size_bytes)
-            for tensor in caches.tensors
-        ],
+        tensors=[CanonicalKVCacheTensor(t.tensor, t.page_size_bytes) for t in caches.tensors],
         group_data_refs=[
             [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
             for refs in caches.group_data_refs
@@ -118,6 +115,8 @@ def convert_caches(caches: Any) -> CanonicalKVCaches:
 
 def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
     """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on."""
+    # From 0.29 on a tensor lists its layers, but not the tensors that they share.
+    shared = (getattr(tensor, "shared_by", ()) for tensor in config.kv_cache_tensors)
     return KVCacheConfig(
         num_blocks=config.num_blocks,
         groups=tuple(
@@ -127,12 +126,7 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
             )
             for group in config.kv_cache_groups
         ),
-        # From 0.29 on a tensor lists its layers, but not the tensors that they share.
-        shared_tensors=tuple(
-            tuple(tensor.shared_by)
-            for tensor in config.kv_cache_tensors
-            if getattr(tensor, "shared_by", ())
-        ),
+        shared_tensors=tuple(filter(None, shared)),
         null_block_id=NULL_BLOCK_ID,
     )
 
@@ -140,12 +134,17 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
 def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
     """Convert the spec of a layer with these tensors, or of a whole group.
 
-    Refused are pages with other bytes than keys and values of their type, as packed or scaled ones.
+    Refused are pages with other bytes than keys and values of their type, as packed or scaled ones,
+    and those that an attention backend orders for its own kernels.
     """
     families = [base.__name__ for base in type(spec).__mro__]
     family = next((name for name in families if name in _FAMILIES), None)
     if family is None:
         raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_FAMILIES)}")
+    for name in _OF_KERNELS:
+        if (given := getattr(spec, name, None)) is not None:
+            rule = "None: only the kernel knows what is where in such a page"
+            raise InvalidArgumentError(f"kv_cache_spec.{name}", given, rule)
     if family in _FIELDS:
         ours, fields = _FIELDS[family]
         values: dict[str, Any] = {
@@ -184,6 +183,8 @@ _WINDOW = {"sliding_window": "sliding_window"}
 _CHUNK = {"attention_chunk_tokens": "attention_chunk_size"}
 _OPTIONAL = frozenset({"page_size_padded", "head_size_v"})
 """Fields that some releases do not have."""
+_OF_KERNELS = "num_head_slots", "state_content_bytes"
+"""Fields that an attention backend sets where its kernels order a page in their own way."""
 _FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
     "SlidingWindowMLASpec": (SlidingWindowMLASpec, _ATTENTION | _WINDOW),
     "MLAAttentionSpec": (MLASpec, _ATTENTION),
@@ -254,9 +255,6 @@ def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
 
 def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
     """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as its kernels do: all keys first."""
-    num_blocks, heads, tokens, width = tensor.shape
-    block_stride, head_stride, _, _ = tensor.stride()
-    dim = width // 2
-    return tensor.as_strided(
-        (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
-    )
+    *outer, tokens, width = tensor.shape
+    strides = *tensor.stride()[:2], tokens * (width // 2), width // 2, 1
+    return tensor.as_strided((*outer, 2, tokens, width // 2), strides)

@@ -224,9 +224,8 @@ def _describe_layer(
     is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
     if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
         raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
-    boxes, axes, packing = _say_packing(name, page.boxes, vllm_config)
-    boxes = tuple(box.moved(offset) for box in boxes)
-    size = page.page_size_bytes
+    found, axes, packing = _say_packing(name, page.boxes, vllm_config)
+    boxes, size = tuple(box.moved(offset) for box in found), page.page_size_bytes
     return GroupPages(payload_size_bytes=size, boxes=boxes, axes=axes, packing=packing)
 
 
@@ -237,7 +236,8 @@ def _canonicalize_layer(
     entry = layer.kv_cache
     if not isinstance(entry, torch.Tensor) and len(entry) == 1:
         (entry,) = entry
-    spec = convert_spec(layer.get_kv_cache_spec(vllm_config), entry)
+    customize = getattr(layer.get_attn_backend(), "customize_spec", lambda spec: spec)
+    spec = convert_spec(customize(layer.get_kv_cache_spec(vllm_config)), entry)
     spec = replace(spec, tokens_per_block=tokens_per_block)
     config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, (name,)),))
     return canonicalize_layers({name: entry}, config, vllm_config)
@@ -250,14 +250,19 @@ def _say_packing(
 
     What a state's elements mean is known to the kernels only that compute it.
     """
+    from vllm.platforms import current_platform
+
     attention = vllm_config.compilation_config.static_forward_context[name]
+    kind = attention.get_attn_backend().get_name()
     if is_state(boxes[0]):
-        kind = attention.get_attn_backend().get_name()
         backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
         kernels = layer_kernels([name], vllm_config)
         encoding = f"{kind} of vLLM {installed_version()}, {backend}, {kernels}"
         return [replace(box, encoding=encoding) for box in boxes], {}, ""
-    if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
+    if "INDEXER" in kind and boxes[0].dtype is torch.uint8:  # all values, then all scales
+        order = f"by {kind} on {current_platform.device_name}"
+        return [as_bytes(box, order) for box in boxes], {}, ""
+    if kind != CPU_BACKEND or "head" not in boxes[0].axes:
         return boxes, {}, ""
     *_, token, dim = boxes[0].digits
     isa = cpu_attention_isa(
@@ -310,9 +315,9 @@ def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
 
 
 def as_bytes(box: PageBox, packing: str) -> PageBox:
-    """Turn keys or values of each head into bytes: heads can still be divided among workers."""
+    """Turn what a block has of each head into bytes: heads can still be divided among workers."""
     *outer, token, dim = box.digits
-    if [digit.axis for digit in outer] != ["head"]:
+    if any(digit.axis != "head" for digit in outer):
         raise PageMappingError("token", f"{box.axes} of keys in an unknown order", "one piece")
     num_bytes = token.size * dim.size * box.dtype.itemsize
     return replace(

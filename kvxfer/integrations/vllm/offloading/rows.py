@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import msgspec
 import torch
@@ -92,10 +93,8 @@ def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
     received = []
     for rank in range(num_workers):
         segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
-        try:
+        with closing(segment):
             encoded = segment.memory[HEADER_BYTES:].tobytes()
-        finally:
-            segment.close()
         if not any(encoded):
             rule = "workers that published their model's identity; use host:// alone"
             raise InvalidArgumentError("backend", "a tier below host memory", rule)
