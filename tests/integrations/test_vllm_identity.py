@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+import vllm.platforms
 from vllm.config import AttentionConfig, LoadConfig, MambaConfig, MultiModalConfig
 
 from kvxfer.errors import InvalidArgumentError
@@ -230,6 +231,21 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
     vllm_config.speculative_config.kv_cache_dtype = "fp8_e5m2"
     assert identify_model(vllm_config) != before[0]
     assert handover_namespace(vllm_config, "r") != before[1]
+
+
+@pytest.mark.parametrize(("cache_dtype", "num_found"), [("auto", 1), ("fp8", 2)])
+def test_the_8_bit_floats_of_a_platform_are_in_the_identity(
+    vllm_config: Any, cache_dtype: str, num_found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an MI300 are half the numbers that the same bytes are on other GPUs."""
+    vllm_config.cache_config.cache_dtype = cache_dtype
+    files, handed_over = set[str](), set[str]()
+    for is_fnuz in (False, True):
+        gpu = SimpleNamespace(is_fp8_fnuz=lambda is_fnuz=is_fnuz: is_fnuz)
+        monkeypatch.setattr(vllm.platforms, "current_platform", gpu, raising=False)
+        files.add(identify_model(vllm_config).fingerprint)
+        handed_over.add(handover_namespace(vllm_config, "r").fingerprint)
+    assert len(files) == len(handed_over) == num_found
 
 
 def test_a_function_that_overrides_is_named_by_what_it_makes(vllm_config: Any) -> None:

@@ -140,6 +140,8 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
     So engines of different releases, which add defaults of their own, say the same.
     """
+    from vllm.platforms import current_platform
+
     model, cache = vllm_config.model_config, vllm_config.cache_config
     overrides = getattr(model, "hf_overrides", None) or {}
     facts = {
@@ -151,6 +153,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     }
     if callable(overrides):  # what it makes of the configuration, and not where it is in memory
         facts["overrides"] = [_name_overrides(model), config_facts(model.hf_config)]
+    is_quantized = (str(cache.cache_dtype), model.quantization) != ("auto", None)
     settings = {
         "images": _settings_but(getattr(model, "multimodal_config", None), OF_IMAGES),
         "recurrent states": _settings_but(getattr(vllm_config, "mamba_config", None), OF_STATES),
@@ -161,6 +164,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
+        "8-bit floats": is_quantized and current_platform.is_fp8_fnuz(),  # without -0 on MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     if _depends_on_length(model):
