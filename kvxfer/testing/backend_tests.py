@@ -107,9 +107,8 @@ class BackendTests(BackendSuite):
             for key in (keys[0], keys[2], keys[3]):
                 memory.fill(SENTINEL)
                 before = memory.snapshot()
-                outcomes = await backend.load(keys, target)
                 expected = [Status.DONE if each in stored else Status.MISSING for each in keys]
-                assert statuses(outcomes) == expected
+                assert statuses(await backend.load(keys, target)) == expected
                 assert stored or memory.snapshot() == before
                 untouched = bytes([SENTINEL]) * memory.chunk_size_bytes(0)
                 assert read_payloads(target) == [stored.get(each, untouched) for each in keys]
@@ -290,8 +289,10 @@ class BackendTests(BackendSuite):
         namespace = memory.namespace(revision="1")
         async with await self.make_backend(namespace) as ours:
             await store_generated(ours, keys, memory.describe(0, [0, 1]))
-            for field in ("model", "revision", "dtype", "config_hash"):
-                value = "float64" if field == "dtype" else "another"
+            groups = [msgspec.structs.replace(each, spec="another") for each in namespace.groups]
+            values: dict[str, object] = dict.fromkeys(namespace.__struct_fields__, "another")
+            values |= {"dtype": "float64", "groups": groups, "blocks_per_chunk": 2}
+            for field, value in (values | {"parallel": {"tp_size": 2}}).items():
                 another = msgspec.structs.replace(namespace, **{field: value})
                 async with await self.make_backend(another) as theirs:
                     assert await theirs.lookup(keys) == [False, False], f"{field} is not in it"
@@ -511,8 +512,7 @@ class BackendTests(BackendSuite):
         async with self.opened(2, make_memory(blocks_per_chunk=4)) as (backend, memory, keys):
             [payload, _] = await store_generated(backend, keys, memory.describe(0, range(8)))
             await self.corrupt(backend, keys[0])
-            half = len(payload) // 2
-            head = memory.describe(0, [8, 9])
+            half, head = len(payload) // 2, memory.describe(0, [8, 9])
             tail = memory.describe(0, [10, 11], first_block_index=2)
             for blocks, expected in ((head, payload[:half]), (tail, payload[half:])):
                 outcomes = await backend.load(keys[:1], blocks)
