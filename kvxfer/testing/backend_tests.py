@@ -74,12 +74,12 @@ class BackendTests(BackendSuite):
     # Stores and loads, of whole chunks and parts of them.
 
     async def test_stored_blocks_are_loaded_bit_for_bit(self) -> None:
-        async with self.opened(8) as (backend, memory, keys):
-            blocks = memory.describe(0, [3, 9, 1, 0, 17, 18, 19, 40])
+        async with self.opened(32) as (backend, memory, keys):
+            blocks = memory.describe(0, [3, 9, 1, 0, *range(17, 45)])
             payloads = await store_generated(backend, keys, blocks)
             assert read_payloads(blocks) == payloads, "store changed its source"
-            order = random.Random(1).sample(range(8), 8)
-            target = memory.describe(0, [60, 2, 63, 5, 30, 31, 8, 7])
+            order = random.Random(1).sample(range(32), 32)
+            target = memory.describe(0, [60, 2, 63, 5, 8, 7, *range(46, 60), *range(33, 45)])
             loaded = await load_done(backend, [keys[i] for i in order], target)
             assert loaded == [payloads[i] for i in order]
 
