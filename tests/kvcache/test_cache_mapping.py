@@ -287,6 +287,18 @@ def test_opaque_rows_of_several_layers_are_those_of_these_layers_only() -> None:
     assert stages[0] != stages[1]
 
 
+def test_opaque_pages_of_workers_that_share_tokens_are_of_those_that_share_them_alike() -> None:
+    whole = WorkerShard(num_kv_heads=1, tp_size=4)
+    shards = [
+        whole,
+        replace(whole, tp_size=2, pcp_size=2),
+        replace(whole, dcp_size=4),
+        replace(whole, dcp_size=4, interleave_tokens=2),
+    ]
+    caches = unknown(group_specs=(SPEC,))
+    assert len({map_one(caches, each, opaque="engine 1").page for each in shards}) == len(shards)
+
+
 def test_a_group_that_can_be_mapped_is_so_beside_one_that_cannot() -> None:
     groups = (KVCacheGroup(SPEC, ("layers.0",)), KVCacheGroup(STATES, ("layers.1",)))
     kv_caches: dict[str, Any] = {

@@ -39,6 +39,7 @@ DIVISIBLE_AXES = frozenset({"head", "token"})
 ROW = "row"
 """Name of a layer's bytes where they are those of several layers."""
 
+Refs = Sequence[CanonicalKVCacheRef]
 MAX_DIGEST = (1 << 128) - 1
 """Largest digest of a key, a number of 128 bits."""
 
@@ -246,25 +247,26 @@ def map_caches(
             if not opaque:
                 raise
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
+            encoding += _contents(spec, refs, shard)
             names = [r.layer_names[0] if len(r.layer_names) == 1 else ROW for r in refs]
-            sizes = [ref.page_size_bytes for ref in refs]
-            boxes = opaque_boxes(sizes, names, encoding + _contents(spec, refs))
-            page = portable_page(boxes, shard, num_tokens=1)
-            mappings.append(_map(refs, boxes, page, shard, 1))
+            boxes = opaque_boxes([ref.page_size_bytes for ref in refs], names, encoding)
+            mappings.append(_map(refs, boxes, portable_page(boxes, shard, num_tokens=1), shard, 1))
     return tuple(mappings)
 
 
-def _contents(spec: KVCacheSpec | None, refs: Sequence[CanonicalKVCacheRef]) -> str:
-    """Describe what opaque boxes say nothing of: encodings, and layers that are in one row."""
+def _contents(spec: KVCacheSpec | None, refs: Refs, shard: WorkerShard) -> str:
+    """Describe what opaque boxes say nothing of: encodings, layers in one row, shares of tokens."""
     forms = spec.cache_tensors if spec else ()
     contents = "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
     if any(len(ref.layer_names) > 1 for ref in refs):
         contents += f", layers {[list(ref.layer_names) for ref in refs]}"
+    if (shares := shard.num_token_shares) > 1:
+        contents += f", {shard.interleave_tokens} tokens in turn of {shares} workers"
     return contents
 
 
 def _map(
-    refs: Sequence[CanonicalKVCacheRef],
+    refs: Refs,
     boxes: Sequence[PageBox],
     page: PortablePage,
     shard: WorkerShard,
@@ -276,7 +278,7 @@ def _map(
     return replace(mapping, num_writers=num_writers, writer_index=writer_index)
 
 
-def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
+def payload_boxes(refs: Refs) -> list[PageBox]:
     """List the boxes of the payload of a group's block: the pages of its refs, one by one.
 
     Layers that share the same bytes appear once: as the first by the number in its name.

@@ -122,10 +122,9 @@ class WorkerShard:
                 hold the same heads.
         """
         require_instances("boxes", boxes, PageBox, at_least_one=True)
-        found = {self._num_copies(box) for box in boxes}
-        if len(found) > 1:
-            raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
-        (copies,) = found
+        copies, *others = sorted({self._num_copies(box) for box in boxes})
+        if others:
+            raise PageMappingError("head", f"kept by {[copies, *others]} workers", "one number")
         shares = self.dcp_size if any("token" in box.axes for box in boxes) else 1
         if copies % shares:
             rule = f"a divisor of {copies}, the workers that hold the same heads"
