@@ -177,6 +177,20 @@ def test_namespaces_say_of_every_tensor_how_it_is_ordered() -> None:
     assert first.fingerprint != second.fingerprint
 
 
+def test_pages_have_each_kind_of_8_bit_floats_that_engines_cache() -> None:
+    kinds = [
+        getattr(torch, f"float8_{each}") for each in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+    ]
+    fingerprints = set()
+    for dtype in kinds:
+        kv_cache = torch.zeros(3, 2, 16, 4, 32, dtype=dtype)
+        spec: dict[str, Any] = {"num_kv_heads": 4, "head_dim": 32, "dtype": dtype}
+        config = KVCacheConfig.uniform(3, ["a"], tokens_per_block=16, **spec)
+        mappings = map_caches(canonicalize({"a": kv_cache}, config), WorkerShard(num_kv_heads=4))
+        fingerprints.add(portable_namespace(NAMESPACE, mappings).fingerprint)
+    assert len(fingerprints) == len(kinds)
+
+
 @pytest.mark.parametrize("opaque", ["", "engine 1"])
 def test_namespaces_say_how_elements_are_scaled(opaque: str) -> None:
     kv_cache = torch.zeros(3, 2, 16, 4, 32, dtype=torch.float8_e4m3fn)
