@@ -18,6 +18,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 import vllm.platforms
 from vllm.config import AttentionConfig, LoadConfig, MambaConfig, MultiModalConfig
 
+from kvxfer.backends.file import BlockTree
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace, identify_model
@@ -157,6 +158,10 @@ class Kernel(enum.Enum):
     """Make a choice of kernels, whose value is where a release has their module."""
 
     FLEX = "release.one"
+
+
+class OtherKernel(enum.Enum):
+    FLASH = "release.two"
 
 
 Attention = make_dataclass(
@@ -410,6 +415,21 @@ def test_an_engine_whose_keys_do_not_tell_all_does_not_start(
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))
     with pytest.raises(InvalidArgumentError, match=named):
         begin()
+
+
+@has_tier
+def test_rows_of_an_attention_backend_that_was_asked_for_are_in_a_namespace_of_their_own(
+    vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one name of a layout, B12X and FlashAttention order a page in two ways."""
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: vllm_config)
+    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
+    for kernel in (None, None, *Kernel, *OtherKernel):
+        vllm_config.attention_config = SimpleNamespace(backend=kernel)
+        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
+        rows = np.zeros((4, 4096), np.int8).data
+        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
+    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 3
 
 
 @has_tier

@@ -167,8 +167,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "8-bit floats": is_quantized and current_platform.is_fp8_fnuz(),  # without -0 on MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
-    if _depends_on_length(model):
-        facts["max_model_len"] = model.max_model_len
+    facts |= _length_of_rope(model)
     if draft := draft_of(vllm_config):
         dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
         facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
@@ -190,20 +189,24 @@ def _describe_use(model: Any) -> dict[str, Any]:
             if not HARMLESS_FILES.fullmatch(file.name)
         },
     }
-    if _depends_on_length(model):
-        facts["max_model_len"] = model.max_model_len
-    return facts
+    return facts | _length_of_rope(model)
 
 
-def _depends_on_length(model: Any) -> bool:
-    """Whether the longest prompt decides on factors of the rotary embedding, long or short ones.
+def _length_of_rope(model: Any) -> dict[str, Any]:
+    """Return the longest prompt where it decides on factors of the rotary embedding, long or short.
 
     Phi-3's first checkpoints call this kind `su`, which transformers renames.
     """
-    return any(
-        "longrope" in json.dumps(each, default=str)
-        for each in (_read_config(model), model.hf_config.to_dict())
-    )
+    configs = _read_config(model), model.hf_config.to_dict()
+    is_long = any("longrope" in json.dumps(each, default=str) for each in configs)
+    return {"max_model_len": model.max_model_len} if is_long else {}
+
+
+def attention_chosen(vllm_config: Any) -> str:
+    """Name the attention backends that were asked for, which order a page; empty without any."""
+    config = getattr(vllm_config, "attention_config", None)
+    chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
+    return json.dumps(_settings_made(chosen), default=str) if any(chosen) else ""
 
 
 def _settings_made(value: Any) -> Any:

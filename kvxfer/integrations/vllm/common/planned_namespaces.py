@@ -15,6 +15,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import (
+    attention_chosen,
     handover_namespace,
     identify_model,
     require_telling_keys,
@@ -75,12 +76,11 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     ]
     for _, extra in _connectors(transfer):
         if "backend" in extra:
+            model = config.model_config.model
             planned.append(
                 PlannedNamespace(
                     kind=TIERS,
-                    namespace=identify_model(
-                        config, model=config.model_config.model, dtype=_dtype(config)
-                    ),
+                    namespace=identify_model(config, model=model, dtype=_dtype(config)),
                     fields=(*OF_THE_MODEL, *BRIDGED),
                     keys=_keys(config, extra),
                     unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also "
@@ -108,6 +108,7 @@ def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> 
             model=config.model_config.model,
             revision=revision,
             dtype=_dtype(config),
+            config_hash=attention_chosen(config),
             parallel={ours: getattr(config.parallel_config, each) for ours, each in SIZES.items()},
         ),
         fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),

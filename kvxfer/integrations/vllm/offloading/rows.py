@@ -170,12 +170,9 @@ def _map_group(
 
 def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
     """Make a page mapping that stores a row as plain bytes."""
+    digits = (Digit("byte", row_size_bytes, 1),)
     box = PageBox(
-        layer_name="row",
-        part=OPAQUE,
-        dtype=torch.uint8,
-        digits=(Digit("byte", row_size_bytes, 1),),
-        encoding=encoding,
+        layer_name="row", part=OPAQUE, dtype=torch.uint8, digits=digits, encoding=encoding
     )
     page = portable_page([box], WorkerShard(num_kv_heads=1), num_tokens=1)
     return compile_mapping([box], page, tokens_per_block=1, payload_sizes=[row_size_bytes])
