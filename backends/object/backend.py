@@ -303,10 +303,10 @@ class ObjectBackend(TellsKept):
     async def _is_stored(self, key: BlockKey, name: str, block: Descriptors) -> bool:
         since = self._presence.mark()
         there = await self._read_header(key, name)
-        is_stored = there is not None and self._covers(key, there, block)
+        is_stored = there and self._pages.covers(key, there[1], there[0].size_bytes, block)
         if is_stored:
             self._presence.note(key, there=True, since=since)
-        return is_stored
+        return bool(is_stored)
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         asks_first = self._texts.overwrites or self._texts.has_others
@@ -323,7 +323,7 @@ class ObjectBackend(TellsKept):
             there = await self._read_header(key, name)
             if there is None:
                 continue
-            if self._covers(key, there, block):
+            if self._pages.covers(key, there[1], there[0].size_bytes, block):
                 self._presence.change(key, there=True)
                 return DONE
             if await self._bucket.replace(name, page, there[0]):
@@ -335,12 +335,6 @@ class ObjectBackend(TellsKept):
         self._presence.change(key, there=True)
         self._reports.added([key])
         return DONE
-
-    def _covers(
-        self, key: BlockKey, there: tuple[ObjectVersion, memoryview], block: Descriptors
-    ) -> bool:
-        version, head = there
-        return self._pages.covers(key, head, version.size_bytes, block)
 
     async def _load(
         self,

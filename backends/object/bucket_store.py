@@ -111,8 +111,7 @@ class BucketStore(BlockStore):
         names = (name for name, e in walk if isinstance(e, OtherEntry) and e.abandoned)
         num_removed = 0
         while some := list(itertools.islice(names, self.num_at_once)):
-            self.delete(some)
-            num_removed += len(some)
+            num_removed += self.delete(some).count(None)
         return num_removed
 
     def ask(self, request: Coroutine[Any, Any, T], name: str = "") -> T:
@@ -125,10 +124,7 @@ class BucketStore(BlockStore):
         try:
             return self._thread.run(request)
         except RequestFailedError as exc:
-            if not name or (exc.transient and self._is_gone(name)):
-                raise BackendUnavailableError(f"{self.place}: {exc}") from None
-            number = errno.EACCES if exc.denied else errno.EIO
-            raise OSError(number, str(exc), f"{self._root}{name}") from None
+            raise self._translate(exc, name) from None
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """List the objects whose names begin with a prefix, in the order of names."""
@@ -143,10 +139,10 @@ class BucketStore(BlockStore):
             raise self.gone(name)
         return answer
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Remove objects, several at a time."""
-        if names:
-            self.ask(self._delete_each(names), names[0])
+    def delete(self, names: Sequence[str]) -> list[OSError | None]:
+        """Remove objects, several at a time; return why each one stays, None where it is gone."""
+        failures = zip(self._thread.run(self._delete_each(names)), names, strict=True)
+        return [None if exc is None else self._translate(exc, name) for exc, name in failures]
 
     def gone(self, name: str) -> FileNotFoundError:
         """Make the error of an object that is not there."""
@@ -168,6 +164,11 @@ class BucketStore(BlockStore):
                 path = listed.name.removeprefix(folder)
                 yield listed.name, _entry(fingerprint, path, listed)
 
+    def _translate(self, exc: RequestFailedError, name: str) -> OSError:
+        if not name or (exc.transient and self._is_gone(name)):
+            raise BackendUnavailableError(f"{self.place}: {exc}") from None
+        return OSError(errno.EACCES if exc.denied else errno.EIO, str(exc), f"{self._root}{name}")
+
     def _is_gone(self, name: str) -> bool:
         """Whether the server does not even tell the size of an object."""
         try:
@@ -176,15 +177,16 @@ class BucketStore(BlockStore):
             return exc.transient
         return False
 
-    async def _delete_each(self, names: Sequence[str]) -> None:
-        async def delete(name: str) -> None:
-            async with self.bucket.slots:
-                await self.bucket.delete(name)
+    async def _delete_each(self, names: Sequence[str]) -> list[RequestFailedError | None]:
+        async def delete(name: str) -> RequestFailedError | None:
+            try:
+                async with self.bucket.slots:
+                    await self.bucket.delete(name)
+            except RequestFailedError as exc:
+                return exc
+            return None
 
-        results = await asyncio.gather(*map(delete, names), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        return await asyncio.gather(*map(delete, names))
 
     async def _end(self) -> None:
         await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
@@ -244,9 +246,9 @@ class _BucketNamespace(StoredNamespace):
         name = self._store.prefix + block.path
         yield _OpenObject(self._store, name, f"{self._folder}{QUARANTINE}/{file_name(block.key)}")
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        self._store.delete([self._store.prefix + block.path for block in blocks])
-        return iter([block.num_bytes_on_disk for block in blocks])
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | OSError]:
+        stay = self._store.delete([self._store.prefix + block.path for block in blocks])
+        return (why or each.num_bytes_on_disk for why, each in zip(stay, blocks, strict=True))
 
     def remove_empty(self) -> bool:
         texts = dict[str, bytes]()
@@ -257,8 +259,8 @@ class _BucketNamespace(StoredNamespace):
                 texts[name] = self._read_text(name)
             except FileNotFoundError:
                 return False
-        self._store.delete([self._folder + name for name in texts])
-        if next(self._names(), None) is None:
+        stay = self._store.delete([self._folder + name for name in texts])
+        if not any(stay) and next(self._names(), None) is None:
             return True
         for name, text in texts.items():  # a block was stored meanwhile
             path = self._folder + name

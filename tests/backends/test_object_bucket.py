@@ -15,7 +15,7 @@ from kvxfer.backends.object import BucketStore
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck
+from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck, gc
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
@@ -130,6 +130,31 @@ async def test_the_texts_of_a_live_namespace_come_back_when_it_was_empty(clock: 
         clock.now += 60.0
         assert statuses(await backend.store(keys[1:], memory.describe(0, [0]))) == [DONE]
         assert names() >= {"namespace.json", "integrity.fast"}
+
+
+async def test_an_object_that_cannot_be_removed_is_told_when_all_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, keys, store = BlockMemory([[4096]], num_blocks=4), make_keys(4), MemoryStore()
+    monkeypatch.setattr(gc, "FILES_PER_LOCK", 1)
+    async with open_in_memory(memory.namespace(), store) as backend:
+        await store_generated(backend, keys, memory.describe(0, range(4)))
+        stays = backend._pages.name(keys[0])
+
+    async def delete(path: str) -> None:
+        if path == stays:
+            raise GenericError("status code: 403")
+        await store.delete_async(path)
+
+    def collect() -> None:
+        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
+            opened.bucket._store = store
+            plant(opened.bucket, delete_async=delete)
+            with pytest.raises(PermissionError, match=stays):
+                GarbageCollection(opened, capacity_bytes=0).run()
+            assert [block.path for block in opened.blocks()] == [stays]
+
+    await asyncio.to_thread(collect)
 
 
 async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_time(
