@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from math import inf
 from typing import TypeVar
 
@@ -46,6 +46,8 @@ OTHERS = Outcome(
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Turns = AbstractAsyncContextManager[object]
+AT_ONCE: Turns = contextlib.nullcontext()
 
 
 class ObjectBackend(TellsKept):
@@ -108,8 +110,8 @@ class ObjectBackend(TellsKept):
         self._begin_list()
         known = [self._presence.has(key) for key in keys]
         if asked := [index for index, there in enumerate(known) if there is None]:
-            chosen = [keys[i] for i in asked]
-            found = await self._look_all(chosen, [names[i] for i in asked], ends_at)
+            chosen = [keys[i] for i in asked], [names[i] for i in asked]
+            found = await self._look_all(*chosen, ends_at)
             for index in asked:
                 there = self._presence.has(keys[index])  # None where it may be kept for no time
                 known[index] = keys[index] in found if there is None else there
@@ -128,7 +130,7 @@ class ObjectBackend(TellsKept):
             try:
                 await self._texts.write()
                 await self._texts.read()
-                return await self._move_each(self._store, keys, blocks)
+                return await self._move_each(self._store, keys, blocks, self._bucket.changes)
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
             finally:
@@ -146,11 +148,11 @@ class ObjectBackend(TellsKept):
         A call that is cancelled goes on, and stores of its keys wait for it.
         """
         self._guard.check_batch(keys)
-        names = [self._pages.name(key) for key in keys]
+        names, turns = [self._pages.name(key) for key in keys], self._bucket.changes
         await self._deletes.wait(keys)
         self._guard.check()  # the backend may have been closed meanwhile
         deleted = await self._deletes.hold_during(
-            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
+            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys), turns)
         )
         pairs = list(zip(keys, deleted, strict=True))
         return {key for key, gone in pairs if gone}, {key for key, gone in pairs if gone is None}
@@ -202,6 +204,7 @@ class ObjectBackend(TellsKept):
         move: Callable[[BlockKey, str, Descriptors], Awaitable[Outcome]],
         keys: Sequence[BlockKey],
         blocks: Descriptors,
+        turns: Turns = AT_ONCE,
     ) -> list[Outcome]:
         """Store or load each block; an error of one, as when the backend closes, is its outcome."""
         names = [self._pages.name(key) for key in keys]
@@ -221,16 +224,18 @@ class ObjectBackend(TellsKept):
                 logger.warning("%s failed", names[index], exc_info=exc)
                 return Outcome(Status.FAILED, reason=repr(exc))
 
-        return await self._each(move_one, len(keys))
+        return await self._each(move_one, len(keys), turns)
 
-    async def _each(self, call: Callable[[int], Awaitable[T]], num_blocks: int) -> list[T]:
-        """Make a call for each block, in as many tasks as there are slots."""
+    async def _each(
+        self, call: Callable[[int], Awaitable[T]], num_blocks: int, turns: Turns = AT_ONCE
+    ) -> list[T]:
+        """Make a call for each block when it has its turn, in as many tasks as there are slots."""
         results: dict[int, T] = {}
         indices = iter(range(num_blocks))
 
         async def work() -> None:
             for index in indices:
-                async with self._bucket.slots:
+                async with turns, self._bucket.slots:
                     results[index] = await call(index)
 
         async with asyncio.TaskGroup() as tasks:

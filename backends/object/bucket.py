@@ -87,6 +87,7 @@ class Bucket:
 
     Attributes:
         slots: Those of `max_requests`, to be held for one block at a time.
+        changes: Those that stores and deletes may have, so that what hangs leaves some to others.
         stores: Circuit breaker for requests that store.
 
     Raises:
@@ -102,6 +103,7 @@ class Bucket:
         self.place, pause_s = config.url, config.retry_after_s
         self._timeout_s = config.timeout_s
         self.slots = asyncio.Semaphore(config.max_requests)
+        self.changes = asyncio.Semaphore(max(1, config.max_requests * 3 // 4))
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
         self._turns = asyncio.Lock()
@@ -220,11 +222,9 @@ class Bucket:
         """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
         ask = self._store.list_with_delimiter_async
         found = await self._request("LIST", lambda: ask(prefix or None))
-        names = (str(each["path"]) for each in found["objects"])
-        return (
-            [str(name).removeprefix(prefix) for name in found["common_prefixes"]],
-            [name.removeprefix(prefix) for name in names],
-        )
+        names = found["common_prefixes"], [each["path"] for each in found["objects"]]
+        folders, objects = ([str(name).removeprefix(prefix) for name in some] for some in names)
+        return folders, objects
 
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.
@@ -337,12 +337,17 @@ class Bucket:
         else:
             self._breaker.record("")
             return answer
-        is_refused_store = what == "PUT" and failed.answered
-        if is_refused_store and failed.transient:
+        self._note_failure(what, failed, probe)
+        raise failed
+
+    def _note_failure(self, what: str, failed: RequestFailedError, probe: int) -> None:
+        is_late = failed.outcome.status is Status.TIMED_OUT and not probe
+        is_store = what == "PUT" and (failed.answered or is_late)  # others may be answered
+        if is_store and failed.transient:
             self.stores.record(str(failed))
         # With a refusal for good there is a server that answers.
-        self._breaker.record(str(failed) if failed.transient and not is_refused_store else "")
-        raise failed
+        if failed.answered or not is_store:
+            self._breaker.record(str(failed) if failed.transient and not is_store else "")
 
     async def _wait_for_repetition(
         self, what: str, failed: RequestFailedError, turn: "_Turn"

@@ -89,8 +89,7 @@ class BucketStore(BlockStore):
         errors: list[OSError] | None = None,  # noqa: ARG002 - there are no folders to open
     ) -> Iterator[FoundBlock]:
         """See `BlockStore.blocks`."""
-        entries = (entry for _, entry in self._walk(fingerprint))
-        return (entry for entry in entries if isinstance(entry, FoundBlock))
+        return (entry for _, entry in self._walk(fingerprint) if isinstance(entry, FoundBlock))
 
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
         """See `BlockStore.entries`."""
@@ -107,8 +106,7 @@ class BucketStore(BlockStore):
 
     def collect(self) -> int:
         """See `BlockStore.collect`."""
-        walk = self._walk()
-        names = (name for name, e in walk if isinstance(e, OtherEntry) and e.abandoned)
+        names = (name for name, e in self._walk() if isinstance(e, OtherEntry) and e.abandoned)
         num_removed = 0
         while some := list(itertools.islice(names, self.num_at_once)):
             num_removed += self.delete(some).count(None)
@@ -151,18 +149,15 @@ class BucketStore(BlockStore):
     def _has_objects(self, fingerprint: str) -> bool:
         """Whether there is a namespace: SeaweedFS lists those without objects for a while."""
         folder = f"{self.prefix}{fingerprint}/"
-        name = folder + NAMESPACE_FILE
-        if self.ask(self.bucket.head(name), name) is not None:
-            return True
-        return next(self.list_objects(folder), None) is not None
+        there = self.ask(self.bucket.head(folder + NAMESPACE_FILE), folder + NAMESPACE_FILE)
+        return there is not None or next(self.list_objects(folder), None) is not None
 
     def _walk(self, only: str = "") -> Iterator[tuple[str, FoundBlock | OtherEntry]]:
         """Walk through everything in one namespace or all, and through its names."""
         for fingerprint in [only] if only else self.fingerprints():
             folder = f"{self.prefix}{fingerprint}/"
             for listed in self.list_objects(folder):
-                path = listed.name.removeprefix(folder)
-                yield listed.name, _entry(fingerprint, path, listed)
+                yield listed.name, _entry(fingerprint, listed.name.removeprefix(folder), listed)
 
     def _translate(self, exc: RequestFailedError, name: str) -> OSError:
         if not name or (exc.transient and self._is_gone(name)):

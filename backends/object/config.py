@@ -37,7 +37,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         list_timeout_s: Time for the list of the namespace, which fills the cache of lookups.
         found_ttl_s: Time for which a block that was seen is taken to be there.
         missing_ttl_s: Time for which a block that was not there is taken to be missing.
-        max_requests: Most requests at a time.
+        max_requests: Most requests at a time; of these, three quarters for stores and deletes.
         max_requests_per_s: Most requests that begin in a second; 0 for no bound.
         close_timeout_s: Time that closing waits for deletes whose callers were cancelled, and then
             for threads that verify blocks, or list the bucket.

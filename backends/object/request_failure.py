@@ -97,10 +97,9 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
     transient = not denied and passes and type(exc).__name__ == "GenericError"
     transient |= any(answer in text for answer in PASSING)
-    timed_out = "kind: Timeout" in text
     return RequestFailedError(
         f"{what}: {describe(exc)}",
-        status=Status.TIMED_OUT if timed_out else Status.FAILED,
+        status=Status.TIMED_OUT if "kind: Timeout" in text else Status.FAILED,
         denied=denied,
         transient=transient,
         answered=status is not None,

@@ -242,6 +242,47 @@ async def test_closing_waits_for_a_silent_server_no_longer_than_twice_its_time()
         await backend.aclose()
 
 
+async def test_blocks_are_loaded_and_found_while_stores_and_deletes_hang() -> None:
+    config = MemoryConfig(address="memory", max_requests=4, close_timeout_s=0.1)
+    keys, hanging = make_keys(16), asyncio.Semaphore(0)
+
+    async def hang(*_: object, **_fields: object) -> None:
+        hanging.release()
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
+        await store_generated(backend, keys[:8], PAGES.describe(0, range(8)))
+        plant(backend._bucket, put_async=hang, delete_async=hang)
+        backend._presence.forget()
+        async with asyncio.TaskGroup() as tasks:
+            blocks = PAGES.describe(0, range(8))
+            calls = backend.store(keys[8:], blocks), backend.delete(keys[1:8])
+            changes = [tasks.create_task(call) for call in calls]
+            for _ in range(3):
+                await hanging.acquire()
+            async with asyncio.timeout(5.0):
+                assert await backend.lookup(keys[:1]) == [True]
+                assert statuses(await backend.load(keys[:1], PAGES.describe(0, [8]))) == [DONE]
+            assert hanging.locked()
+            for each in changes:
+                each.cancel()
+
+
+async def test_stores_that_are_not_answered_pause_stores_and_no_loads() -> None:
+    config, blocks = MemoryConfig(address="memory", timeout_s=0.1), PAGES.describe(0, range(8))
+    keys = make_keys(16)
+
+    async def hang(*_: object, **_fields: object) -> None:
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
+        await store_generated(backend, keys[:8], blocks)
+        plant(backend._bucket, put_async=hang)
+        for expected in (Status.TIMED_OUT, Status.FAILED):
+            assert statuses(await backend.store(keys[8:], blocks)) == [expected] * 8
+            assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
+
+
 PAGES = make_memory()
 FOUR = make_keys(4)
 CALLS = ["put_async", "get_async", "get_range_async", "head_async", "delete_async", "list"]
