@@ -144,8 +144,7 @@ def require_secret(
 
 def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
     """Whether a folder has keyed pages, by its record or by the headers of some."""
-    record = read_record(folder, Integrity.KEYED)
-    return record is not None or any(map(_is_keyed, heads))
+    return read_record(folder, Integrity.KEYED) is not None or any(map(_is_keyed, heads))
 
 
 def kinds_in(folder: TextFolder) -> list[Integrity]:

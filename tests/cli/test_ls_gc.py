@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.cli import main
+from kvxfer.pages.names import LEDGER_NAME
 from kvxfer.storage.keys import Namespace
 from tests.backends.file_store import fail_to
 from tests.cli.conftest import Run
@@ -196,6 +197,19 @@ def test_a_file_that_cannot_be_removed_is_told_when_all_others_are(
     assert stays.name in said
     assert [*store.root.rglob("*.safetensors")] == [stays]
     assert store.counted_bytes == FILE_BYTES
+
+
+def test_a_capacity_holds_for_what_can_be_read_where_nobody_knows_the_bytes_of_the_rest(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.fill()
+    hidden = store.fill(model="another", num_blocks=2).fingerprint
+    (store.root / LEDGER_NAME).unlink()
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), hidden)
+    fail_to(monkeypatch, "open", hidden, error)
+    status, printed, _ = run("gc", store.root, "--capacity", 3 * FILE_BYTES)
+    assert (status, len(store.blocks())) == (0, 3 + 2)
+    assert printed.endswith(" freed, 36.0 KiB left\n")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from kvxfer.pages.names import FoundBlock, OtherEntry
 FILES_PER_LOCK = 64
 """Files that are removed per lock of the ledger; engines that store wait meanwhile."""
 
-
 Fate: TypeAlias = Literal["num_quarantined", "num_old", "num_excess"]
 """Reason for which a block is removed: where `RemovedCounts` counts it."""
 
@@ -65,7 +64,7 @@ class GarbageCollection:
         self._capacity_bytes = capacity_bytes
         self._oldest = -math.inf if max_age_s is None else runtime.wall_time() - max_age_s
         self._order = _UseOrder()
-        self._num_bytes_going = 0
+        self._num_bytes = self._num_bytes_going = 0  # of the blocks that were noted
         self._removed = RemovedCounts()
         self._error: OSError | None = None
 
@@ -122,14 +121,14 @@ class GarbageCollection:
 
     def _plan(self) -> None:
         if self._capacity_bytes is not None:
-            num_bytes = sum(block.num_bytes_on_disk for block in self._noted())
-            self._cut(num_bytes)
+            self._cut(sum(block.num_bytes_on_disk for block in self._noted()))
 
     def _noted(self) -> Iterator[FoundBlock]:
         """Walk through the blocks and note those that no other reason removes."""
-        self._order, self._num_bytes_going = _UseOrder(), 0
+        self._order, self._num_bytes, self._num_bytes_going = _UseOrder(), 0, 0
         for block in self._store.blocks():
             self._check()
+            self._num_bytes += block.num_bytes_on_disk
             if self._fate(block):
                 self._num_bytes_going += block.num_bytes_on_disk
             elif self._capacity_bytes is not None:
@@ -137,8 +136,9 @@ class GarbageCollection:
             yield block
 
     def _cut(self, num_bytes: int) -> None:
-        """Cut off what is beyond the capacity, of a store with so many bytes."""
+        """Cut off what is beyond the capacity, of a store with so many bytes, if that is known."""
         if self._capacity_bytes is not None:
+            num_bytes = max(num_bytes, self._num_bytes)
             self._order.cut(num_bytes - self._num_bytes_going - self._capacity_bytes)
 
     def _fate(self, block: FoundBlock) -> Fate | None:
@@ -174,7 +174,8 @@ class GarbageCollection:
             with self._store.namespace(fingerprint) as namespace:
                 self._removed.num_folders += namespace.remove_empty()
         with count.locked():
-            self._removed.num_bytes_left = count.used
+            left = count.used or max(0, self._num_bytes - self._removed.num_bytes)
+        self._removed.num_bytes_left = left
 
     def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> None:
         removed = namespace.remove([block for block, _ in some])
