@@ -451,7 +451,8 @@ class ObjectBackend(TellsKept):
         except (RequestFailedError, TimeoutError) as exc:
             logger.info("list of %s%s: %r", self._bucket.place, self._pages.fingerprint, exc)
             return
-        self._no_list.until = inf
+        if not self._texts.has_others:
+            self._no_list.until = inf
         logger.info("%s%s: %d names", self._bucket.place, self._pages.fingerprint, num_names)
 
     def _gauges(self) -> Mapping[Gauge, float]:

@@ -8,7 +8,7 @@ from kvxfer.backends.object.bucket import Bucket, ObjectVersion
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.pages.object_pages import Pages
 from kvxfer.pages.texts import MAX_TEXT_BYTES, RECORDS, has_other_keys, make_record
-from kvxfer.runtime import Once
+from kvxfer.runtime import Once, Pause
 from kvxfer.storage.integrity import Integrity
 
 NOTE_ATTEMPTS = 5
@@ -38,7 +38,8 @@ class NamespaceTexts:
         self._bucket = bucket
         self._pages = pages
         self._writing, self._reading = Once(), Once()
-        self._look_at, self._read_again_at = -inf, inf  # until they were written
+        self._look_at = -inf  # until they were written
+        self._read_again = Pause(LOOK_AGAIN_S, 60 * LOOK_AGAIN_S)  # after a list that failed
         self._met_others = False
         self.overwrites = False
         self.has_others = True
@@ -62,9 +63,9 @@ class NamespaceTexts:
             self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 
     async def read(self) -> None:
-        """Find out which kinds of pages there may be, once it succeeds."""
-        if self._reading.is_done and runtime.monotonic() >= self._read_again_at:
-            self._reading, self._read_again_at = Once(), inf
+        """Find out which kinds of pages there may be, where the texts can be listed."""
+        if self._reading.is_done and not self._read_again.is_on(runtime.monotonic()):
+            self._reading = Once()
         await self._reading.run(self._read)
 
     async def aclose(self, timeout_s: float) -> None:
@@ -103,15 +104,13 @@ class NamespaceTexts:
         digester, folder = self._pages.digester, self._pages.folder
         try:
             _, names = await self._bucket.list_folder(folder)
-        except RequestFailedError as exc:
-            if exc.transient:
-                raise
-            # As for want of a right; pages are told apart by their headers meanwhile.
-            self._read_again_at = runtime.monotonic() + LOOK_AGAIN_S
+        except RequestFailedError:  # for want of a right, or since a list takes the server long
+            # Pages are told apart by their headers meanwhile.
+            self._read_again.begin(runtime.monotonic())
             return
         kinds = [kind for kind, name in RECORDS.items() if name in names]
         has_others = not all(map(digester.integrity.reads, kinds))
         if digester.cipher is not None and Integrity.SEALED in kinds:
             _, record = await self._read_record(folder + RECORDS[Integrity.SEALED])
             has_others |= has_other_keys(record, digester, self._pages.fingerprint)
-        self.has_others = has_others or self._met_others
+        self.has_others, self._read_again.until = has_others or self._met_others, inf

@@ -195,13 +195,19 @@ async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_tim
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidPathError("a name of others"), GenericError("status code: 403")]
+    "error",
+    [
+        InvalidPathError("a name of others"),
+        GenericError("status code: 403"),
+        GenericError("kind: Timeout"),
+    ],
 )
 async def test_blocks_are_stored_and_found_where_their_folder_cannot_be_listed(
     error: Exception,
 ) -> None:
     memory, keys = make_memory(), make_keys(1)
     async with open_in_memory(memory.namespace()) as backend:
+        backend._bucket._timeout_s = 0.1
         plant(backend._bucket, list_with_delimiter_async=raising(error), list=raising(error))
         await store_generated(backend, keys, memory.describe(0, [0]))
         assert await backend.lookup(keys) == [True]
