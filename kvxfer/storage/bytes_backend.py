@@ -132,7 +132,10 @@ class BytesBackend(Backend):
         if corrupt:
             chosen = [keys[n] for n in corrupt]
             drop = partial(self._drop, self._names(chosen), [sizes[n] for n in corrupt])
-            await self._change(chosen, drop)
+            try:
+                await self._change(chosen, drop)
+            except KVXferError as exc:  # what was loaded is loaded
+                logger.warning("%d corrupt values cannot be removed: %s", len(chosen), exc)
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:

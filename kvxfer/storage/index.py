@@ -288,10 +288,8 @@ class BlockIndex:
             return
         del self._entries[key]
         self._policy.remove(key)
-        if key in self._quarantined:
-            self._quarantined[key].slots.append(entry.slot)
-        else:
-            self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
+        kept = self._quarantined.setdefault(key, _Quarantined([], entry.num_pins))
+        kept.slots.append(entry.slot)
 
     def quarantine_all(self, prefix: bytes = b"") -> tuple[list[BlockKey], list[BlockKey]]:
         """Remove every block whose key begins with a prefix, also those that are pinned.
@@ -299,8 +297,7 @@ class BlockIndex:
         Returns:
             Keys that were removed, and keys of blocks that stay, since they are being stored.
         """
-        removed: list[BlockKey] = []
-        left: list[BlockKey] = []
+        removed, left = list[BlockKey](), list[BlockKey]()
         for key in self.keys(prefix):
             (left if self.state(key) is BlockState.STORING else removed).append(key)
             self.quarantine(key)

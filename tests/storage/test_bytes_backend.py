@@ -201,6 +201,22 @@ async def test_a_drain_waits_for_a_value_whose_store_was_given_up() -> None:
         assert await backend.lookup(KEYS[:1]) == [True]
 
 
+async def test_a_corrupt_value_that_cannot_be_removed_keeps_no_other_from_being_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class ReadOnly(Values):
+        def remove(self, names: Sequence[str]) -> None:
+            raise PermissionError("read-only")
+
+    async with ReadOnly({}, MEMORY.namespace()) as backend:
+        await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
+        backend.values[backend.name_of(KEYS[0])] = b"damage"
+        for _ in range(2):
+            outcomes = await backend.load(KEYS[:2], MEMORY.describe(0, range(4, 6)))
+            assert [each.status for each in outcomes] == [Status.CORRUPT, Status.DONE]
+    assert caplog.text.count("1 corrupt values cannot be removed: ReadOnly: Permission") == 2
+
+
 async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
     class Full(Values):
         def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
