@@ -59,11 +59,11 @@ class _Entry:
 class _Walk:
     """Walk that is under way."""
 
-    # Files that this process has removed since it began, and whether from quarantine: the walk may
-    # have found them before.
+    # Removed by this process since it began, and whether from quarantine: it may have found them.
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
     # Bytes and last use of files that it found under names that this process writes to.
     beside: dict[FileId, tuple[int, float]] = field(default_factory=dict)
+    there: set[FileId] = field(default_factory=set)  # that it found where lookups do
     num_foreign_bytes: int = 0  # of misplaced files, which only take room
     is_partial: bool = False  # it may have missed files: those that it did not find stay known
 
@@ -230,14 +230,12 @@ class FileIndex:
         """Drop a file that this process removed."""
         (file,) = self._ids([key])
         with self._lock:
-            self._note_gone(file, quarantined=False)
             self._forget(file)
 
     def quarantine(self, key: BlockKey, num_bytes: int) -> None:
         """Move a file to quarantine, where it may replace another one."""
         (file,) = self._ids([key])
         with self._lock:
-            self._note_gone(file, quarantined=False)
             self._forget(file)
             self._quarantine(file, num_bytes)
 
@@ -252,28 +250,32 @@ class FileIndex:
     ) -> Iterator[bool]:
         """Drop the files that a walk did not find and add those that it found, some at a time.
 
-        A partial walk may have missed some, and drops none. Others use the index meanwhile: no step
-        takes longer than some milliseconds; True is yielded after each. No file may be held as
-        spared during a step.
+        A partial walk may have missed some, and drops none. They are put in order at once; then
+        others use the index meanwhile: no step takes longer than some milliseconds; True is yielded
+        after each. No file may be held as spared during a step.
         """
-        blocks = [
-            (file_ids(block.fingerprint, [block.key])[0], block)
-            for block in sorted(found, key=lambda block: block.used)
-        ]
+        ordered = sorted(found, key=lambda block: block.used)
+        blocks = [(file_ids(each.fingerprint, [each.key])[0], each) for each in ordered]
         there = {file for file, each in blocks if not (each.quarantined or each.misplaced)}
         with self._lock:
             assert self._walk is not None
-            self._walk.is_partial = is_partial
+            self._walk.there, self._walk.is_partial = there, is_partial
+            return self._learn(blocks, self._walk)
+
+    def _learn(self, blocks: Sequence[tuple[FileId, FoundBlock]], walk: _Walk) -> Iterator[bool]:
+        with self._lock:
             known = list(self._entries)
             is_first, self._walked = not self._walked, True
             self._walk_result = [], []
-        if not is_partial:
-            yield from self._in_steps(self._vanish, [file for file in known if file not in there])
+        if not walk.is_partial:
+            yield from self._in_steps(self._vanish, known)
         yield from self._in_steps(self._find, blocks)
         if is_first:  # what was stored before the end of the first walk is more recently used
+            newer, there = dict.fromkeys(known), walk.there
             with self._lock:
-                newer = [file for file, entry in self._entries.items() if file not in there]
-            yield from self._in_steps(self._renew, list(dict.fromkeys([*known, *newer])))
+                known = list(self._entries)
+            yield from self._in_steps(lambda file: file in there or newer.setdefault(file), known)
+            yield from self._in_steps(self._renew, list(newer))
 
     def end_walk(self) -> int:
         """End a walk that the index has learned; return the bytes of all files.
@@ -291,11 +293,9 @@ class FileIndex:
                     self._appear(file, num_bytes, used)
                 elif entry.held:  # which of the two will stay is open
                     total += num_bytes
-            self._quarantined = OrderedDict(
-                (file, entry)
-                for file, entry in self._quarantined.items()
-                if entry.walk == self._num_walks or walk.is_partial
-            )
+            for file, entry in () if walk.is_partial else [*self._quarantined.items()]:
+                if entry.walk != self._num_walks:
+                    del self._quarantined[file]
             total += sum(entry.num_bytes for entry in self._quarantined.values())
             return total + self._num_bytes
 
@@ -323,8 +323,9 @@ class FileIndex:
 
     def _vanish(self, file: FileId) -> None:
         """Drop a file that a walk did not find, unless it was written meanwhile."""
-        entry = self._entries.get(file)
-        if entry and not entry.held and entry.walk < self._num_walks:
+        entry, walk = self._entries.get(file), self._walk
+        assert walk is not None
+        if entry and not entry.held and entry.walk < self._num_walks and file not in walk.there:
             self._drop(file)
             self._walk_result[1].append(file)
 
@@ -373,6 +374,7 @@ class FileIndex:
             self._policy.release(file)
 
     def _forget(self, file: FileId) -> None:
+        self._note_gone(file, quarantined=False)
         entry = self._entries.get(file)
         if entry is not None and entry.held:
             entry.removed = True  # dropped when it is settled or released

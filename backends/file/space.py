@@ -367,12 +367,10 @@ class Space:
         is_due = runtime.monotonic() >= self._next_scan
         if not (is_needed or is_due or self.is_walking):
             return False
-        walk = self.begin_scan()
-        runtime.wait_futures([walk], WALK_WAIT_S)
-        if walk.done():
+        done, _ = runtime.wait_futures([self.begin_scan()], WALK_WAIT_S)
+        for walk in done:
             walk.result()
-            return True
-        return False
+        return bool(done)
 
     def _free(self) -> tuple[float, float]:
         """Count the bytes and files that there is room for, less bytes reserved and not written."""

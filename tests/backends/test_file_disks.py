@@ -18,7 +18,8 @@ import pytest
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file.file_index import FileIndex
+from kvxfer.backends.file import file_index
+from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.errors import BackendUnavailableError
@@ -138,6 +139,23 @@ async def test_a_paused_store_syncs_no_folder_of_a_disk_that_may_hang(
             assert await asyncio.wait_for(backend.lookup(keys), 5) == [True]
         finally:
             go.set()
+
+
+async def test_no_store_waits_for_a_walk_that_puts_its_files_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, is_locked = one_page_memory(), hashed_keys(2), list[bool]()
+
+    def look(*given: Any) -> Any:
+        is_locked.append(backend._ledger._lock.locked())
+        return file_ids(*given)
+
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        assert statuses(await store(backend, keys, memory.describe(0, range(2)))) == [DONE] * 2
+        monkeypatch.setattr(file_index, "file_ids", look)
+        await asyncio.wrap_future(backend._space.begin_scan())
+        assert is_locked == [False] * 2
 
 
 async def test_no_walk_ends_while_room_is_given_back(
