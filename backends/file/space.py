@@ -131,7 +131,7 @@ class Space:
         """
         needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
-            fitting = self._make_room(needed, 0, 0)
+            fitting, _ = self._make_room(needed, 0, 0, most=math.inf)
         self._must_rescan |= fitting < len(needed)
         return fitting
 
@@ -227,8 +227,7 @@ class Space:
         finally:
             now = runtime.monotonic()
             took = now - began
-            pause_s = 0.0 if took < SHORT_SCAN_S else self._config.rescan_factor * took
-            self._next_scan = now + pause_s
+            self._next_scan = now + self._config.rescan_factor * took * (took >= SHORT_SCAN_S)
 
     def _learn_walk(self) -> None:
         if num_removed := self._tree.collect():
@@ -258,16 +257,22 @@ class Space:
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
     ) -> int:
-        needed, fitting = [padded(size) for size in sizes], 0
+        needed, fitting, is_cut = [padded(size) for size in sizes], 0, True
         try:
-            with self._ledger.locked():
-                self._require_counted()
-                if self._ledger.known:
-                    with self._spared(spare):
-                        fitting = self._make_room(needed, *self._free())
-                    gone = self.index.admit(keys[:fitting], needed[:fitting])
-                    self._reports.removed(gone, Removal.VANISHED)
-                    self._ledger.reserve(sum(needed[:fitting]))
+            while is_cut:  # evicts some at a time, while all others wait, and none is admitted yet
+                with self._ledger.locked():
+                    self._require_counted()
+                    num_fitting, is_cut = 0, False
+                    if self._ledger.known:
+                        with self._spared(spare):
+                            num_fitting, is_cut = self._make_room(needed, *self._free())
+                    if not is_cut:
+                        fitting = num_fitting
+                        gone = self.index.admit(keys[:fitting], needed[:fitting])
+                        self._reports.removed(gone, Removal.VANISHED)
+                        self._ledger.reserve(sum(needed[:fitting]))
+                if is_cut:
+                    runtime.sleep(STEP_PAUSE_S)
         except BaseException as exc:  # the ledger has counted nothing: nothing is given back there
             self.index.settle(keys[:fitting], stored=[False] * fitting)
             if not isinstance(exc, RemovedCountError):
@@ -315,9 +320,11 @@ class Space:
                 namespace = "" if fingerprint == self._folder.fingerprint else fingerprint
                 self._reports.removed(victims, reason, namespace=namespace)
 
-    def _make_room(self, needed: Sequence[int], free_bytes: float, free_files: float) -> int:
-        """Evict until files of these bytes fit, or nothing is left; return how many fit."""
-        total = 0
+    def _make_room(
+        self, needed: Sequence[int], free_bytes: float, free_files: float, *, most: float = 0
+    ) -> tuple[int, bool]:
+        """Evict until files fit; return how many do, and whether it ended after `most` victims."""
+        total, num_left = 0, most or KEYS_PER_LOCK
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
             while (
@@ -325,13 +332,14 @@ class Space:
                 or total > free_bytes
                 or fitting >= free_files
             ):
-                victim = self.index.choose_victim()
+                victim = self.index.choose_victim() if num_left else None
                 if victim is None:
-                    return fitting
+                    return fitting, not num_left
+                num_left -= 1
                 freed = self._evict(victim, with_folder=fitting >= free_files)
                 free_bytes += victim.num_bytes if freed else 0
                 free_files += freed
-        return len(needed)
+        return len(needed), False
 
     def _evict(self, victim: Victim, *, with_folder: bool) -> int:
         """Remove a file, and perhaps its empty folder; return how many inodes that freed."""

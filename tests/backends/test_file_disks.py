@@ -18,9 +18,10 @@ import pytest
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file import file_index
+from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
@@ -156,6 +157,32 @@ async def test_no_store_waits_for_a_walk_that_puts_its_files_in_order(
         monkeypatch.setattr(file_index, "file_ids", look)
         await asyncio.wrap_future(backend._space.begin_scan())
         assert is_locked == [False] * 2
+
+
+async def test_others_have_the_count_while_much_is_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, evicted = one_page_memory(), hashed_keys(11), list[int]()
+    lock, remove = Ledger.locked, Ledger.remove
+
+    def locked(ledger: Ledger) -> Any:
+        evicted.append(0)
+        return lock(ledger)
+
+    def count(ledger: Ledger, num_bytes: int) -> None:
+        evicted[-1] += 1
+        remove(ledger, num_bytes)
+
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys[:10], memory.describe(0, range(10)))
+    async with open_store(tmp_path, memory.namespace(), capacity=3 * FILE_BYTES) as backend:
+        await backend.wait_indexed()
+        monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
+        monkeypatch.setattr(Ledger, "locked", locked)
+        monkeypatch.setattr(Ledger, "remove", count)
+        assert statuses(await store(backend, keys[10:], memory.describe(0, [0]))) == [DONE]
+        assert [each for each in evicted if each] == [2] * 4
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 3 * FILE_BYTES
 
 
 async def test_no_walk_ends_while_room_is_given_back(

@@ -70,12 +70,9 @@ class IntegrityRecord:
         if self._has_other_keys():
             found += [f"that are {OTHER_KEY_REASON}"]
         for blocks in found:
-            logger.warning(
-                "%s holds blocks %s: they are misses, and are not stored again until they are "
-                "evicted or removed",
-                self._folder.root / self._folder.fingerprint,
-                blocks,
-            )
+            where = self._folder.root / self._folder.fingerprint
+            text = "%s holds blocks %s: they are misses, and are not stored again until they are %s"
+            logger.warning(text, where, blocks, "evicted or removed")
 
     def is_sealed_with_our_secret(self) -> bool:
         """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
