@@ -293,8 +293,8 @@ class FileIndex:
                     self._appear(file, num_bytes, used)
                 elif entry.held:  # which of the two will stay is open
                     total += num_bytes
-            for file, entry in () if walk.is_partial else [*self._quarantined.items()]:
-                if entry.walk != self._num_walks:
+            for file, entry in [*self._quarantined.items()]:
+                if entry.walk != self._num_walks and not walk.is_partial:
                     del self._quarantined[file]
             total += sum(entry.num_bytes for entry in self._quarantined.values())
             return total + self._num_bytes

@@ -131,7 +131,7 @@ class Space:
         """
         needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
-            fitting, _ = self._make_room(needed, 0, 0, most=math.inf)
+            fitting, _ = self._make_room(needed, 0, 0, math.inf)
         self._must_rescan |= fitting < len(needed)
         return fitting
 
@@ -227,7 +227,8 @@ class Space:
         finally:
             now = runtime.monotonic()
             took = now - began
-            self._next_scan = now + self._config.rescan_factor * took * (took >= SHORT_SCAN_S)
+            pause_s = 0.0 if took < SHORT_SCAN_S else self._config.rescan_factor * took
+            self._next_scan = now + pause_s
 
     def _learn_walk(self) -> None:
         if num_removed := self._tree.collect():
@@ -257,28 +258,27 @@ class Space:
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
     ) -> int:
-        needed, fitting, is_cut = [padded(size) for size in sizes], 0, True
+        needed, fitting = [padded(size) for size in sizes], 0
         try:
-            while is_cut:  # evicts some at a time, while all others wait, and none is admitted yet
+            while True:
                 with self._ledger.locked():
                     self._require_counted()
-                    num_fitting, is_cut = 0, False
-                    if self._ledger.known:
-                        with self._spared(spare):
-                            num_fitting, is_cut = self._make_room(needed, *self._free())
+                    if not self._ledger.known:
+                        return 0
+                    with self._spared(spare):
+                        room, is_cut = self._make_room(needed, *self._free(), KEYS_PER_LOCK)
                     if not is_cut:
-                        fitting = num_fitting
+                        fitting = room
                         gone = self.index.admit(keys[:fitting], needed[:fitting])
                         self._reports.removed(gone, Removal.VANISHED)
                         self._ledger.reserve(sum(needed[:fitting]))
-                if is_cut:
-                    runtime.sleep(STEP_PAUSE_S)
+                        return fitting
+                runtime.sleep(STEP_PAUSE_S)  # others have the count before more is evicted
         except BaseException as exc:  # the ledger has counted nothing: nothing is given back there
             self.index.settle(keys[:fitting], stored=[False] * fitting)
             if not isinstance(exc, RemovedCountError):
                 raise
             return 0  # a walk makes another one
-        return fitting
 
     def _require_counted(self) -> None:
         """Refuse room when the store has no count, and a walk could not make one."""
@@ -321,10 +321,10 @@ class Space:
                 self._reports.removed(victims, reason, namespace=namespace)
 
     def _make_room(
-        self, needed: Sequence[int], free_bytes: float, free_files: float, *, most: float = 0
+        self, needed: Sequence[int], free_bytes: float, free_files: float, most: float
     ) -> tuple[int, bool]:
         """Evict until files fit; return how many do, and whether it ended after `most` victims."""
-        total, num_left = 0, most or KEYS_PER_LOCK
+        total, num_left = 0, most
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
             while (

@@ -287,13 +287,13 @@ class _Store:
             evicted[0] = victim.num_bytes
             return evict(victim, with_folder=with_folder)
 
-        def make_room_noted(needed: Sequence[int], *free: float) -> int:
+        def make_room_noted(needed: Sequence[int], *free: float) -> tuple[int, bool]:
             evicted[0] = 0
-            fitting = make_room(needed, *free)
+            made = make_room(needed, *free)
             there = sum(self._blocks().values()) + evicted[0] + files._ledger.reserved
             if self._is_alone and evicted[0] and there + sum(needed) <= self.config.capacity:
                 self._simulation.fail("evicted although there was room", f"{there} bytes")
-            return fitting
+            return made
 
         space._evict = evict_noted  # type: ignore[method-assign]
         space._make_room = make_room_noted  # type: ignore[method-assign, assignment]

@@ -175,8 +175,9 @@ def warn_of_other_writers(root: Path) -> None:
     """Warn when other users can plant, replace and remove blocks in a root."""
     found = runtime.disk().stat(root)
     if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway
-        text = "%s: user %d owns it, and can plant, replace and remove blocks: %s"
-        logger.warning(text, root, found.st_uid, "chown it, or use a folder of your own")
+        text = "%s: user %d owns it, and can plant, replace and remove blocks: "
+        text += "chown it, or use a folder of your own"
+        logger.warning(text, root, found.st_uid)
     elif found.st_mode & stat.S_IWOTH:
         text = "%s: anybody can write to it, and plant, replace and remove blocks: chmod 700 it"
         logger.warning(text, root)

@@ -71,8 +71,9 @@ class IntegrityRecord:
             found += [f"that are {OTHER_KEY_REASON}"]
         for blocks in found:
             where = self._folder.root / self._folder.fingerprint
-            text = "%s holds blocks %s: they are misses, and are not stored again until they are %s"
-            logger.warning(text, where, blocks, "evicted or removed")
+            text = "%s holds blocks %s: they are misses, and are not stored again until they are "
+            text += "evicted or removed"
+            logger.warning(text, where, blocks)
 
     def is_sealed_with_our_secret(self) -> bool:
         """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
