@@ -96,9 +96,7 @@ class Client:
             ConnectionResetError: The client is gone.
         """
         headers = _without(answer.headers.items(), _NOT_FOR_CLIENTS)
-        self.answer = web.StreamResponse(
-            status=answer.status, reason=answer.reason, headers=headers
-        )
+        self.answer = web.StreamResponse(status=answer.status, headers=headers)
         if self.request.version < HttpVersion11 and self.answer.content_length is None:
             self.answer.force_close()  # its end is that of the connection
         await self.answer.prepare(self.request)

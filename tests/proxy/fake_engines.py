@@ -52,7 +52,7 @@ class FakeEngine:
         self.asked: list[Asked] = []
         self.status = self.health = 200
         self.params: Any = PARAMS
-        self.hangs = False
+        self.hangs, self.raw = False, b""
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.port = 0
@@ -82,7 +82,9 @@ class FakeEngine:
         content = await request.read()
         body = json.loads(content) if content else {}
         self.asked.append(Asked(request.method, request.path_qs, request.headers, body))
-        if self.hangs:
+        if request.transport is not None and self.raw:
+            request.transport.write(self.raw)
+        if self.hangs or self.raw:
             await asyncio.Event().wait()
         if self.status != 200:
             return web.json_response({"error": {"message": "as told"}}, status=self.status)

@@ -69,6 +69,12 @@ async def test_what_params_of_one_prompt_cannot_say_is_decoded_alone(
         assert (await it.samples())[f'decoded_alone_total{{reason="{reason}"}}'] == 1
 
 
+async def test_an_answer_with_an_odd_reason_phrase_is_passed_on() -> None:
+    async with routed() as it:
+        it.decode[0].raw = b"HTTP/1.1 200 O\x01K\r\nContent-Length: 2\r\n\r\n{}"
+        assert await it.post() == (200, {})
+
+
 @pytest.mark.parametrize("status", [404, 501])
 async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on(status: int) -> None:
     async with routed() as it:
