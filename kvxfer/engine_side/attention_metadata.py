@@ -258,9 +258,9 @@ def _is_sorted(order: NDArray[np.int64]) -> bool:
 
 def _swaps(order: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield the swaps of rows that bring row `order[i]` to row i."""
-    for row in range(len(order)):
-        source = int(order[row])
-        while source < row:  # its content was swapped away from there before
-            source = int(order[source])
-        if source != row:
-            yield row, source
+    held = list(range(len(order)))  # by each place
+    place = held.copy()  # of each row
+    for to, row in enumerate(order.tolist()):
+        if (source := place[row]) != to:
+            yield to, source
+            place[held[to]], held[source] = source, held[to]

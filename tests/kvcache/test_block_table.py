@@ -24,6 +24,7 @@ from kvxfer.engine_side import (
     TooManyGroupsError,
     decodes_first,
 )
+from kvxfer.engine_side.attention_metadata import _swaps
 from kvxfer.errors import BlockIdError, InvalidArgumentError
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -360,3 +361,18 @@ def test_any_order_carries_tokens_and_blocks_of_a_request_along(
     assert first_blocks(tables) == [
         [1 + int(request) + 10 * group for request in order] for group in range(2)
     ]
+
+
+class Counted(np.ndarray[Any, np.dtype[np.int64]]):
+    num_looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        Counted.num_looks += 1
+        return super().__getitem__(at)
+
+
+def test_no_order_takes_more_looks_than_twice_its_requests() -> None:
+    """One decode behind prefills only: each looked through all before it."""
+    order = np.roll(np.arange(100), 1).view(Counted)
+    assert len(list(_swaps(order))) == 99
+    assert Counted.num_looks <= 200
