@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_906,
-    "backends/file": 4_309,
+    "backends/file": 4_336,
     "backends/host": 1_919,
     "backends/mooncake": 691,
     "backends/nixl": 7_553,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvxfer import runtime
@@ -13,6 +14,7 @@ from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.block_reader import BlockReader
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.config import FileConfig, require_room, require_root
+from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders.block_tree import (
     BlockTree,
     refuse_partial_walk,
@@ -26,9 +28,10 @@ from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.checks import require_instance
-from kvxfer.errors import BackendUnavailableError, NamespaceMismatchError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
+from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.pages.names import NAMESPACE_FILE, file_name
 from kvxfer.pages.texts import describe_namespace
 from kvxfer.runtime import CircuitBreaker, Threads
@@ -42,6 +45,9 @@ from kvxfer.storage.observer import Gauge, Removal, Reports
 
 STALLED_S = 30.0
 """Seconds after which a write that has not ended counts as a failure."""
+
+ROOM_BYTES = 1 << 20
+"""Bytes of blocks that are removed where a disk is too full to open the store on it."""
 
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
@@ -236,20 +242,30 @@ class FileBackend(Backend):
 
     def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
         """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
-        with contextlib.ExitStack() as opened:
+        try:
             try:
-                make_root(self._root)
-                warn_of_other_writers(self._root)
-                alignment = probe_direct(self._root) if config.direct == "auto" else 0
-                self._folder = NamespaceFolder(self._root, namespace.fingerprint)
-                opened.callback(self._folder.close)
-                self._folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
-                self._ledger = Ledger(self._root)
-                opened.callback(self._ledger.close)
-                record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
-                record.open()
+                return self._open_here(config, namespace, digester)
             except OSError as exc:
-                raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+                if exc.errno not in runtime.FULL_ERRORS or not _remove_oldest(self._root):
+                    raise
+                return self._open_here(config, namespace, digester)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+
+    def _open_here(
+        self, config: FileConfig, namespace: Namespace, digester: Digester
+    ) -> BlockFiles:
+        with contextlib.ExitStack() as opened:
+            make_root(self._root)
+            warn_of_other_writers(self._root)
+            alignment = probe_direct(self._root) if config.direct == "auto" else 0
+            self._folder = NamespaceFolder(self._root, namespace.fingerprint)
+            opened.callback(self._folder.close)
+            self._folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
+            self._ledger = Ledger(self._root)
+            opened.callback(self._ledger.close)
+            record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
+            record.open()
             files = BlockFiles(
                 self._folder,
                 namespace,
@@ -406,3 +422,14 @@ class FileBackend(Backend):
 
 _EVERY_KEY = BlockKey(b"")
 """Name that a purge locks, for whose end all stores wait."""
+
+
+def _remove_oldest(root: Path) -> bool:
+    """Remove `ROOM_BYTES` of the blocks that were used least recently; return whether any was."""
+    store = FolderStore(root)
+    num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())
+    with contextlib.suppress(InvalidArgumentError):  # there is no store
+        removed = GarbageCollection(store, capacity_bytes=max(0, num_bytes - ROOM_BYTES)).run()
+        logger.warning("%s: no room on the disk: removed %d blocks", root, removed.num_excess)
+        return removed.num_bytes > 0
+    return False

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import xxhash
 
 from kvxfer import runtime
+from kvxfer.backends.file import backend as file_backend
 from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
@@ -261,15 +262,42 @@ async def test_files_are_evicted_where_there_can_be_no_more_of_them(engine: str)
                 assert temporary_files(folder) == []
 
 
-async def test_a_full_disk_has_room_for_a_collection_that_makes_room(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(20)
+@contextlib.asynccontextmanager
+async def full_disk() -> AsyncIterator[Path]:
+    """Make a disk with a store of 20 blocks and no room."""
+    memory = one_page_memory()
     with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
         async with open_store(folder / "store", memory.namespace()) as backend:
-            outcomes = await store(backend, keys, memory.describe(0, range(20)))
+            outcomes = await store(backend, hashed_keys(20), memory.describe(0, range(20)))
             assert [outcome.status for outcome in outcomes] == [DONE] * 20
         with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(4096)):
                 pass
+        yield folder
+
+
+async def test_a_store_is_opened_on_a_full_disk_and_keeps_most_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = one_page_memory()
+    monkeypatch.setattr(file_backend, "ROOM_BYTES", 5 * FILE_BYTES)
+    async with full_disk() as folder:
+        async with open_store(folder / "store", memory.namespace(model="another")) as backend:
+            await backend.wait_indexed()
+            (outcome,) = await store(backend, hashed_keys(1), memory.describe(0, [0]))
+            assert outcome.done
+        assert len(list(FolderStore(folder / "store").blocks())) == 15 + 1
+        for each in FolderStore(folder / "store").blocks():
+            (folder / "store" / each.path).unlink()
+        with (folder / "filler").open("ab", buffering=0) as filler, contextlib.suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+        with pytest.raises(BackendUnavailableError, match="No space left"):
+            open_store(folder / "store", memory.namespace(model="a third"))
+
+
+async def test_a_full_disk_has_room_for_a_collection_that_makes_room() -> None:
+    async with full_disk() as folder:
         found = FolderStore(folder / "store")
         with pytest.raises(OSError, match="No space left"):
             GarbageCollection(found).run()  # nothing is to go
