@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
     "kvxfer/face": 415,
-    "kvxfer/integrations": 9_935,
+    "kvxfer/integrations": 9_950,
     "kvxfer/kvcache": 5_288,
     "kvxfer/lending": 1_429,
     "kvxfer/pages": 2_044,

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.describer import describe
+from kvxfer.kvcache.portable import WorkerShard, map_caches
 
 pytest.importorskip("vllm.v1.kv_offload", reason="needs vLLM")
 
@@ -130,6 +131,8 @@ def test_every_kind_of_cache_is_read_as_such(
     if specs[0] is FULL:  # planes, outside of a head or within
         layouts = {ref.layout for ref in told.group_data_refs[0]}
         assert layouts <= {"block head kv token dim", "kv block head token dim"}
+        with pytest.raises(PageMappingError, match="named axes"):  # a CPU's kernels pack keys
+            map_caches(told, WorkerShard(num_kv_heads=2))
     if specs[0] is STATES:  # without the bytes behind them, up to those of attention
         data = STATES.shapes[0][0] * STATES.shapes[0][1] * 2 + 4 * 16 * 8 * 4
         assert {ref.page_size_bytes for refs in told.group_data_refs for ref in refs} == {data}

@@ -80,7 +80,8 @@ class KVCacheHooks(ABC):
             LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, kv_caches)
-        self.use_kv_caches(canonicalize_layers(kv_caches, config, self._vllm_config))
+        caches = canonicalize_layers(kv_caches, config, self._vllm_config)
+        self.use_kv_caches(_without_packed(caches, self._vllm_config))
 
     def register_cross_layers_kv_cache(
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
@@ -208,6 +209,20 @@ def canonicalize_layers(
             entries[name], layout = _layer_cache(name, kv_caches[name], spec, vllm_config)
             layouts |= {name: layout} if layout else {}
     return canonicalize(entries, config, layouts=layouts)
+
+
+def _without_packed(caches: CanonicalKVCaches, vllm_config: Any) -> CanonicalKVCaches:
+    """Say nothing of the bytes inside pages whose keys and values the kernels of a CPU pack."""
+    layers = vllm_config.compilation_config.static_forward_context
+
+    def known(ref: CanonicalKVCacheRef) -> CanonicalKVCacheRef:
+        kinds = {layers[name].get_attn_backend().get_name() for name in ref.layer_names}
+        is_packed = CPU_BACKEND in kinds and any("head" in box.axes for box in ref.boxes)
+        return replace(ref, boxes=()) if is_packed else ref
+
+    return replace(
+        caches, group_data_refs=[[known(ref) for ref in refs] for refs in caches.group_data_refs]
+    )
 
 
 def _layer_cache(
