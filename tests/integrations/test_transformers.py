@@ -117,6 +117,9 @@ def test_a_model_of_images_finds_texts_from_its_first_call_on(tmp_path: Path) ->
             assert num_loaded(cache, prompt) == 32
             model.model.rope_deltas -= 12
             assert num_loaded(cache, prompt) == 0, "the positions of what follows are others"
+            model.generate(torch.cat([prompt, prompt]), max_new_tokens=2, do_sample=False)
+            again = cache.generate(prompt, max_new_tokens=9, do_sample=False).tolist()
+            assert again == outputs[-1], "it notes 0 for each of two, which do not fit one"
     assert found == [0, 32]
     assert outputs[0] == outputs[1]
 

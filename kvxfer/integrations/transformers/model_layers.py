@@ -46,28 +46,24 @@ class LayerShape:
 
 def find_layers(model: Any) -> tuple[LayerShape, ...]:
     """Find the shapes of a model's layers, or refuse the model; runs it on one token."""
-    config = getattr(model, "config", None)
+    config, kind = getattr(model, "config", None), type(model).__name__
     if config is None or not hasattr(model, "generate"):
-        raise InvalidArgumentError("model", type(model).__name__, "a model with generate()")
+        raise InvalidArgumentError("model", kind, "a model with generate()")
     for reason, expected in _obstacles(model, config):
-        raise InvalidArgumentError("model", f"{type(model).__name__}, {reason}", expected)
-    for name in (name for name, tensor in model.named_parameters() if tensor.is_meta):
-        wanted = "a model whose weights are all in memory"
-        raise InvalidArgumentError("model", f"{name} on meta", wanted)
+        raise InvalidArgumentError("model", f"{kind}, {reason}", expected)
+    if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "weights that are in memory")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
     with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
         model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
     if not past.layers:
-        wanted = f"a model that keeps its keys and values in {CACHE_ARGUMENT}"
-        raise InvalidArgumentError("model", type(model).__name__, wanted)
+        raise InvalidArgumentError("model", kind, f"keys and values kept in {CACHE_ARGUMENT}")
     if (num_tokens := past.get_seq_length()) != 1:
-        found = f"{type(model).__name__}, {num_tokens} tokens in the cache for one of the prompt"
+        found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
         raise InvalidArgumentError("model", found, "keys and values of the prompt's tokens alone")
-    return tuple(
-        _shape_of(layer, f"{type(model).__name__}, layer {at}", "model")
-        for at, layer in enumerate(past.layers)
-    )
+    layers = enumerate(past.layers)
+    return tuple(_shape_of(layer, f"{kind}, layer {at}", "model") for at, layer in layers)
 
 
 def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:

@@ -137,9 +137,7 @@ class _Encoder:
             prefix + name: value
             for prefix, owner in owners
             for name, value in dict(getattr(owner, "__dict__", {})).items()
-            if name not in HARMLESS
-            # How far images of the last prompt have moved positions: none of a text does.
-            if name != "rope_deltas" or getattr(value, "any", functools.partial(bool, value))()
+            if name not in HARMLESS and not (name == "rope_deltas" and _is_of_a_text(value))
         }
         return self._encode_named(found)
 
@@ -215,6 +213,11 @@ class _Encoder:
                     facts[name] = [chosen, functions]
             self._configs[id(config)] = hash_text(repr(sorted(facts.items())))
         return self._configs[id(config)]
+
+
+def _is_of_a_text(deltas: object) -> bool:
+    """Whether the last call was of one text, or there was none; zeros of several fit no prompt."""
+    return deltas is None or (isinstance(deltas, torch.Tensor) and deltas.tolist() == [[0]])
 
 
 def _require_no_hooks(module: Any) -> None:
