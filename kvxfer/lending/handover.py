@@ -87,7 +87,11 @@ class Handover:
         self._description = description
         self._guard = CallGuard("hand-over")
         self._threads = Threads("kvxfer-handover", NUM_THREADS)
-        self._copy_engine = _open_copy_engine(on_device=self.is_on_device)
+        if self.is_on_device:
+            self._copy_engine: CopyEngine = DeviceCopyEngine()
+        else:
+            num_threads = max(1, min(MAX_THREADS, runtime.num_cores()) // NUM_THREADS)
+            self._copy_engine = CPUCopyEngine(num_threads=num_threads)
         self._lender: CacheLender | None = None
         if caches is not None and config.listen:
             self._lender = CacheLender(
@@ -260,11 +264,15 @@ class Handover:
                 await self._exchange.aclose()
                 if self._lender is not None:
                     await self._lender.aclose()
-                    self._ended.extend(self._lender.take_ended())
                 num_running = await self._threads.aclose()
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
             num_running = await self._threads.aclose(0.0)
+        if self._lender is not None:
+            with suppress(TimeoutError):  # its tickets end first, whatever hangs
+                async with asyncio.timeout(0):
+                    await self._lender.aclose()
+            self._ended.extend(self._lender.take_ended())
         await asyncio.sleep(0)  # calls that ended with their reads
         if not (num_running or self._loop.num_submitted):  # else they still use these
             self._copy_engine.close()
@@ -289,9 +297,3 @@ def _choose_way(
     straight = msgspec.structs.replace(config, transport="nixl", integrity="fenced")
     way = f"{where} go straight by NIXL, fenced (transport=nixl, integrity=fenced): it reaches them"
     return straight, way, True
-
-
-def _open_copy_engine(*, on_device: bool) -> CopyEngine:
-    if on_device:
-        return DeviceCopyEngine()
-    return CPUCopyEngine(num_threads=max(1, min(MAX_THREADS, runtime.num_cores()) // NUM_THREADS))

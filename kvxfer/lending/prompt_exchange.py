@@ -190,9 +190,8 @@ class PromptExchange:
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
         """Ask how many tokens, from the beginning of a prompt, can be fetched; keep them.
 
-        They are kept until `release`.
-
-        Under a ticket whose offers are not complete, those that are to be offered count, too.
+        They are kept until `release`. Under a ticket whose offers are not complete, those that are
+        to be offered count, too.
 
         Raises:
             InvalidArgumentError: The ticket cannot be one, or leads to where nobody proves who it
@@ -316,8 +315,7 @@ class PromptExchange:
     ) -> list[list[int]]:
         require_sequence("block_ids", block_ids, "the blocks of each group")
         if len(block_ids) != len(self._sizes):
-            rule = f"those of {len(self._sizes)} groups"
-            raise InvalidArgumentError("block_ids", block_ids, rule)
+            raise InvalidArgumentError("block_ids", block_ids, f"{len(self._sizes)} groups")
         found = []
         for group, (each, size) in enumerate(zip(block_ids, self._sizes, strict=True)):
             ids = require_integers(f"block_ids[{group}]", each).tolist()

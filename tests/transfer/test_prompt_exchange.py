@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import kvxfer
+from kvxfer.backends.nixl import Exchange
 from kvxfer.backends.nixl.client import Client
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
-from kvxfer.lending import PromptExchange
+from kvxfer.lending import PromptExchange, handover
 from kvxfer.lending import reader as reader_module
 from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer.cache_memory import CacheMemory
@@ -131,6 +132,22 @@ async def test_an_exchange_that_is_closed_has_ended_its_tickets() -> None:
         lender.give_up(tickets[0])
     assert sorted(lender.take_ended()) == sorted(tickets)
     assert lender.take_ended() == []
+
+
+async def test_an_exchange_that_cannot_be_closed_in_time_has_ended_its_tickets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close = Exchange.aclose
+
+    async def close_for_ever(exchange: Exchange) -> None:
+        await close(exchange)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Exchange, "aclose", close_for_ever)
+    monkeypatch.setattr(handover, "CLOSE_S", 0.1)
+    async with opened(caches()[0]) as lender:
+        ticket = await lender.offer(TOKENS, [[1, 2]])
+    assert lender.take_ended() == [ticket]
 
 
 async def test_a_ticket_that_is_given_up_twice_ends_once() -> None:
