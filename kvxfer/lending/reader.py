@@ -640,13 +640,14 @@ class Reader:
         self, workers: Sequence[Endpoint], blocks: Sequence[tuple[_Part, _Rows]], ticket: str
     ) -> tuple[list[NDArray[np.bool_]], bool]:
         """Find out which of the next blocks are there, and whether more are being computed."""
-        there, may_come = list[NDArray[np.bool_]](), True
+        there, is_known, is_complete = list[NDArray[np.bool_]](), True, True
         for part, rows in blocks:
             asked = part.keys_of(rows[:LOOKED_FOR])
             held = await self._exchange.peer(workers[part.rank]).hold(ticket, asked)
             there.append(np.array(held.there + [False] * (len(rows) - len(asked)), bool))
-            may_come &= held.is_known and not held.is_complete
-        return there, may_come
+            is_known &= held.is_known
+            is_complete &= held.is_complete  # workers complete a ticket one after the other
+        return there, is_known and not is_complete
 
     async def _load(
         self,
@@ -760,8 +761,7 @@ def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
 
     Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
     """
-    has_failed = Status.FAILED
-    failed = [[each.status is has_failed for each in part.outcomes] for part in parts]
+    failed = [[each.status is Status.FAILED for each in part.outcomes] for part in parts]
     return [(part, np.flatnonzero(at)) for part, at in zip(parts, failed, strict=True) if any(at)]
 
 

@@ -254,6 +254,31 @@ def test_what_arrived_counts_where_a_fetch_that_waits_for_a_gpu_first_is_out_of_
     assert time.monotonic() < began + 1.5
 
 
+def test_a_fetch_waits_for_the_worker_that_completes_a_ticket_last(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack, lends=False)
+    hold, told = Client.hold, list[bool]()
+
+    async def watched_hold(client: Client, ticket: str, keys: Any) -> Any:
+        held = await hold(client, ticket, keys)
+        told.append(held.is_complete)
+        return held
+
+    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    found, workers = ours.ask(theirs.endpoint, TICKET, TOKENS), theirs.workers
+    monkeypatch.setattr(Client, "hold", watched_hold)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    theirs.workers, stop = workers[:1], time.monotonic() + LIMIT_S
+    theirs.offer(TICKET, TOKENS, [THEIRS])
+    while not (True in told and told[told.index(True) :].count(False) > 1) and not loading.done():
+        assert time.monotonic() < stop
+    theirs.workers = workers[1:]
+    theirs.offer(TICKET, TOKENS, [THEIRS])
+    assert get(loading).bad_blocks == [[]]
+    assert ours.all_good(TOKENS, [OURS])
+
+
 def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: ExitStack) -> None:
     theirs, ours = open_engine(stack), open_engine(stack)
     theirs.lend(TICKET, TOKENS, [THEIRS])
