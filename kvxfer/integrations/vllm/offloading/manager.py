@@ -174,7 +174,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
-        self._max_begun = MAX_BEGUN
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._reports = Reports(observers, metrics.HOST)
@@ -289,7 +288,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._note_added(stored, Cause.REQUEST)
         if self._tier is not None:
             self._drop_stores(self._write_back.add(dict.fromkeys(stored)))
-            self._copy_down(self._tier)
+            self._copy_down(self._tier, MAX_BEGUN)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
@@ -301,7 +300,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         tier = self._tier
         if tier is not None:
             self._take_moved()
-            self._copy_down(tier)
+            self._copy_down(tier, MAX_BEGUN)
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._requests.schedule(context.new_req_ids)
         for req_id in context.new_req_ids:
@@ -374,8 +373,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             if self._tier is None:
                 return
             closed.callback(self._tier.close)
-            self._max_going_down = self._max_begun = self._index.num_slots  # nothing else needs it
-            self._copy_down(self._tier)
+            self._max_going_down = self._index.num_slots  # nothing else needs room any more
+            self._copy_down(self._tier, self._index.num_slots)
             if left := self._write_back.forget(self._index.keys()):  # but for those that go down
                 logger.warning("the lower tier: %d blocks were not written back there", len(left))
                 self._drop_stores(left)
@@ -464,13 +463,13 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._wanted.deny(refused)  # or requests would look for room again and again
         return dict(zip(plan.keys, plan.slots, strict=True))
 
-    def _copy_down(self, tier: LowerTier) -> None:
+    def _copy_down(self, tier: LowerTier, max_begun: int) -> None:
         """Begin to write back chunks that wait, up to the bound on those in flight."""
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
         room = self._max_going_down - self._write_back.num_taken
-        taken = self._write_back.take(now, min(room, self._max_begun))
+        taken = self._write_back.take(now, min(room, max_begun))
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
             # What is below is to be deleted first; others do not wait for that.
             self._write_back.put_off(now, waiting, failed=False)
