@@ -278,6 +278,8 @@ async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> Non
             assert all(outcome.done for outcome in await engine.store(KEYS, [range(4)]))
             stored = len(block_files(tmp_path))
             assert 0 < stored < 4 if rank == 0 else stored == 4
+    with safe_open(block_files(tmp_path)[0], framework="pt") as opened:
+        assert torch.equal(opened.get_tensor("layers.7.latent"), torch.ones(16, DIM).half())
 
 
 async def test_latents_that_no_other_worker_can_find_are_all_stored() -> None:
