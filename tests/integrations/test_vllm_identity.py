@@ -238,12 +238,21 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
     assert handover_namespace(vllm_config, "r") != before[1]
 
 
-@pytest.mark.parametrize(("cache_dtype", "num_found"), [("auto", 1), ("fp8", 2)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "draft_dtype", "num_found"),
+    [("auto", None, 1), ("fp8", None, 2), ("auto", "auto", 1), ("auto", "fp8", 2)],
+)
 def test_the_8_bit_floats_of_a_platform_are_in_the_identity(
-    vllm_config: Any, cache_dtype: str, num_found: int, monkeypatch: pytest.MonkeyPatch
+    vllm_config: Any,
+    cache_dtype: str,
+    draft_dtype: str | None,
+    num_found: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of an MI300 are half the numbers that the same bytes are on other GPUs."""
     vllm_config.cache_config.cache_dtype = cache_dtype
+    draft(vllm_config.model_config.model)(vllm_config)
+    vllm_config.speculative_config.kv_cache_dtype = draft_dtype
     files, handed_over = set[str](), set[str]()
     for is_fnuz in (False, True):
         gpu = SimpleNamespace(is_fp8_fnuz=lambda is_fnuz=is_fnuz: is_fnuz)

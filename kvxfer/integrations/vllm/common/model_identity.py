@@ -153,7 +153,9 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     }
     if callable(overrides):  # what it makes of the configuration, and not where it is in memory
         facts["overrides"] = [_name_overrides(model), config_facts(model.hf_config)]
-    is_quantized = (str(cache.cache_dtype), model.quantization) != ("auto", None)
+    draft = draft_of(vllm_config)
+    dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None) if draft else None
+    kinds = {cache.cache_dtype, dtype, model.quantization, getattr(draft, "quantization", None)}
     settings = {
         "images": _settings_but(getattr(model, "multimodal_config", None), OF_IMAGES),
         "recurrent states": _settings_but(getattr(vllm_config, "mamba_config", None), OF_STATES),
@@ -164,12 +166,11 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
-        "8-bit floats": is_quantized and current_platform.is_fp8_fnuz(),  # without -0 on MI300
+        "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # of MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     facts |= _length_of_rope(model)
-    if draft := draft_of(vllm_config):
-        dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+    if draft:
         facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
     return facts
 
@@ -178,7 +179,7 @@ def _describe_use(model: Any) -> dict[str, Any]:
     """Collect how an engine uses a checkpoint, and the other files that it may read there."""
     place = Path(_place_of_config(model))
     files = sorted(place.glob("*.json")) if place.is_dir() else []
-    facts = {
+    return _length_of_rope(model) | {
         "dtype": str(model.dtype),
         "quantization": [str(model.quantization), _settings_made(model.quantization_config)],
         "implementation": [str(model.model_impl), str(model.model_class_overrides)],
@@ -189,7 +190,6 @@ def _describe_use(model: Any) -> dict[str, Any]:
             if not HARMLESS_FILES.fullmatch(file.name)
         },
     }
-    return facts | _length_of_rope(model)
 
 
 def _length_of_rope(model: Any) -> dict[str, Any]:
