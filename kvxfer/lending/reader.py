@@ -215,9 +215,8 @@ class Found:
             begin = first_token // ours
             ids = block_ids[group]
             used = (at for at in range(begin, len(ids)) if ids[at] != null_block_id)
-            first = max(first_token, next(used, len(ids)) * ours)
             stop = min(-(-num_tokens // theirs) * theirs, prompt.num_tokens)
-            first = min(first, stop)
+            first = min(max(first_token, next(used, len(ids)) * ours), stop)
             keys.append(
                 [prompt.state_key(group, num_tokens)]
                 if is_state
@@ -361,11 +360,12 @@ class Reader:
             wanted = [key for each in keys for key in each]
             at_workers = [engine.worker_keys(rank, wanted) for rank in range(len(workers))]
             held = await self._hold(workers, ticket, at_workers)
-            loop = asyncio.get_running_loop()
-            stop = loop.time() + (self._timeout_s if waits else SETTLE_S)
-            while not held.is_known and not all(held.there) and loop.time() < stop:
+            stop = runtime.monotonic() + (self._timeout_s if waits else SETTLE_S)
+            while not held.is_known and not all(held.there) and runtime.monotonic() < stop:
                 await asyncio.sleep(ASK_AGAIN_S)
-                held = await self._hold(workers, ticket, at_workers)
+                look = await self._hold(workers, ticket, [each[:LOOKED_FOR] for each in at_workers])
+                if look.is_known or all(look.there):
+                    held = await self._hold(workers, ticket, at_workers)
         is_promised = held.is_known and not held.is_complete
         there = _count(held.there, keys, theirs, windows, prompt)
         return Found(

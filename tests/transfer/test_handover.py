@@ -279,6 +279,28 @@ def test_a_fetch_waits_for_the_worker_that_completes_a_ticket_last(
     assert ours.all_good(TOKENS, [OURS])
 
 
+def test_an_engine_that_waits_for_a_ticket_asks_for_few_pages(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack, lends=False)
+    hold, asked = Client.hold, list[int]()
+
+    def counted_hold(client: Client, ticket: str, keys: Any) -> Any:
+        asked.append(len(keys))
+        return hold(client, ticket, keys)
+
+    monkeypatch.setattr(Client, "hold", counted_hold)
+    monkeypatch.setattr(reader, "LOOKED_FOR", 2)
+    worker, made = ours.workers[0], PromptKeys(TOKENS)
+    asking = worker.submit(worker.reader.ask(theirs.endpoint, TICKET, made, waits=True))
+    stop = time.monotonic() + LIMIT_S
+    while len(asked) < 3:
+        assert time.monotonic() < stop
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    assert get(asking).num_tokens == len(TOKENS)
+    assert asked == [len(THEIRS), *[2] * (len(asked) - 2), len(THEIRS)]
+
+
 def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: ExitStack) -> None:
     theirs, ours = open_engine(stack), open_engine(stack)
     theirs.lend(TICKET, TOKENS, [THEIRS])
