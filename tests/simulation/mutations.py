@@ -598,7 +598,7 @@ TABLE = """
 -            await end_tasks(holds)
 @@ lending 80 a connection is closed before its call begins
 -        holds = [asyncio.ensure_future(hold(*pair)) for pair in zip(workers, keys, strict=True)]
-+        peer, pairs = self._exchange.peer, zip(workers, keys, strict=True)
++        pairs, peer = zip(workers, keys, strict=True), self._exchange.peer
 +        holds = [asyncio.ensure_future(peer(at).hold(ticket, names)) for at, names in pairs]
 @@ lending 100 a fetch is said to be safe while a read goes on
 -        fetched.memory_safe = self._is_quiet(wanted)
