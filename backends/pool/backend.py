@@ -361,7 +361,8 @@ class PoolBackend(TellsKept):
         removed = set[BlockKey]()
         try:
             with self._attached() as attachment:
-                done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
+                attachment.ask(wire.Lookup(keys=[], within_s=self._within_s), wire.Found)
+                done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done  # in that time
             removed = set(itertools.compress(keys, done))
             unsure = [key for key in keys if key not in removed]
             return removed, set(itertools.compress(unsure, self._find(unsure) if unsure else ()))

@@ -75,7 +75,7 @@ class Lookup(Message, frozen=True):
     """Question which blocks are there; those of tiers below are brought into the pool first.
 
     Attributes:
-        within_s: Time for that; blocks that take longer are misses.
+        within_s: Time for that, and for deletes after it; blocks that take longer are misses.
     """
 
     keys: list[BlockKey]

@@ -44,8 +44,7 @@ SO_PEERPIDFD = 77
 """Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
 
 DELETE_WITHIN_S = 3.0
-"""Most time for the answer to a delete, which takes no longer than the engine's last question may:
-an engine that waits in vain gives its connection up."""
+"""Most time for the answer to a delete; an engine that waits longer gives its connection up."""
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time that an engine has for its first message."""
