@@ -6,8 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.nixl.raw import TCP_ALONE
+from kvxfer import runtime
 from kvxfer.backends.nixl import choose_carrier, has_active_port
 from kvxfer.backends.nixl.agents import Fragments, NixlAgent, SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
@@ -102,6 +104,34 @@ class TestSocketAgent(contract.AgentContract):
         agent = ConnectedSocketAgent()
         yield contract.LocalPeer(agent)
         await agent.aclose()
+
+
+class OneReadingThread(runtime.Runtime):
+    """Machine on which a second thread that reads cannot be started."""
+
+    num_reading = 0
+
+    def start_thread(
+        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+    ) -> threading.Thread:
+        reads = "_read" in repr(asyncio.current_task())
+        self.num_reading += reads
+        if reads and self.num_reading > 1:
+            raise RuntimeError("can't start new thread")
+        return super().start_thread(target, name=name, args=args)
+
+
+async def test_one_thread_is_enough_to_read_a_batch_of_several_pieces() -> None:
+    agent, pool, peer = ConnectedSocketAgent(), contract.Pool(), ConnectedSocketAgent()
+    there = contract.LocalPeer(peer)
+    agent.register(pool.regions())
+    name = await agent.add_peer(there.metadata)
+    machine = OneReadingThread()
+    with runtime.use(machine):
+        await read_all(agent, name, pool, there)
+    assert machine.num_reading == 2
+    await agent.aclose()
+    await peer.aclose()
 
 
 def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -238,7 +268,9 @@ class TestPeerInTrouble:
         await agent.add_peer(process.metadata)
 
 
-async def read_all(agent: NixlAgent, name: str, pool: contract.Pool, peer: contract.Peer) -> None:
+async def read_all(
+    agent: TransferAgent, name: str, pool: contract.Pool, peer: contract.Peer
+) -> None:
     half = contract.POOL_BYTES // 2
     starts, lengths = contract.words(0, half), contract.words(half, half)
     here, there = contract.words(pool.address) + starts, contract.words(peer.address) + starts

@@ -298,9 +298,11 @@ class SocketAgent(TransferAgent):
         finally:
             lost = [is_left or isinstance(read.exception(), PeerError) for read in reads]
             await remote.give_back(lines, lost)
-        for read in reads:
-            if error := read.exception():
-                raise self._translate(peer, error)
+        errors = [error for read in reads if (error := read.exception())]
+        if len(errors) < len(reads):  # what a line without a thread left was read through another
+            errors = [each for each in errors if not isinstance(each, BackendUnavailableError)]
+        if errors:
+            raise self._translate(peer, errors[0])
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
