@@ -480,13 +480,17 @@ class Client:
                 connection.require_number(theirs.num_blocks, len(given))
                 proofs = connection.memory.regions.read_proofs(pinned, len(given))
                 intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
-                if len(intact) < len(given):  # an error if the pins have ended with the connection
-                    await connection.request(wire.Ping, wire.Pong)
+                ended: Outcome | None = None
+                if len(intact) < len(given):
+                    try:
+                        await connection.request(wire.Ping, wire.Pong)
+                    except KVXferError as exc:  # the pins have ended with the connection
+                        ended = Outcome(Status.FAILED, reason=str(exc))
                 for row, index in enumerate(given):
                     if row not in intact:
                         reason = f"{keys[index].hex()} arrived with other bytes"
-                        corrupt = Outcome(Status.CORRUPT, reason=reason)
-                        outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else corrupt
+                        changed = ended or Outcome(Status.CORRUPT, reason=reason)
+                        outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else changed
         finally:
             connection.release(pinned.request_id)
         return outcomes
