@@ -345,7 +345,10 @@ class Connection:
     def _replace(self, lent: "asyncio.Task[None]") -> None:
         """Replace one that the holder has ended, which a store may be waiting for already."""
         self._lending.pop(lent).close()  # a task that is cancelled at once never began
-        if not (lent.cancelled() or lent.exception() or self._error) and self._waiting:
+        error = None if lent.cancelled() else lent.exception()
+        if error is not None and not isinstance(error, KVXferError):
+            logger.error("%s: lending our memory has failed", self.endpoint, exc_info=error)
+        if not (lent.cancelled() or error or self._error) and self._waiting:
             opening = asyncio.create_task(self.let_read())
             self._tasks.append(opening)
             opening.add_done_callback(fetch_error)

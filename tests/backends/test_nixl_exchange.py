@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
@@ -326,6 +326,21 @@ async def test_where_no_thread_can_be_started_blocks_fail_and_lookups_are_answer
                 assert await client.lookup(keys) == [True] * 4
         assert opened.call_count < 8, "again and again"
         await require_served(client, first_key=30)
+
+
+async def test_an_unexpected_error_of_a_data_connection_that_lends_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ways: dict[str, Any] = {"transport": "socket", "timeout_s": 1.0}
+    async with holding(tmp_path, **ways) as holder, asking(tmp_path, holder, **ways) as client:
+        await require_served(client)
+        [one] = client._exchange.clients.values()
+        one.disconnect()
+        serve = AsyncMock(side_effect=TypeError("what nobody expected"))
+        with patch.object(client._exchange._node.sockets, "serve", serve):
+            stored = await client.store(make_keys(1, first=40), MEMORY.describe(0, [0]))
+        assert not stored[0].done
+    assert "TypeError: what nobody expected" in caplog.text
 
 
 async def test_a_name_that_no_thread_can_look_up_costs_hits_and_no_more() -> None:
