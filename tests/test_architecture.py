@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_336,
     "backends/host": 1_919,
     "backends/mooncake": 691,
-    "backends/nixl": 7_560,
+    "backends/nixl": 7_563,
     "backends/object": 1_689,
     "backends/pool": 1_124,
     "benchmarks": 4_000,

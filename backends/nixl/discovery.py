@@ -27,7 +27,7 @@ import msgspec
 from kvxfer import runtime
 from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint, split_url
-from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
 from kvxfer.named_files import load_certificates, read_named_file
 from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error
@@ -549,7 +549,10 @@ def own_loop() -> asyncio.AbstractEventLoop:
     with _LOCK:
         pid = os.getpid()  # a forked process has none of the threads
         if pid not in _THREADS:
-            _THREADS[pid] = LoopThread("kvxfer-etcd")
+            try:
+                _THREADS[pid] = LoopThread("kvxfer-etcd")
+            except RuntimeError as exc:
+                raise BackendUnavailableError(f"discovery cannot begin: {exc}") from exc
         return _THREADS[pid].loop
 
 
@@ -647,8 +650,8 @@ class EtcdDiscovery:
             return
         now = runtime.monotonic()
         if self._waits_until is None:
-            self._waits_until = now + FIRST_LIST_S
             self._following.start()
+            self._waits_until = now + FIRST_LIST_S
         if now < self._waits_until:  # later calls wait no longer, whatever hangs
             await run_there(self._following.tried.wait, self._waits_until - now)
 
@@ -660,10 +663,10 @@ class EtcdDiscovery:
         if self._announcing is None and not self._is_closed:
             self._at, self._describe = at, describe
             meanwhile = f"{at} is not announced until it answers"
-            self._announcing = _EtcdTask(
-                self._config, self._lease_s, self._keep_announced, lambda: meanwhile
-            )
-            self._announcing.start()
+            work = self._keep_announced
+            announcing = _EtcdTask(self._config, self._lease_s, work, lambda: meanwhile)
+            announcing.start()
+            self._announcing = announcing
 
     async def withdraw(self) -> None:
         """End the announcement, so that others look elsewhere; may be called again."""
@@ -768,8 +771,8 @@ class _EtcdTask:
 
     def start(self) -> None:
         """Start, once, from any thread."""
-        self.is_begun = True
         own_loop().call_soon_threadsafe(self._start)
+        self.is_begun = True
 
     def _start(self) -> None:
         self._task = asyncio.create_task(self._run())

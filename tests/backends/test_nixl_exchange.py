@@ -25,13 +25,19 @@ from kvxfer.backends.nixl import (
     NixlBackend,
     NixlConfig,
     StandalonePeer,
+    discovery,
     probe_peer,
 )
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    InvalidArgumentError,
+    KVXferError,
+)
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
@@ -352,6 +358,23 @@ async def test_a_name_that_no_thread_can_look_up_costs_hits_and_no_more() -> Non
             [outcome] = await client.load(KEYS[:1], MEMORY.describe(0, [0]))
         assert outcome.status is Status.FAILED
         assert "no thread" in outcome.reason
+
+
+async def test_discovery_that_no_thread_could_be_started_for_begins_once_one_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "_THREADS", threads := dict[int, Any]())
+    config = NixlConfig(discover="etcd://127.0.0.1:1/kvxfer", transport="socket")
+    async with NixlBackend(config, NAMESPACE) as client, asyncio.timeout(LIMIT_S):
+        with patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread")):
+            for _ in range(2):
+                with pytest.raises(BackendUnavailableError, match="no thread"):
+                    await client.lookup(KEYS)
+        assert await client.lookup(KEYS) == [False] * 4
+        assert client._discovery is not None
+        assert client._discovery._following._task is not None
+    for thread in threads.values():
+        await asyncio.to_thread(thread.stop)
 
 
 async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:
