@@ -323,7 +323,7 @@ class Space:
     def _make_room(
         self, needed: Sequence[int], free_bytes: float, free_files: float, most: float
     ) -> tuple[int, bool]:
-        """Evict until files fit; return how many do, and whether it ended after `most` victims."""
+        """Evict until files fit; return how many do, and whether `most` were removed before."""
         total, num_left = 0, most
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
@@ -335,8 +335,8 @@ class Space:
                 victim = self.index.choose_victim() if num_left else None
                 if victim is None:
                     return fitting, not num_left
-                num_left -= 1
                 freed = self._evict(victim, with_folder=fitting >= free_files)
+                num_left -= victim not in self._not_removed  # those are chosen again later
                 free_bytes += victim.num_bytes if freed else 0
                 free_files += freed
         return len(needed), False

@@ -524,6 +524,24 @@ async def test_files_that_may_not_be_removed_are_passed_over_and_counted(
         assert await backend.lookup(keys[2:]) == [False] * 4 + [True] * 2
 
 
+async def test_a_store_looks_once_at_each_of_many_files_that_may_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, capacity = one_page_memory(), hashed_keys(7), ByteSize(6 * FILE_BYTES)
+    theirs = memory.namespace(model="another user's")
+    async with open_store(tmp_path, theirs, capacity=capacity) as backend:
+        await store(backend, keys[:6], memory.describe(0, range(6)))
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await backend.wait_indexed()
+        monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
+        refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
+        with monkeypatch.context() as patched:
+            fail_to(patched, "unlink", "*.safetensors", refused)
+            storing = asyncio.wait_for(store(backend, keys[6:], memory.describe(0, [0])), 5)
+            assert statuses(await storing) == [FAILED]
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
 async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_store(
     tmp_path: Path,
