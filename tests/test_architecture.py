@@ -47,7 +47,7 @@ BUDGETS = {
     "backends/host": 1_919,
     "backends/mooncake": 691,
     "backends/nixl": 7_563,
-    "backends/object": 1_689,
+    "backends/object": 1_691,
     "backends/pool": 1_124,
     "benchmarks": 4_000,
     "examples": 2_540,

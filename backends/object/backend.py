@@ -314,6 +314,8 @@ class ObjectBackend(TellsKept):
         return bool(is_stored)
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+        if not (self._bucket.stores.closed or self._bucket.stores.probe):  # since the batch began
+            return await self._find_stored(key, name, block)
         asks_first = self._texts.overwrites or self._texts.has_others
         fits = self._pages.format(key).can_hold(block.num_bytes)
         asks_first = asks_first or bool(self._presence.has(key)) or not fits

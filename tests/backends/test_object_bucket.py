@@ -289,6 +289,23 @@ async def test_stores_that_are_not_answered_pause_stores_and_no_loads() -> None:
             assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
 
 
+async def test_of_a_batch_whose_stores_are_not_answered_the_rest_is_paused() -> None:
+    config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=4)
+    memory, keys, num_asked = BlockMemory([[4096]], num_blocks=50), make_keys(50), 0
+
+    async def hang(*_: object, **_fields: object) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, memory.namespace()) as backend:
+        await store_generated(backend, keys[:1], memory.describe(0, [0]))
+        plant(backend._bucket, put_async=hang)
+        outcomes = await backend.store(keys, memory.describe(0, range(50)))
+        assert [each.status for each in outcomes].count(Status.TIMED_OUT) == num_asked < 10
+        assert statuses(outcomes[:1]) == [DONE]
+
+
 PAGES = make_memory()
 FOUR = make_keys(4)
 CALLS = ["put_async", "get_async", "get_range_async", "head_async", "delete_async", "list"]
