@@ -188,10 +188,10 @@ class Regions:
         # Not `min` and `max` of arrays, which are calls of Python around these.
         lowest, highest = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
         longest = int(np.maximum.reduce(lengths))
-        return any(
-            start <= lowest and highest + longest <= start + num_bytes
-            for start, num_bytes, _ in self._regions
-        )
+        for start, num_bytes, _ in self._regions:
+            if start <= lowest and highest + longest <= start + num_bytes:
+                return True
+        return False
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
