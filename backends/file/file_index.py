@@ -271,10 +271,15 @@ class FileIndex:
             yield from self._in_steps(self._vanish, known)
         yield from self._in_steps(self._find, blocks)
         if is_first:  # what was stored before the end of the first walk is more recently used
-            newer, there = dict.fromkeys(known), walk.there
+            newer = dict.fromkeys(known)
+
+            def note_newer(file: FileId) -> None:
+                if file not in walk.there:
+                    newer[file] = None
+
             with self._lock:
                 known = list(self._entries)
-            yield from self._in_steps(lambda file: file in there or newer.setdefault(file), known)
+            yield from self._in_steps(note_newer, known)
             yield from self._in_steps(self._renew, list(newer))
 
     def end_walk(self) -> int:

@@ -161,7 +161,8 @@ class HostPool:
 
         That hashes the bytes, if they are to be hashed, and tags the slots.
         """
-        stops = (starts := blocks.payload_starts) + blocks.block_sizes
+        starts = blocks.payload_starts
+        stops = starts + blocks.block_sizes
         if (longest := int(np.maximum.reduce(stops))) > self.shape.part_size_bytes:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
@@ -210,7 +211,8 @@ class HostPool:
                 chosen = slots[start:stop], keys[start:stop], blocks.select(start, stop)
                 outcomes += self.read(*chosen, part=part)
             return outcomes, Copy()
-        stops = (starts := blocks.payload_starts) + blocks.block_sizes
+        starts = blocks.payload_starts
+        stops = starts + blocks.block_sizes
         tags = self._tags[list(slots), part].tolist()
         outcomes = list(map(self._judge, tags, slots, keys, starts.tolist(), stops.tolist()))
         if hashed:

@@ -50,7 +50,7 @@ class SlotMover(BlockMover, ImmediateMover):
         self._pool = pool
         self._part = part
         self._num_writers = num_writers
-        self._turn = writer_index
+        self._writer_index = writer_index
         self._threads = Threads("kvxfer-slots", NUM_THREADS)
         self._guard = CallGuard("slots of a host pool")
         self.hashes = (pool.integrity is MemoryIntegrity.FULL, False)
@@ -62,7 +62,10 @@ class SlotMover(BlockMover, ImmediateMover):
     def empty(self, slots: Sequence[int]) -> None:
         """Empty this worker's part of slots: a store that fails must not leave what was there."""
         self._guard.check()
-        self._pool.empty([s for s in slots if s % self._num_writers == self._turn], self._part)
+        self._pool.empty(list(filter(self._is_ours, slots)), self._part)
+
+    def _is_ours(self, slot: int) -> bool:
+        return slot % self._num_writers == self._writer_index
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
@@ -83,7 +86,7 @@ class SlotMover(BlockMover, ImmediateMover):
         self._guard.check_batch(keys, blocks)
         outcomes, slots = [DONE] * len(keys), _slots_of(keys)
         if self._num_writers > 1:
-            ours = [at for at, slot in enumerate(slots) if slot % self._num_writers == self._turn]
+            ours = [index for index, slot in enumerate(slots) if self._is_ours(slot)]
             if not ours:
                 return Begun(outcomes)
             keys, slots = [keys[index] for index in ours], [slots[index] for index in ours]

@@ -361,7 +361,8 @@ class Connection:
                 self._ping()
 
     def _ping(self) -> None:
-        del self._waiting[self._send(wire.Ping)[0]]
+        number, _ = self._send(wire.Ping)
+        del self._waiting[number]
 
     def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[wire.Answer]]:
         """Number a request, send it without waiting, and make a future for its answer."""

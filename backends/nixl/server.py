@@ -391,7 +391,8 @@ class ClientSession(Session):
 
     async def _release_pins(self) -> None:
         while self._pins:
-            await self._pins.popitem()[1].aclose()
+            _, pin = self._pins.popitem()
+            await pin.aclose()
 
 
 class RefusalLog:

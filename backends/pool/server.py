@@ -175,7 +175,8 @@ class PoolSession(Session):
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; those that an engine is storing are misses, as in any tier."""
-        host, self._within_s = self._host, within_s
+        host = self._host
+        self._within_s = within_s
         asked = [key for key in keys if not host.is_storing(key)]
         there: set[BlockKey] = set()
         if asked:

@@ -288,8 +288,10 @@ class BlockIndex:
             return
         del self._entries[key]
         self._policy.remove(key)
-        kept = self._quarantined.setdefault(key, _Quarantined([], entry.num_pins))
-        kept.slots.append(entry.slot)
+        if key in self._quarantined:
+            self._quarantined[key].slots.append(entry.slot)
+        else:
+            self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
 
     def quarantine_all(self, prefix: bytes = b"") -> tuple[list[BlockKey], list[BlockKey]]:
         """Remove every block whose key begins with a prefix, also those that are pinned.

@@ -218,7 +218,8 @@ class Residents(Observer):
     def take_broken(self) -> list[BlockKey]:
         """Take what is left of objects that lost a piece, once they are no longer being stored."""
         with self._lock:
-            known = {k: of for k in self._broken if (of := self._objects.get(k)) and of.lost}
+            known = {each: self._objects[each] for each in self._broken if each in self._objects}
+            known = {each: resident for each, resident in known.items() if resident.lost}
             self._broken = {each: None for each, of in known.items() if of.num_stores}
             return [
                 piece_key(each, index)

@@ -122,9 +122,10 @@ class WorkerShard:
                 hold the same heads.
         """
         require_instances("boxes", boxes, PageBox, at_least_one=True)
-        copies, *others = sorted({self._num_copies(box) for box in boxes})
-        if others:
-            raise PageMappingError("head", f"kept by {[copies, *others]} workers", "one number")
+        found = {self._num_copies(box) for box in boxes}
+        if len(found) > 1:
+            raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
+        (copies,) = found
         shares = self.dcp_size if any("token" in box.axes for box in boxes) else 1
         if copies % shares:
             rule = f"a divisor of {copies}, the workers that hold the same heads"

@@ -216,5 +216,8 @@ class LeaseBook:
         return True
 
     def _has_ended(self, entry: _Ticket) -> bool:
-        pinned = (block in self._pins and block not in self._offers for _, block in entry.offers)
-        return entry.is_over and entry.is_complete and not any(pinned)
+        if not (entry.is_over and entry.is_complete):
+            return False
+        return not any(
+            block in self._pins and block not in self._offers for _, block in entry.offers
+        )

@@ -312,7 +312,8 @@ class CacheLender(Lender):
                 yield LentBlocks(outcomes, None, [])
                 return
             found, blocks = [*there.values()], staged.blocks.take([*there])
-            self._copying.append(revoked := set[int]())
+            revoked = set[int]()
+            self._copying.append(revoked)
             self.book.pin(found)
             try:
                 checksums = await self._threads.run(
@@ -368,7 +369,8 @@ class CacheLender(Lender):
 
     def _require_whole(self, wanted: BlockParts) -> None:
         wholes = require_parts_in_blocks(wanted, self._sizes)
-        if (parts := wholes != wanted.sizes).any():
+        parts = wholes != wanted.sizes
+        if parts.any():
             index = int(parts.argmax())
             what = f"start and size of keys[{index}]"
             found = (wanted.starts[index], wanted.sizes[index])

@@ -85,10 +85,12 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         revision: str = "",
     ) -> None:
         require_tiering()
-        turn, attention = 1, ""
+        turn = 1
+        attention = ""
         if (vllm_config := engine_config()) is not None:
             require_telling_keys(vllm_config)
-            turn, attention = interleave_tokens(vllm_config), attention_chosen(vllm_config)
+            turn = interleave_tokens(vllm_config)
+            attention = attention_chosen(vllm_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config
