@@ -30,7 +30,8 @@ from tests.e2e.engine_process import (
 
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096
-LEASE_S = 6
+LEASE_S = 12
+"""Lease of blocks at P: engines that take both cores stall the client for 6 s between two legs."""
 TIMEOUT_S = 10
 """Time in which a decode engine gives up on a load."""
 ANSWER_LIMIT_S = 60.0
