@@ -427,8 +427,8 @@ _EVERY_KEY = BlockKey(b"")
 def _remove_oldest(root: Path) -> bool:
     """Remove `ROOM_BYTES` of the blocks that were used least recently; return whether any was."""
     store = FolderStore(root)
-    num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())
-    with contextlib.suppress(InvalidArgumentError):  # there is no store
+    with contextlib.suppress(InvalidArgumentError, OSError):  # no store, or none that can be read
+        num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())
         removed = GarbageCollection(store, capacity_bytes=max(0, num_bytes - ROOM_BYTES)).run()
         logger.warning("%s: no room on the disk: removed %d blocks", root, removed.num_excess)
         return removed.num_bytes > 0

@@ -59,7 +59,8 @@ class _Entry:
 class _Walk:
     """Walk that is under way."""
 
-    # Removed by this process since it began, and whether from quarantine: it may have found them.
+    # Files that this process has removed since it began, and whether from quarantine: the walk may
+    # have found them before.
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
     # Bytes and last use of files that it found under names that this process writes to.
     beside: dict[FileId, tuple[int, float]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -292,8 +293,11 @@ async def test_a_store_is_opened_on_a_full_disk_and_keeps_most_blocks(
         with (folder / "filler").open("ab", buffering=0) as filler, contextlib.suppress(OSError):
             while filler.write(bytes(4096)):
                 pass
-        with pytest.raises(BackendUnavailableError, match="No space left"):
-            open_store(folder / "store", memory.namespace(model="a third"))
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(file_backend, "make_root", Mock(side_effect=[None, full]))
+        for root in (folder / "store", folder / "no store"):
+            with pytest.raises(BackendUnavailableError, match="No space left"):
+                open_store(root, memory.namespace(model="a third"))
 
 
 async def test_a_full_disk_has_room_for_a_collection_that_makes_room() -> None:
