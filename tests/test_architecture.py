@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_342,
     "backends/host": 1_924,
     "backends/mooncake": 691,
-    "backends/nixl": 7_565,
+    "backends/nixl": 7_564,
     "backends/object": 1_691,
     "backends/pool": 1_125,
     "benchmarks": 4_000,

@@ -480,8 +480,8 @@ class Client:
                 connection.require_number(theirs.num_blocks, len(given))
                 proofs = connection.memory.regions.read_proofs(pinned, len(given))
                 intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
-                ended: Outcome | None = None
-                if len(intact) < len(given):
+                ended = _OVERWRITTEN if isinstance(proofs, Fences) else None
+                if len(intact) < len(given) and ended is None:
                     try:
                         await connection.request(wire.Ping, wire.Pong)
                     except KVXferError as exc:  # the pins have ended with the connection
@@ -489,8 +489,7 @@ class Client:
                 for row, index in enumerate(given):
                     if row not in intact:
                         reason = f"{keys[index].hex()} arrived with other bytes"
-                        changed = ended or Outcome(Status.CORRUPT, reason=reason)
-                        outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else changed
+                        outcomes[index] = ended or Outcome(Status.CORRUPT, reason=reason)
         finally:
             connection.release(pinned.request_id)
         return outcomes

@@ -129,7 +129,7 @@ class Places:
         places = _FoundPlaces(blocks, starts, self._remote.read_proofs(found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
         if (surplus := len(self._rows) - MAX_PLACES) > 0:
-            # And more: where the first entries of a dict are gone, each look for one is long.
+            # An eighth more: a dict whose first entries are gone takes long to find the next one.
             self.forget(list(islice(self._rows, surplus + MAX_PLACES // 8)))
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
@@ -343,7 +343,7 @@ class Connection:
             await self._node.sockets.serve(data)
 
     def _replace(self, lent: "asyncio.Task[None]") -> None:
-        """Replace one that the holder has ended, which a store may be waiting for already."""
+        """Replace a data connection that the holder ended: a store may be waiting for one."""
         self._lending.pop(lent).close()  # a task that is cancelled at once never began
         error = None if lent.cancelled() else lent.exception()
         if error is not None and not isinstance(error, KVXferError):
