@@ -127,7 +127,8 @@ class StagingMemory:
     that block.
 
     A buffer that comes back and is not quiet is drained by `drain`, or by the backend whose media
-    have `shares`; what raises is called again after a pause, until the memory is closed.
+    have `shares`; either returns when it is. One that raises is called again after a pause, until
+    the memory is closed.
     """
 
     def __init__(

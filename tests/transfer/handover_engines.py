@@ -6,10 +6,11 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.backends.nixl import Client, Endpoint, NixlConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.kvcache import (
     FullAttentionSpec,
@@ -20,7 +21,7 @@ from kvxfer.kvcache import (
     canonicalize,
 )
 from kvxfer.kvcache.portable import describe_caches
-from kvxfer.lending import Fetched
+from kvxfer.lending import Fetched, reader
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found
 from kvxfer.storage import Namespace
@@ -40,6 +41,19 @@ NULL = 0
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     tokens: list[int] = np.random.default_rng(seed).integers(0, 1000, num_tokens).tolist()
     return tokens
+
+
+def look_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have looks ask for two pages at most; return how many each question is of, in order."""
+    hold, asked = Client.hold, list[int]()
+
+    def counted_hold(client: Client, ticket: str, keys: Any) -> Any:
+        asked.append(len(keys))
+        return hold(client, ticket, keys)
+
+    monkeypatch.setattr(Client, "hold", counted_hold)
+    monkeypatch.setattr(reader, "LOOKED_FOR", 2)
+    return asked
 
 
 def values(tokens: Sequence[int], group: int, layer: int) -> NDArray[np.int32]:

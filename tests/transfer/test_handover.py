@@ -43,7 +43,15 @@ from kvxfer.lending.handover import Handover
 from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
-from tests.transfer.handover_engines import HND, LIMIT_S, Engine, EngineProcess, get, prompt
+from tests.transfer.handover_engines import (
+    HND,
+    LIMIT_S,
+    Engine,
+    EngineProcess,
+    get,
+    look_for_two,
+    prompt,
+)
 from tests.transfer.test_engine import check_that_it_is_closed_at_the_end
 
 TICKET = "0123456789abcdef"
@@ -283,14 +291,7 @@ def test_an_engine_that_waits_for_a_ticket_asks_for_few_pages(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = open_engine(stack), open_engine(stack, lends=False)
-    hold, asked = Client.hold, list[int]()
-
-    def counted_hold(client: Client, ticket: str, keys: Any) -> Any:
-        asked.append(len(keys))
-        return hold(client, ticket, keys)
-
-    monkeypatch.setattr(Client, "hold", counted_hold)
-    monkeypatch.setattr(reader, "LOOKED_FOR", 2)
+    asked = look_for_two(monkeypatch)
     worker, made = ours.workers[0], PromptKeys(TOKENS)
     asking = worker.submit(worker.reader.ask(theirs.endpoint, TICKET, made, waits=True))
     stop = time.monotonic() + LIMIT_S

@@ -238,10 +238,14 @@ class CacheLender(Lender):
         require_parts_in_blocks(offered, self._sizes)
         yield ReservedBlocks([_READ_ONLY] * len(offered.keys), None)
 
-    async def aclose(self) -> None:
-        """Revoke every ticket, and wait until no thread reads the caches; may be called again."""
+    def revoke_all(self) -> None:
+        """Revoke every ticket; from now on none is offered."""
         self._guard.close()
         self._withdraw(self.book.revoke_all())
+
+    async def aclose(self) -> None:
+        """Revoke every ticket, and wait until no thread reads the caches; may be called again."""
+        self.revoke_all()
         if self._running:
             await asyncio.wait(self._running)
 
