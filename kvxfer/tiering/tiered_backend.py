@@ -105,8 +105,9 @@ class TieredBackend(TellsKept):
     Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
     above still has them.
 
-    A machine that stops loses what was not written back yet; `flush` waits for it. A cancelled
-    store waits for lower tiers until their deadline, so that a delete after it leaves no block.
+    A store is `DONE` when one tier has the block: a machine that stops loses what was not written
+    back yet; `flush` waits for it. A cancelled store waits for lower tiers until their deadline, so
+    that a delete after it leaves no block.
 
     Chunks of which only a part was stored are found and loaded in any tier, but a lookup does not
     verify them below the first, as it does whole chunks: neither keys nor the answer of a backend
