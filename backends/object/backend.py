@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Turns = AbstractAsyncContextManager[object]
+"""What a call holds beside a slot: one of `Bucket.changes`, or nothing."""
 AT_ONCE: Turns = contextlib.nullcontext()
 
 
@@ -110,8 +111,8 @@ class ObjectBackend(TellsKept):
         self._begin_list()
         known = [self._presence.has(key) for key in keys]
         if asked := [index for index, there in enumerate(known) if there is None]:
-            chosen = [keys[i] for i in asked], [names[i] for i in asked]
-            found = await self._look_all(*chosen, ends_at)
+            chosen = [keys[i] for i in asked]
+            found = await self._look_all(chosen, [names[i] for i in asked], ends_at)
             for index in asked:
                 there = self._presence.has(keys[index])  # None where it may be kept for no time
                 known[index] = keys[index] in found if there is None else there

@@ -222,9 +222,11 @@ class Bucket:
         """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
         ask = self._store.list_with_delimiter_async
         found = await self._request("LIST", lambda: ask(prefix or None))
-        names = found["common_prefixes"], [each["path"] for each in found["objects"]]
-        folders, objects = ([str(name).removeprefix(prefix) for name in some] for some in names)
-        return folders, objects
+        names = (str(each["path"]) for each in found["objects"])
+        return (
+            [str(name).removeprefix(prefix) for name in found["common_prefixes"]],
+            [name.removeprefix(prefix) for name in names],
+        )
 
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.

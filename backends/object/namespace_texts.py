@@ -113,4 +113,5 @@ class NamespaceTexts:
         if digester.cipher is not None and Integrity.SEALED in kinds:
             _, record = await self._read_record(folder + RECORDS[Integrity.SEALED])
             has_others |= has_other_keys(record, digester, self._pages.fingerprint)
-        self.has_others, self._read_again.until = has_others or self._met_others, inf
+        self.has_others = has_others or self._met_others
+        self._read_again.until = inf

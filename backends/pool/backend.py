@@ -361,8 +361,9 @@ class PoolBackend(TellsKept):
         removed = set[BlockKey]()
         try:
             with self._attached() as attachment:
+                # An empty lookup tells the holder how much time the delete has.
                 attachment.ask(wire.Lookup(keys=[], within_s=self._within_s), wire.Found)
-                done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done  # in that time
+                done = attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
             removed = set(itertools.compress(keys, done))
             unsure = [key for key in keys if key not in removed]
             return removed, set(itertools.compress(unsure, self._find(unsure) if unsure else ()))

@@ -252,9 +252,14 @@ def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
     except CacheMismatchError as exc:
         where = "" if exc.group is None else f" of group {exc.group}"
         found = f"{exc.field}{where}: {_show(exc.ours)} in {ours.name}, {_show(exc.theirs)} in "
-        why = "The model is the same, but neither engine can read the other's blocks."
-        mend = "see 'Which pairs fit' in docs/prefill-decode.md"
-        return [error(f"{found}{theirs.name}", why=why, mend=mend)]
+        return [
+            error(
+                f"{found}{theirs.name}",
+                why="The model is the same, but one engine cannot read the other's blocks: each "
+                "computes its prompts.",
+                mend="see 'Which pairs fit' in docs/prefill-decode.md",
+            )
+        ]
     return []
 
 

@@ -173,8 +173,9 @@ class LayoutReading:
 
 def page_layout(layout: KVLayout, kernel_blocks_per_block: int) -> str:
     """Format the layout of a ref's pages: their axes, and the kernel blocks of a block."""
-    count = kernel_blocks_per_block
-    return f"{layout}, {count} kernel blocks per block" if count > 1 else str(layout)
+    if kernel_blocks_per_block == 1:
+        return str(layout)
+    return f"{layout}, {kernel_blocks_per_block} kernel blocks per block"
 
 
 def fitting_readings(

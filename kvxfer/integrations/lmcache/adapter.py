@@ -318,8 +318,9 @@ def _tell(notify: Callable[..., object], *args: object) -> None:
 
 def _bitmap(done: Sequence[bool]) -> Bitmap:
     bitmap = Bitmap(len(done))
-    for index in itertools.compress(itertools.count(), done):
-        bitmap.set(index)
+    for index, is_done in enumerate(done):
+        if is_done:
+            bitmap.set(index)
     return bitmap
 
 

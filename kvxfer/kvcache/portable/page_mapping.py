@@ -39,7 +39,6 @@ DIVISIBLE_AXES = frozenset({"head", "token"})
 ROW = "row"
 """Name of a layer's bytes where they are those of several layers."""
 
-Refs = Sequence[CanonicalKVCacheRef]
 MAX_DIGEST = (1 << 128) - 1
 """Largest digest of a key, a number of 128 bits."""
 
@@ -254,7 +253,9 @@ def map_caches(
     return tuple(mappings)
 
 
-def _contents(spec: KVCacheSpec | None, refs: Refs, shard: WorkerShard) -> str:
+def _contents(
+    spec: KVCacheSpec | None, refs: Sequence[CanonicalKVCacheRef], shard: WorkerShard
+) -> str:
     """Describe what opaque boxes say nothing of: encodings, layers in one row, shares of tokens."""
     forms = spec.cache_tensors if spec else ()
     contents = "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
@@ -266,7 +267,7 @@ def _contents(spec: KVCacheSpec | None, refs: Refs, shard: WorkerShard) -> str:
 
 
 def _map(
-    refs: Refs,
+    refs: Sequence[CanonicalKVCacheRef],
     boxes: Sequence[PageBox],
     page: PortablePage,
     shard: WorkerShard,
@@ -278,7 +279,7 @@ def _map(
     return replace(mapping, num_writers=num_writers, writer_index=writer_index)
 
 
-def payload_boxes(refs: Refs) -> list[PageBox]:
+def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
     """List the boxes of the payload of a group's block: the pages of its refs, one by one.
 
     Layers that share the same bytes appear once: as the first by the number in its name.

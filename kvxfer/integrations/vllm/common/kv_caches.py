@@ -127,7 +127,7 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
             )
             for group in config.kv_cache_groups
         ),
-        shared_tensors=tuple(filter(None, shared)),
+        shared_tensors=tuple(layers for layers in shared if layers),
         null_block_id=NULL_BLOCK_ID,
     )
 
@@ -270,6 +270,9 @@ def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
 
 def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
     """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as its kernels do: all keys first."""
-    *outer, tokens, width = tensor.shape
-    strides = *tensor.stride()[:2], tokens * (width // 2), width // 2, 1
-    return tensor.as_strided((*outer, 2, tokens, width // 2), strides)
+    num_blocks, heads, tokens, width = tensor.shape
+    block_stride, head_stride, _, _ = tensor.stride()
+    dim = width // 2
+    return tensor.as_strided(
+        (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
+    )

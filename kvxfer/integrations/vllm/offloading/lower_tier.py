@@ -360,7 +360,8 @@ class LowerTier:
         """Finish stores, cancel loads, close the backend; return whether nothing touches a row."""
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
-        for job_id in (loads := self._loads()):
+        loads = self._loads()
+        for job_id in loads:
             self._engine.cancel(job_id)
         self._engine.wait(self._jobs.keys() - loads, timeout_s=self._timeouts.close_s)
         closing = begin_aside("kvxfer-close", self._close_engine)
