@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_342,
     "backends/host": 1_924,
     "backends/mooncake": 691,
-    "backends/nixl": 7_564,
+    "backends/nixl": 7_575,
     "backends/object": 1_695,
     "backends/pool": 1_126,
     "benchmarks": 4_000,

@@ -395,6 +395,16 @@ async def test_another_namespace_is_refused_by_name_on_both_sides() -> None:
     assert not offers[1].asked
 
 
+async def test_the_namespace_of_a_stranger_is_not_read() -> None:
+    """Its size is that of a frame, and its fields are checked one by one, while others wait."""
+    other = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 4})
+    hellos, secrets = (hello(b"client"), hello(b"server", other)), (SECRET, OTHER_SECRET)
+    async with connected() as ends:
+        for ending in await converse(ends, hellos=hellos, secrets=secrets):
+            assert isinstance(ending.error, HandshakeError)
+            assert ending.error.field == "secret"
+
+
 @pytest.mark.parametrize("role", ["client", "server"])
 async def test_without_a_secret_nobody_leaves_the_machine(role: str) -> None:
     async with connected() as ends:

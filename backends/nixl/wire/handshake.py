@@ -2,9 +2,9 @@
 
     asking                                serving
     Hello                         ->
-                                  <-      Hello, or Refusal of version or namespace
+                                  <-      Hello, or Refusal of the version
     Proof                         ->
-                                  <-      Proof, or Refusal of the secret
+                                  <-      Proof, or Refusal of the secret or the namespace
                                   <-      Reach, sealed
     Reach, sealed                 ->
                                   <-      Ready, sealed, once the holder has linked the memory
@@ -12,7 +12,8 @@
 A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
 nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
 same greetings. `Reach`, which gives access to memory, is sent late, sealed, and only to an
-authenticated peer. Both sides speak the newest version that both know.
+authenticated peer. What else a greeting says is read late, too: a namespace may be as large as a
+frame, and take this process a second. Both sides speak the newest version that both know.
 
 Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
 TLS must have verified the other side's certificate.
@@ -123,10 +124,17 @@ class _AnyHello(msgspec.Struct, tag="Hello"):
     oldest_version: int
 
 
+class _Nonce(msgspec.Struct, tag="Hello"):
+    """The part of a greeting that is read before its sender has proven itself."""
+
+    nonce: bytes = b""
+
+
 # With annotations: mypy does not take a union for a type.
 _VERSION: msgspec.msgpack.Decoder[_AnyHello | Refusal]
 _VERSION = msgspec.msgpack.Decoder(_AnyHello | Refusal)
 _RAW = msgspec.msgpack.Decoder(msgspec.Raw)
+_NONCE = msgspec.msgpack.Decoder(_Nonce)
 _HELLO = msgspec.msgpack.Decoder(Hello)
 _PROOF: msgspec.msgpack.Decoder[Proof | Refusal] = msgspec.msgpack.Decoder(Proof | Refusal)
 _REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach | Refusal)
@@ -161,10 +169,10 @@ async def greet_as_client(
     async with _closed_on_error(channel, timeout_s):
         handshake.require_authentication()
         await channel.send(handshake.ours)
-        theirs = await handshake.receive_hello()
-        handshake.require_same_namespace(theirs)
+        await handshake.receive_hello()
         await channel.send(handshake.proof())
         await handshake.verify()
+        theirs = handshake.read_hello()
         session = handshake.secure(holder=theirs)
         await channel.send(await reach(theirs))
         return Greeting(theirs, await handshake.receive(_REACH), session)
@@ -180,7 +188,8 @@ async def ask_hello(
     handshake = _Greeting(channel, ours, Role.ASKING, b"")
     async with _closed_on_error(channel, timeout_s):
         await channel.send(handshake.ours)
-        theirs = await handshake.receive_hello()
+        await handshake.receive_hello()
+        theirs = handshake.read_hello()
     await channel.aclose()
     return theirs
 
@@ -200,11 +209,11 @@ async def greet_as_server(
     """
     handshake = _Greeting(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
-        theirs = await handshake.receive_hello()
+        await handshake.receive_hello()
         handshake.require_authentication()
-        handshake.require_same_namespace(theirs)
         await channel.send(handshake.ours)
         await handshake.verify()
+        theirs = handshake.read_hello()
         offered = await reach(theirs)  # before our proof: until then we may send a refusal
         await channel.send(handshake.proof())
         session = handshake.secure(holder=handshake.ours)
@@ -230,8 +239,10 @@ class _Greeting:
             ours = "neither a secret nor TLS; one is needed beyond loopback addresses"
             raise HandshakeError(self._peer, "authentication", ours, self._peer)
 
-    def require_same_namespace(self, theirs: Hello) -> None:
-        """Refuse another namespace than ours, where both sides have one."""
+    def read_hello(self) -> Hello:
+        """Read the other side's greeting; refuse another namespace, where both sides have one."""
+        payload = msgspec.Raw(self._hellos[self._role.other])
+        theirs = self._channel.decode(payload, _HELLO)
         if self.ours.namespace is not None and theirs.namespace is not None:
             try:
                 self.ours.namespace.require_same(theirs.namespace)
@@ -239,24 +250,24 @@ class _Greeting:
                 said = (printable(each, MAX_TEXT_CHARACTERS) for each in (exc.field, exc.theirs))
                 field, theirs_is = said
                 raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
+        return theirs
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
         """Wait for a message; raise its error if it is a refusal."""
         return self._accept(await self._channel.receive(legal))
 
-    async def receive_hello(self) -> Hello:
-        """Wait for the other side's greeting; refuse another version before reading the rest."""
+    async def receive_hello(self) -> None:
+        """Wait for the other side's greeting, and refuse another version; `read_hello` is later."""
         payload = await self._channel.receive(_RAW)
         any_hello = self._accept(self._channel.decode(payload, _VERSION))
         newest, oldest = any_hello.version, any_hello.oldest_version
         if min(newest, self.ours.version) < max(oldest, self.ours.oldest_version):
             ours = f"{self.ours.oldest_version} to {self.ours.version}"
             raise HandshakeError(self._peer, "version", ours, f"{oldest} to {newest}")
-        theirs = self._channel.decode(payload, _HELLO)
-        if len(theirs.nonce) != NONCE_BYTES:
-            raise ProtocolError(self._peer, f"sent a nonce of {len(theirs.nonce)} bytes")
+        nonce = self._channel.decode(payload, _NONCE).nonce
+        if len(nonce) != NONCE_BYTES:
+            raise ProtocolError(self._peer, f"sent a nonce of {len(nonce)} bytes")
         self._hellos[self._role.other] = bytes(payload)
-        return theirs
 
     def proof(self) -> Proof:
         """Prove that we know the secret."""
