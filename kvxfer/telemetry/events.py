@@ -33,6 +33,9 @@ END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_REQUEST_BYTES = 64
 """Bytes of a part of a request for replay, which is a sequence number."""
 
+MAX_SUBSCRIPTION_BYTES = 4096
+"""Bytes of a message to the publisher, which names a topic: a stranger may send any."""
+
 MAX_REPLAYS = 16
 """Subscribers that are sent a replay at one time; further ones wait for their turn."""
 MAX_QUEUED_MESSAGES = 64
@@ -190,6 +193,7 @@ class EventPublisher(Observer):
             opened.callback(self._context.destroy, linger=0)
             self._publishing = self._context.socket(zmq.PUB)
             self._publishing.set_hwm(buffer_batches)
+            self._publishing.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
             self.endpoint = _bind("endpoint", self._publishing, endpoint)
             self.replay = ""
             if replay:

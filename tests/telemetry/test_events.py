@@ -16,7 +16,7 @@ import zmq
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import events
-from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
+from kvxfer.telemetry.events import BLOCKS_PER_BATCH, MAX_SUBSCRIPTION_BYTES, EventPublisher
 from kvxfer.testing.conformance.suite import make_keys
 from tests.telemetry.event_subscriber import END, EventSubscriber
 
@@ -140,6 +140,22 @@ def test_a_wrong_request_for_replay_disturbs_nobody(
     publisher.note(Added("host", KEYS[:1]))
     subscriber.read_until(lambda: subscriber.kept["host"] == {KEYS[0]})
     context.destroy(linger=0)
+
+
+def test_a_subscription_that_is_no_topic_is_not_kept_in_memory(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    context = zmq.Context()
+    try:
+        stranger = context.socket(zmq.SUB)
+        stranger.subscribe(bytes(MAX_SUBSCRIPTION_BYTES))
+        cut = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(publisher.endpoint)
+        assert cut.poll(5000)
+    finally:
+        context.destroy(linger=0)
+    publisher.note(Added("host", KEYS))
+    subscriber.read_until(lambda: subscriber.kept["host"] == set(KEYS))
 
 
 def test_what_was_noted_before_the_end_is_sent() -> None:
