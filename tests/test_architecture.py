@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_904,
     "backends/file": 4_342,
-    "backends/host": 1_924,
+    "backends/host": 1_931,
     "backends/mooncake": 691,
     "backends/nixl": 7_575,
     "backends/object": 1_695,

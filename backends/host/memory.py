@@ -160,7 +160,7 @@ class SharedSegment(MappedMemory):
 
     Raises:
         InvalidArgumentError: The name has characters beyond letters, digits, `-`, `_` and `.`, or
-            another process opened it with another header or size.
+            another user's process opened it, or one with another header or size.
         CapacityError: There is not that much memory.
     """
 
@@ -198,6 +198,7 @@ class SharedSegment(MappedMemory):
         while runtime.monotonic() < ends_at:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                self._require_own(fd)
                 if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):
                     _create(fd, self._path, header, num_bytes)
                 # Between the two locks (flock(2): converting is not atomic) the file may have
@@ -214,6 +215,12 @@ class SharedSegment(MappedMemory):
             runtime.sleep(CREATION_PAUSE_S)
         text = f"another process has been creating it for {CREATION_TIMEOUT_S:g} s"
         raise BackendUnavailableError(f"{self._path}: {text}")
+
+    def _require_own(self, fd: int) -> None:
+        """Check that no other user has made the file, who could read, forge and cut its bytes."""
+        if (user := os.fstat(fd).st_uid) != os.geteuid():
+            wanted = f"another one, or no {self._path} of user {user}"
+            raise InvalidArgumentError("name", self.name, wanted)
 
     def _require_same(self, fd: int, header: bytes, num_bytes: int) -> None:
         found_header, found_bytes = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size

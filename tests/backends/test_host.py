@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import re
 import tempfile
 import threading
@@ -403,6 +404,18 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
         SharedSegment(name, header, size)
     assert "header" in str(info.value)
     segment.close()
+
+
+def test_memory_that_another_user_has_made_is_not_mapped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path_of(name).touch(0o666)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: path_of(name).stat().st_uid + 1)
+        with pytest.raises(InvalidArgumentError, match=rf"{path_of(name)} of user \d+"):
+            SharedSegment(name, b"header", SIZE)
+    assert not path_of(name).read_bytes()
+    path_of(name).unlink()
 
 
 @pytest.mark.processes
