@@ -4,6 +4,9 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
+MAX_ID_CHARACTERS = 100
+"""Most characters of the id of a request in a log: those of vLLM have fewer than 60."""
+
 
 def printable(value: object, max_characters: int | None = None) -> str:
     """Escape control characters of untrusted text, which a terminal would obey, and cut it."""
@@ -11,6 +14,11 @@ def printable(value: object, max_characters: int | None = None) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def printable_id(request_id: object) -> str:
+    """Escape and cut the id of a request, which its client may have chosen."""
+    return printable(request_id, MAX_ID_CHARACTERS)
 
 
 def find_control(text: str) -> str:

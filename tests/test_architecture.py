@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_904,
+    "kvxfer": 1_912,
     "backends/file": 4_342,
     "backends/host": 1_931,
     "backends/mooncake": 691,
@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
     "kvxfer/face": 415,
-    "kvxfer/integrations": 9_956,
+    "kvxfer/integrations": 9_962,
     "kvxfer/kvcache": 5_291,
     "kvxfer/lending": 1_427,
     "kvxfer/pages": 2_044,

@@ -278,6 +278,18 @@ def test_a_prompt_that_p_does_not_give_is_computed_here_and_counted_by_its_reaso
     assert "\x1b" not in said
 
 
+def test_a_client_chooses_no_line_of_the_log(
+    start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The id of a request comes from its body, whatever it is."""
+    engine, name = start_engine(full()), "\nERROR a line of its own\x1b[2J" * 1000
+    request = engine.add(name, ticket_params(remote_host=None))
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    (said,) = [each.getMessage() for each in caplog.records if "computes its prompt" in each.msg]
+    assert len(said) < 600
+    assert said.isprintable()
+
+
 def test_what_was_loaded_from_p_before_a_reset_is_not_stored_after_it(
     start_engine: StartEngine,
 ) -> None:

@@ -441,10 +441,11 @@ def test_a_wrong_wish_is_logged_and_counted_and_stops_nothing(
     scheduler: Scheduler, caplog: pytest.LogCaptureFixture, params: Any, ignored: list[str]
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        run(scheduler, "wrong", KEYS, params)
+        run(scheduler, "wrong\n\x1b[2J" * 1000, KEYS, params)
     assert scheduler.index.retentions(KEYS) == [NORMAL] * 3
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == len(ignored)
+    assert all(text.isprintable() and len(text) < 600 for text in warned)
     assert all(name in text for name, text in zip(ignored, warned, strict=True))
     counted = read_series(scheduler.manager.get_stats())
     assert {labels for name, labels in counted if name == metrics.IGNORED} == {

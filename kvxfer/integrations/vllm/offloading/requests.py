@@ -15,6 +15,7 @@ from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.telemetry.metrics import NO_TIER
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
+from kvxfer.text import printable_id
 
 PARAMETERS: Mapping[str, str] = {"kvxfer_priority": "priority", "kvxfer_ttl_s": "ttl_s"}
 """Names in `kv_transfer_params`, and the field of a `Retention` that each sets."""
@@ -173,7 +174,8 @@ def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | N
         try:
             Retention(**{attribute: value})
         except InvalidArgumentError as exc:
-            logger.warning("request %s: %s is ignored: %s", context.req_id, name, exc)
+            request_id = printable_id(context.req_id)
+            logger.warning("request %s: %s is ignored: %s", request_id, name, exc)
             metrics.add(IGNORED, name)
         else:
             fields[attribute] = value

@@ -22,7 +22,7 @@ from kvxfer.lending.reader import Found, Wanted
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.text import printable
+from kvxfer.text import printable, printable_id
 
 T = TypeVar("T")
 
@@ -195,7 +195,8 @@ class DecodeScheduler:
         self, request: Any, reason: Reason, text: str, *, level: int = logging.WARNING
     ) -> int:
         """Let a request compute its prompt here; return the tokens that are loaded: none."""
-        logger.log(level, "request %s computes its prompt here: %s", request.request_id, text)
+        request_id = printable_id(request.request_id)
+        logger.log(level, "request %s computes its prompt here: %s", request_id, text)
         self._counters.add("refused", reason=reason)
         self._tell_refused(request, text)
         self._settle(request.request_id)

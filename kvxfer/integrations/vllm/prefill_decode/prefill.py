@@ -16,6 +16,7 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import (
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, StepData
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.text import printable_id
 
 MAX_NAMES = 1 << 16
 """Names of leases that routers gave and that are remembered: a name that comes again much later
@@ -75,7 +76,7 @@ class PrefillScheduler:
         elif request.num_computed_tokens:  # loaded, and then the caches were reset
             return
         if why := self._prompts.why_not(request):
-            logger.warning("request %s is not lent: %s", request.request_id, why)
+            logger.warning("request %s is not lent: %s", printable_id(request.request_id), why)
         elif (keys := self._prompts.keys(request)) is not None:
             lease = self._name(lease_of_router(params))
             blocks: list[list[int]] = [[] for _ in self._groups.windows]

@@ -15,6 +15,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
+from kvxfer.text import printable_id
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class PrefillDecodeWorker:
             bad, quiet = self._count(fetch, load, runtime.monotonic() - began), None
             if not load.exception() and not load.result().memory_safe:
                 text = "%s waits: a read that NIXL does not end may still write to its blocks"
-                logger.warning(text, request_id)
+                logger.warning(text, printable_id(request_id))
                 quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
             self._ending[request_id] = bad, quiet
         for request_id, (bad, quiet) in list(self._ending.items()):
@@ -146,11 +147,12 @@ class PrefillDecodeWorker:
 
     def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
         """Count a load that has ended; return the blocks that are not good, for each group."""
+        request_id = printable_id(fetch.request_id)
         try:
             fetched = load.result()
         except Exception as exc:
             level = logging.WARNING if isinstance(exc, KVXferError) else logging.ERROR
-            logger.log(level, "load of %s failed: %r", fetch.request_id, exc, exc_info=level > 30)
+            logger.log(level, "load of %s failed: %r", request_id, exc, exc_info=level > 30)
             self._counters.add("missing", sum(map(len, fetch.wanted.keys)), reason="error")
             return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
         if fetched.num_verified:
@@ -160,5 +162,5 @@ class PrefillDecodeWorker:
         for reason, number in fetched.missing.items():
             self._counters.add("missing", number, reason=reason)
         if fetched.reason:
-            logger.warning("%s recomputes pages: %s", fetch.request_id, fetched.reason)
+            logger.warning("%s recomputes pages: %s", request_id, fetched.reason)
         return fetched.bad_blocks if any(fetched.bad_blocks) else []
