@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_912,
-    "backends/file": 4_342,
+    "backends/file": 4_345,
     "backends/host": 1_931,
     "backends/mooncake": 691,
     "backends/nixl": 7_575,

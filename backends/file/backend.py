@@ -31,6 +31,7 @@ from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import MAX_DETAIL_CHARS
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.pages.names import NAMESPACE_FILE, file_name
 from kvxfer.pages.texts import describe_namespace
@@ -42,6 +43,7 @@ from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.text import printable
 
 STALLED_S = 30.0
 """Seconds after which a write that has not ended counts as a failure."""
@@ -410,8 +412,9 @@ class FileBackend(Backend):
                 if theirs.model == namespace.model:
                     namespace.require_same(theirs)
             except NamespaceMismatchError as exc:
-                found = theirs.fingerprint
-                logger.info("blocks of the same model in %s are not found here: %s", found, exc)
+                why = printable(exc, MAX_DETAIL_CHARS)  # with text of a file in it
+                text = "blocks of the same model in %s are not found here: %s"
+                logger.info(text, theirs.fingerprint, why)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)

@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.storage.keys import make_block_key
+from kvxfer.storage.keys import Namespace, make_block_key
 from tests.backends.file_store import (
     GIB,
     flip_bit,
     hashed_keys,
+    listed,
     load_verified,
     one_page_memory,
     open_store,
@@ -121,6 +123,28 @@ async def test_a_root_that_others_can_write_to_and_no_other_is_warned_of(
     told = [each.getMessage() for each in caplog.records if each.name.startswith("kvxfer")]
     assert len(told) == bool(said)
     assert all(str(root) in each and said in each for each in told)
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (listed(NAMESPACE), "groups[0].tensors"),
+        (msgspec.structs.replace(NAMESPACE, parallel={"\n\x1b[2J": 1}), "parallel.\\n\\x1b[2J"),
+    ],
+    ids=["long", "odd"],
+)
+async def test_what_other_blocks_of_the_model_differ_in_is_one_short_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: Namespace, field: str
+) -> None:
+    async with open_store(tmp_path, other):
+        pass
+    with caplog.at_level(logging.INFO, "kvxfer"):
+        async with open_store(tmp_path, NAMESPACE):
+            pass
+    (told,) = [text for text in caplog.messages if "blocks of the same model in" in text]
+    assert f"differ in {field}: " in told
+    assert told.isprintable()
+    assert len(told) < 1200
 
 
 async def test_files_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
