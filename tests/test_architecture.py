@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_104,
     "kvxfer/storage": 4_712,
-    "kvxfer/telemetry": 1_506,
+    "kvxfer/telemetry": 1_514,
     "kvxfer/testing": 6_088,
     "kvxfer/tiering": 1_609,
     "kvxfer/transfer": 1_973,

@@ -246,7 +246,7 @@ class Observer(ABC):
         """Note an event; its sequences must not be changed, and may be kept."""
 
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: B027 - events are enough for most
-        """Take a function that tells the state of a tier; values of several of one tier add up."""
+        """Take a function that tells the state of a tier; numbers of several of one tier add up."""
 
 
 class Reports:

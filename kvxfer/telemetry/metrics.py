@@ -95,6 +95,9 @@ GAUGES: Mapping[Gauge, str] = {
 }
 """Gauges: their meaning. Each has the label `tier`."""
 
+FLAGS = frozenset({Gauge.BREAKER_OPEN, Gauge.SUSPENDED, Gauge.DISCOVERY_FAILING})
+"""Gauges that are 1 or 0: 1 if one of several tiers of the same name has 1."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -152,7 +155,8 @@ def _samples_of_move(event: Moved) -> Iterator[Sample]:
 class Metrics(Observer, Collector):
     """Metrics of everything that is observed, in a registry of Prometheus.
 
-    One of them may observe any number of engines and backends, of which it shows the sums.
+    One of them may observe any number of engines and backends, of which it shows the sums; of
+    `FLAGS`, whether one of them has it.
 
     Args:
         registry: Registry to count in; a new one by default. No other `Metrics` may be in it.
@@ -227,7 +231,10 @@ class Metrics(Observer, Collector):
 def ask_all(
     asked: Sequence[tuple[str, AskGauges]], forget: Callable[[AskGauges], None] = lambda _: None
 ) -> dict[tuple[Gauge, str], float]:
-    """Ask for the state of tiers, and add up that of each; who tells nothing is gone: `forget`."""
+    """Ask for the state of tiers, and add up that of each, but for `FLAGS`.
+
+    Who tells nothing is gone: `forget`.
+    """
     values: dict[tuple[Gauge, str], float] = defaultdict(float)
     for tier, ask in asked:
         try:
@@ -238,5 +245,6 @@ def ask_all(
         if not found:
             forget(ask)
         for gauge, value in found.items():
-            values[gauge, tier] += value
+            known = values[gauge, tier]
+            values[gauge, tier] = max(known, value) if gauge in FLAGS else known + value
     return values

@@ -114,6 +114,16 @@ async def test_several_engines_add_up_and_one_that_is_gone_does_not_count(
     assert not metrics._asked
 
 
+def test_a_pause_of_two_engines_is_one_pause_and_what_they_use_adds_up() -> None:
+    metrics = Metrics()
+    gauges = dict.fromkeys(Gauge, 1.0)
+    for _ in range(2):
+        metrics.watch("file", lambda: gauges)
+    values = {gauge: value(metrics, gauge, tier="file") for gauge in Gauge}
+    paused = {Gauge.BREAKER_OPEN, Gauge.SUSPENDED, Gauge.DISCOVERY_FAILING}
+    assert values == {gauge: 1 if gauge in paused else 2 for gauge in Gauge}
+
+
 def test_a_registry_that_cannot_be_is_named_and_gets_nothing() -> None:
     wrong: Any = "registry"
     taken = Metrics().registry
