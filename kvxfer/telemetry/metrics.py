@@ -19,6 +19,7 @@ from kvxfer.storage.observer import (
     Added,
     Asked,
     AskGauges,
+    Cause,
     Ended,
     Event,
     Gauge,
@@ -29,6 +30,7 @@ from kvxfer.storage.observer import (
     NotWrittenBack,
     Observer,
     Operation,
+    Removal,
     Removed,
     Requested,
     Skipped,
@@ -140,6 +142,21 @@ def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for eac
             pass
 
 
+def counters_of_alarms(tier: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """List the counters that alarms watch, and their labels, to be shown as 0 from the beginning.
+
+    Prometheus sees no increase in one that begins with the first trouble.
+
+    Source: https://prometheus.io/docs/practices/instrumentation/#avoid-missing-metrics.
+    """
+    if tier != ENGINE:
+        for cause in Cause:
+            yield "load_blocks", (tier, cause.value, Status.CORRUPT.value)
+            yield "store_blocks", (tier, cause.value, Status.FAILED.value)
+        yield "removed_blocks", (tier, Removal.CORRUPT.value)
+        yield "not_written_back_blocks", (tier,)
+
+
 def _samples_of_move(event: Moved) -> Iterator[Sample]:
     is_store = event.operation is Operation.STORE
     verb, where = "store" if is_store else "load", (event.tier, event.cause.value)
@@ -205,6 +222,8 @@ class Metrics(Observer, Collector):
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
+        for name, labels in counters_of_alarms(tier):
+            self._counters[name].labels(*labels)  # shows it
         with self._lock:
             self._asked.append((tier, ask))
 

@@ -119,7 +119,7 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
     assert scheduler.lookup([key]) == [HIT]
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
     backend.release()
-    scheduler.until(lambda: LOWER_STORES_FAILED in scheduler.counts())
+    scheduler.until(lambda: scheduler.counts().get(LOWER_STORES_FAILED))
     assert scheduler.resolve([key]) == [MISS]
 
 
@@ -260,6 +260,14 @@ def test_a_lookup_that_is_cancelled_within_the_tier_below_is_a_miss_and_not_late
     scheduler = start(CancellingBackend())
     assert scheduler.resolve(KEYS[:1]) == [MISS]
     assert "deadline_misses" not in {name for name, _ in scheduler.counts()}
+
+
+def test_what_alarms_watch_is_reported_before_there_is_trouble(start: Start) -> None:
+    counts = start(KeepingBackend()).counts()
+    for tier in (metrics.HOST, metrics.LOWER):
+        assert counts["load_blocks", (tier, "promotion", "corrupt")] == 0
+        assert counts["store_blocks", (tier, "write_back", "failed")] == 0
+        assert counts["not_written_back_blocks", (tier,)] == 0
 
 
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:

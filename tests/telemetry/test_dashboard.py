@@ -1,4 +1,4 @@
-"""Every expression of the dashboard gives data, asked of a real Prometheus."""
+"""Expressions of the dashboard give data, and alarms go off, asked of a real Prometheus."""
 
 import contextlib
 import itertools
@@ -26,7 +26,9 @@ from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys
 from tests import needs
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard" / "kvxfer.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "dashboard" / "kvxfer.json"
+ALARM = re.compile(r"^\| ([^|]+) \| .* \| `(.* [>=]+ \d)` \|$", re.MULTILINE)
 LIMIT_S = 40.0
 
 
@@ -37,6 +39,11 @@ def expressions(instance: str) -> list[str]:
     return [
         each.replace("$__rate_interval", "10s").replace("$instance", instance) for each in found
     ]
+
+
+def alarms() -> dict[str, str]:
+    """Read the alarms of the page, and their expressions."""
+    return dict(ALARM.findall((DOCS / "operate.md").read_text()))
 
 
 @contextmanager
@@ -145,3 +152,37 @@ def test_every_expression_gives_data(tmp_path: Path) -> None:
         instances = ask("label/instance/values", **variable)
     assert left == []
     assert instances == [instance]
+
+
+@needs.prometheus
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_every_alarm_goes_off_at_the_first_trouble_and_not_before(tmp_path: Path) -> None:
+    metrics, keys, trouble = Metrics(), make_keys(1), 0.0
+    for tier in ("file", "file", "host"):
+        metrics.watch(tier, lambda: dict.fromkeys(Gauge, trouble))
+    with exporting(metrics) as instance, scraping(instance, tmp_path) as ask:
+
+        def ringing() -> dict[str, set[str]]:
+            found = {name: ask("query", query=each)["result"] for name, each in alarms().items()}
+            return {name: {each["metric"]["tier"] for each in found[name]} for name in found}
+
+        deadline = time.monotonic() + LIMIT_S
+        while not ask("query", query="count_over_time(kvxfer_capacity_bytes[1m]) > 2")["result"]:
+            assert time.monotonic() < deadline, "Prometheus has no values"
+            time.sleep(0.2)
+        assert not any(ringing().values())
+        trouble = 1.0
+        for operation, status in (
+            (observer.Operation.LOAD, Status.CORRUPT),
+            (observer.Operation.STORE, Status.FAILED),
+        ):
+            metrics.note(observer.Moved("file", operation, keys, [Outcome(status)], {}, 0.1))
+        metrics.note(observer.NotWrittenBack("file", keys))
+        metrics.note(observer.Removed("host", keys, observer.Removal.CORRUPT))  # nobody loads it
+        of_all = {"a disk or memory returns other bytes"}
+        of_all |= {name for name, each in alarms().items() if each.endswith("== 1")}
+        wanted = {name: {"file"} | ({"host"} if name in of_all else set()) for name in alarms()}
+        while (rung := ringing()) != wanted and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert rung == wanted
+        assert wanted

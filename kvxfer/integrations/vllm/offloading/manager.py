@@ -179,7 +179,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._reports = Reports(observers, metrics.HOST)
         self._wanted = tier.wanted if tier else WantedBlocks()
         self._metrics = tier.metrics if tier else metrics.OffloadingMetrics(self._slot_bytes)
-        self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
+        self._metrics.count_in(metrics.HOST, *([tier.name] if tier else []))
         self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)
 

@@ -26,6 +26,7 @@ from kvxfer.telemetry.metrics import (
     SECONDS,
     Sample,
     ask_all,
+    counters_of_alarms,
     samples_of,
 )
 
@@ -98,6 +99,12 @@ class OffloadingMetrics(Observer):
         self._ask_at = 0.0
         self._lock = runtime.lock()
 
+    def count_in(self, *tiers: str) -> None:
+        """Count as a manager in these tiers, from 0 on, and not what they tell of the same."""
+        self.counted_by_manager = COUNTED_BY_MANAGER
+        for tier in tiers:
+            self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))
+
     def add(self, name: str, *labels: str | Status, number: int = 1) -> None:
         """Count chunks in one of `COUNTERS`, or values of a parameter in `IGNORED`."""
         if number:
@@ -114,6 +121,8 @@ class OffloadingMetrics(Observer):
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
+        with self._lock:
+            self._told.update(dict.fromkeys(counters_of_alarms(tier), 0))
         self._asked.append((tier, ask))
 
     def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
@@ -133,7 +142,8 @@ class OffloadingMetrics(Observer):
             if name_of_bytes in COUNTERS and name_of_bytes != name:
                 stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, labels)
         for (name, labels), number in told.items():
-            stats.increase_counter(PREFIX + name, number, labels)
+            if number or name not in self.counted_by_manager:
+                stats.increase_counter(PREFIX + name, number, labels)
         for name, value, labels in seconds:
             stats.observe_histogram(PREFIX + name, value, labels)
         if runtime.monotonic() >= self._ask_at:
