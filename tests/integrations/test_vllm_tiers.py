@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
+from kvxfer.tiering import TierTimeouts
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.units import ByteSize
@@ -268,6 +270,19 @@ def test_what_alarms_watch_is_reported_before_there_is_trouble(start: Start) -> 
         assert counts["load_blocks", (tier, "promotion", "corrupt")] == 0
         assert counts["store_blocks", (tier, "write_back", "failed")] == 0
         assert counts["not_written_back_blocks", (tier,)] == 0
+
+
+def test_a_tier_below_that_is_not_called_after_a_late_answer_is_shown_as_suspended(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_tier, "TierTimeouts", partial(TierTimeouts, lookup_s=0.05))
+    monkeypatch.setattr(metrics, "ASK_AGAIN_S", 0.0)
+    scheduler = start(broken(Operation.LOOKUP, hang=1.0))
+    assert scheduler.counts()["suspended", (metrics.LOWER,)] == 0
+    assert scheduler.resolve(KEYS[:1]) == [MISS]
+    counts = scheduler.counts()
+    assert counts["deadline_misses", (metrics.LOWER, "lookup")] == 1
+    assert counts["suspended", (metrics.LOWER,)] == 1
 
 
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:

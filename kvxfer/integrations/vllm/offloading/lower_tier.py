@@ -45,7 +45,7 @@ from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.observed_backend import medium_of
-from kvxfer.storage.observer import Added, Event, Observer, Operation, Removed, Reports
+from kvxfer.storage.observer import Added, Event, Gauge, Observer, Operation, Removed, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering import TierTimeouts
@@ -192,6 +192,7 @@ class LowerTier:
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
+        Reports([self.metrics], self.name).watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup, by `flush`, has not ended.
@@ -207,6 +208,9 @@ class LowerTier:
                 self._reports.skipped(Operation.LOOKUP, [key])
             return False
         return self.wanted.ask(key, req_id)
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.SUSPENDED: self._suspension.is_on(runtime.monotonic())}
 
     @property
     def takes_stores(self) -> bool:
