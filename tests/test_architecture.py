@@ -56,18 +56,18 @@ BUDGETS = {
     "kvxfer/doctor": 1_399,
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
-    "kvxfer/face": 415,
-    "kvxfer/integrations": 9_976,
+    "kvxfer/face": 421,
+    "kvxfer/integrations": 9_982,
     "kvxfer/kvcache": 5_291,
     "kvxfer/lending": 1_427,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_104,
-    "kvxfer/storage": 4_712,
+    "kvxfer/storage": 4_713,
     "kvxfer/telemetry": 1_533,
     "kvxfer/testing": 6_088,
-    "kvxfer/tiering": 1_609,
-    "kvxfer/transfer": 1_973,
+    "kvxfer/tiering": 1_616,
+    "kvxfer/transfer": 1_974,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

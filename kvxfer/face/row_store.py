@@ -20,6 +20,7 @@ from kvxfer.storage.backend import Outcome, Purgeable, Status, can_purge_all, po
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import SharesBuffers
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
@@ -92,6 +93,8 @@ class RowStore:
         self._name = name
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
+        if (reports := engine.backend.provide(Reports)) is not None:
+            reports.watch(self._gauges)
         num_rows = min(each.num_rows for each in rows.values())
         self._rows_per_job = -(-num_rows // NUM_JOBS)
         num_jobs = -(-num_rows // self._rows_per_job)
@@ -282,6 +285,9 @@ class RowStore:
         what = f"{len(late)} rows of staging memory"
         if await drain_in_the_end(drain, what, asyncio.Event()):
             self._rows_of[job.direction].give_back(late)
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.SUSPENDED: self._suspension.is_on(runtime.monotonic())}
 
     def _is_suspended(self) -> bool:
         return self._num_purging > 0 or self._suspension.is_on(runtime.monotonic())

@@ -51,10 +51,10 @@ class ObservedBackend(WrappingBackend):
         self._reports = reports
 
     def provide(self, interface: type[T]) -> T | None:
-        """See `BlockMover.provide`: what moves blocks is observed, the rest the backend's own."""
+        """See `BlockMover.provide`: its reports, what moves blocks observed, else the backend's."""
         if interface in (Observable, CopySource):
             return None  # its observers are these; a load for a copy is told as a load
-        own: object = self
+        own: object = self._reports if interface is Reports else self
         if interface is ImmediateMover and (mover := self.inner.provide(ImmediateMover)):
             own = _ObservedMover(mover, self._reports)
         elif interface is Lender and (lender := self.inner.provide(Lender)):

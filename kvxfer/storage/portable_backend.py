@@ -36,6 +36,7 @@ from kvxfer.storage.keys import (
     group_of,
     make_block_key,
 )
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import SharesBuffers
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ class PortableBackend(TellsKept, WrappingBackend):
     """
 
     # Keys of shards begin as those of their pages, and lie in the memory of these.
-    passes_on = frozenset({Purgeable, SharesBuffers})
+    passes_on = frozenset({Purgeable, Reports, SharesBuffers})
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
         super().__init__(backend)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from kvxfer import runtime
 from kvxfer.checks import require_instance, require_instances, require_positive
@@ -45,6 +45,8 @@ from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 
 PRELOADED_BLOCKS = 64
 """Blocks that are brought up at one time."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +191,11 @@ class TieredBackend(TellsKept):
             tier.observe(reports.of(name))
         for writer in self._writers:
             writer.observe()
+
+    def provide(self, interface: type[T]) -> T | None:
+        """See `BlockMover.provide`: its reports, too."""
+        own: object = self._reports if interface is Reports else self
+        return own if isinstance(own, interface) else None
 
     def share_out(self, num_buffers: int) -> None:
         """See `SharesBuffers.share_out`."""

@@ -34,7 +34,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import MARK_PAUSE_S
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Observer, Operation, Reports
+from kvxfer.storage.observer import ENGINE, Observer, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
@@ -92,8 +92,8 @@ class PolledEngine(Generic[MoverT]):
         staging_bytes: Bound on the pinned host memory of staging buffers, where any are needed;
             raised to two of the largest block.
         close_timeout_s: Deadline of closing: of cancelled transfers, and of the backend.
-        observers: Told how batches end, and what the engine has in its queue; the backend has
-            observers of its own, see `open_backend`.
+        observers: Told how batches end, and what the engine has in its queue; by default those
+            of the backend, see `open_backend`.
 
     Attributes:
         backend: As given.
@@ -122,12 +122,13 @@ class PolledEngine(Generic[MoverT]):
     ) -> None:
         self._close_timeout_s = require_number("close_timeout_s", close_timeout_s)
         require_instances("observers", observers, Observer)
-        self._reports = Reports(observers)
         self._timeout_s = require_timeout("timeout_s", timeout_s)
         max_bytes_in_flight = require_positive("max_bytes_in_flight", max_bytes_in_flight)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
         require_instance("backend", backend, self.kind)
         self.backend = backend
+        of_backend = backend.provide(Reports) or Reports()
+        self._reports = Reports(observers) if len(observers) else of_backend.of(ENGINE)
         self._describer = BlockDescriber(
             caches, blocks_per_chunk=blocks_per_chunk, mappings=mappings
         )

@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from unittest.mock import AsyncMock, Mock, call
 
 import numpy as np
@@ -18,9 +19,12 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Operation
+from kvxfer.storage.observer import Operation, Reports
+from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend
+from kvxfer.tiering.tiered_backend import observe
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.clock import LIMIT_S, until
@@ -177,6 +181,27 @@ def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(
     monkeypatch.setattr(pages.engine, "drain", AsyncMock(side_effect=OSError("hung")))
     assert pages.move(LOAD) == [False] * 6
     assert pages.num_free() == NUM_ROWS
+
+
+@pytest.mark.parametrize("num_tiers", [1, 2])
+def test_a_pause_and_late_calls_are_told_to_the_observers_of_the_backend(num_tiers: int) -> None:
+    metrics, rows = Metrics(), BlockMemory([[ROW_BYTES]], num_blocks=2)
+    inner = [DictBackend(DictConfig(), rows.namespace()) for _ in range(num_tiers)]
+    faulty, *others = (FaultyBackend(each, seed=0, rates=FaultRates()) for each in inner)
+    backend = TieredBackend([faulty, *others], rows.namespace()) if others else faulty
+    engine = TransferEngine(rows.caches, observe(backend, Reports([metrics])))
+    free, describer = dict.fromkeys(Direction, RowPool(range(2))), BlockDescriber(rows.caches)
+    store = RowStore(engine, free, name="pages", describer=describer, pause_s=60.0)
+    where = {"tier": "engine" if others else "faulty"}
+    value = partial(metrics.registry.get_sample_value, "kvxfer_suspended", where)
+    assert value() == 0
+    faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+    assert store.lookup(KEYS, runtime.monotonic() + 0.05) == [False] * 6
+    assert value() == 1
+    late = {"tier": "engine", "operation": "lookup"}
+    assert metrics.registry.get_sample_value("kvxfer_deadline_misses_total", late) == 1
+    faulty.release()
+    store.close()
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("gone"), ClosedError("peer")])

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
@@ -51,6 +52,7 @@ from kvxfer.storage.observer import (
     Removed,
     Reports,
 )
+from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.tiered_backend import observe
@@ -725,6 +727,34 @@ class ThreeTiersAdapter(KVXferL2Adapter):
         self.tiers = [FaultyBackend(each, seed=1, rates=FaultRates()) for each in inner]
         timeouts = TierTimeouts(lookup_s=1.0, move_s=0.2, pause_s=60.0)
         return TieredBackend([*self.tiers], namespace, timeouts=timeouts)
+
+
+class MeasuredAdapter(FaultyAdapter):
+    """Adapter over a backend that is measured and injects faults."""
+
+    metrics: Metrics
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        self.metrics = Metrics()
+        opened = super().open_backend(namespace, observers)
+        return observe(opened, Reports([*observers, self.metrics]))
+
+
+def test_a_store_that_is_left_alone_is_shown_as_suspended(memory: Memory) -> None:
+    given = PARAMS | {"timeout_s": 0.1, "pause_s": 60.0}
+    adapter = MeasuredAdapter(given, l1_memory_desc=memory.desc)
+    driver, tier = Driver(adapter), {"tier": "faulty"}
+    value = partial(adapter.metrics.registry.get_sample_value, "kvxfer_suspended", tier)
+    assert value() == 0
+    adapter.faulty.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+
+    def is_suspended() -> bool:
+        assert driver.lookup(KEYS) == [False, False]
+        return value() == 1
+
+    until(is_suspended)
+    adapter.faulty.release()
+    adapter.close()
 
 
 def test_two_tiers_that_hang_leave_a_buffer_to_the_third(memory: Memory) -> None:

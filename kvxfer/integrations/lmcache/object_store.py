@@ -8,7 +8,7 @@ import asyncio
 import ctypes
 import logging
 import struct
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory, allocate_aligned, staging_of
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
@@ -101,11 +102,16 @@ class ObjectStore:
         self._suspension = Suspension("LMCache's store", settings.pause_s)
         self._moved_s = runtime.monotonic()  # when the backend answered a store or load last
         self._backend = open_it()  # last: an error of what comes after it would leave it open
+        if (reports := self._backend.provide(Reports)) is not None:
+            reports.watch(self._gauges)
 
     @property
     def is_suspended(self) -> bool:
         """Whether the backend is not called, since it missed a deadline."""
         return self._suspension.is_on(runtime.monotonic())
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.SUSPENDED: self.is_suspended}
 
     def start(self) -> None:
         """Make buffers, and start the backend, to be closed also if that fails; blocks."""
