@@ -18,7 +18,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Ended, Late
+from kvxfer.storage.observer import Ended, Late, NotWrittenBack
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.tiering import TierTimeouts
@@ -294,6 +294,13 @@ def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times()
     assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
     kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
     assert len(kept) == metrics.MAX_DURATIONS
+
+
+def test_blocks_that_the_last_of_several_tiers_below_does_not_get_are_counted() -> None:
+    told = metrics.OffloadingMetrics(1)
+    told.count_in(metrics.HOST, metrics.LOWER)
+    told.note(NotWrittenBack("s3", keys_of(2)))
+    assert read_series(told.report())["not_written_back_blocks", ("s3",)] == 2
 
 
 def test_an_idle_engine_gives_what_is_below_in_the_second_step(

@@ -31,8 +31,10 @@ from kvxfer.telemetry.metrics import (
 )
 
 PREFIX = "vllm:kvxfer_"
-COUNTED_BY_MANAGER = frozenset(COUNTERS) - {"removed_blocks", "deadline_misses", "skipped_blocks"}
-"""Counters of chunks as the scheduler sees them, in every tier."""
+TOLD_BY_TIERS = {"removed_blocks", "deadline_misses", "skipped_blocks", "not_written_back_blocks"}
+COUNTED_BY_MANAGER = frozenset(COUNTERS) - TOLD_BY_TIERS
+"""Counters of chunks as the scheduler sees them, in every tier: of copies between several tiers
+below host memory, those tell what the last ones do not get."""
 
 MAX_DURATIONS = 10_000
 """Durations that are kept for the next report: an engine without statistics asks for none."""
