@@ -51,7 +51,7 @@ BUDGETS = {
     "backends/pool": 1_126,
     "benchmarks": 4_000,
     "examples": 2_538,
-    "kvxfer/cli": 1_578,
+    "kvxfer/cli": 1_579,
     "kvxfer/copy_engine": 2_273,
     "kvxfer/doctor": 1_399,
     "kvxfer/engine_side": 1_446,
