@@ -252,7 +252,7 @@ class FileBackend(Backend):
                     raise
                 return self._open_here(config, namespace, digester)
         except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+            raise BackendUnavailableError(f"{self._root}: {exc}") from exc
 
     def _open_here(
         self, config: FileConfig, namespace: Namespace, digester: Digester

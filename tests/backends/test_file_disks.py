@@ -68,6 +68,20 @@ def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
     return [outcome.status for outcome in outcomes]
 
 
+async def test_what_cannot_be_opened_below_the_root_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = one_page_memory().namespace()
+    async with open_store(tmp_path, namespace):
+        pass
+    for name in ("usage.ledger", namespace.fingerprint):
+        with monkeypatch.context() as patched:
+            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            fail_to(patched, "open", name, error)
+            with pytest.raises(BackendUnavailableError, match=f"{tmp_path}: .* '{name}'$"):
+                open_store(tmp_path, namespace)
+
+
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
 
 
