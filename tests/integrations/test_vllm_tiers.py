@@ -361,19 +361,35 @@ def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> No
     assert scheduler.store(wanted) == wanted  # computed, and stored as ever
 
 
-def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(clock: Clock) -> None:
+@pytest.mark.parametrize("stores_first", [False, True], ids=["until 0.32", "from 0.33 on"])
+def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(
+    *, stores_first: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "STORES_FIRST", stores_first)
     loads = LoadOrCompute(1.0)
     speed = PrefillSpeed(loads, {0: 100, 1: 50})
+
+    def plan(*computed: Sequence[BlockKey]) -> None:
+        if not stores_first:
+            speed.begin_step()
+        for keys in computed:
+            speed.compute(keys)
+        if stores_first:
+            speed.begin_step()
+
     for is_asynchronous in (False, True) * 3:  # each step computes 300 tokens in half a second
-        speed.begin_step()
-        speed.compute([*keys_of(1), *keys_of(6, group=1)])  # of group 0 a window is kept
-        if is_asynchronous:
-            speed.begin_step()  # planned before the first one has ended
-            speed.compute(keys_of(4, first=3, group=1))
-            speed.compute([*keys_of(1, first=9), *keys_of(2, first=9, group=1)])  # another prompt
+        plan([*keys_of(1), *keys_of(6, group=1)])  # of group 0 a window is kept
+        if is_asynchronous:  # planned before the first one has ended; of two prompts
+            plan(
+                keys_of(4, first=3, group=1),
+                [*keys_of(1, first=9), *keys_of(2, first=9, group=1)],
+            )
             clock.now += 0.5
             speed.end_step()
+        plan()  # a step that computes no whole chunk
         clock.now += 0.5
+        speed.end_step()
+        clock.now += 0.01
         speed.end_step()
         clock.now += 100.0  # no request
     assert loads.prefill_tokens_per_s == pytest.approx(600)
@@ -384,7 +400,10 @@ def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(cl
     assert pays == [True, False]  # half a second, as computing
 
 
-def test_tokens_that_another_engine_gave_are_not_counted_as_computed(start: Start) -> None:
+def test_tokens_that_another_engine_gave_are_not_counted_as_computed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "STORES_FIRST", False)  # the order of steps below
     loads = LoadOrCompute(1.0)
     scheduler = start(KeepingBackend(), prefill=PrefillSpeed(loads, {0: 100}))
     for key, is_given in zip(keys_of(2), (True, False), strict=True):

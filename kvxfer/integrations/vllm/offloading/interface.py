@@ -59,6 +59,8 @@ MEDIA_BEFORE_027 = {"CPU": "CPU", "STORAGE": "STORAGE"}
 Medium: Any = getattr(base, "Medium", None) or enum.StrEnum("Medium", MEDIA_BEFORE_027)
 TransferJob: Any = getattr(tiering, "TransferJob", object)
 EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
+STORES_FIRST = hasattr(OffloadingManager, "lock")
+"""Whether `on_schedule_end` comes after all stores of a step, and not before: from 0.33 on."""
 
 
 def engine_config() -> Any:

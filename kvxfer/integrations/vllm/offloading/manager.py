@@ -13,6 +13,7 @@ from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
+    STORES_FIRST,
     LoadStoreSpec,
     LookupResult,
     Medium,
@@ -88,26 +89,29 @@ class ChunkSlots(LoadStoreSpec):
 class PrefillSpeed:
     """Measurement of the tokens of prompts that the engine computes, and of the time of its steps.
 
-    The chunks that a step computes are passed to be stored right after it was planned, and vLLM
-    asks for the metrics when the step has ended. With asynchronous scheduling a step is planned
-    before the one before it has ended: then its time is that between the two ends. Chunks of the
-    group with the most tokens are counted: of others vLLM passes only the last ones.
+    The chunks that a step computes are passed to be stored as it is planned, before or after the
+    end of that, and vLLM asks for the metrics when the step has ended. With asynchronous scheduling
+    a step is planned before the one before it has ended: then its time is that between the two
+    ends. Chunks of the group with the most tokens are counted: of others vLLM passes only the last
+    ones.
     """
 
     def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
         self.loads = loads
         self._tokens_per_chunk = tokens_per_chunk  # of each group
         self._steps: deque[tuple[float, list[int]]] = deque(maxlen=MAX_STEPS)  # begin, tokens
+        self._tokens: list[int] = []  # of the step that is being planned
         self._ended_s = 0.0
 
     def begin_step(self) -> None:
-        """Note that a step was planned."""
-        self._steps.append((runtime.monotonic(), []))
+        """Note that a step was planned; of some releases but for its stores."""
+        planned = self._tokens if STORES_FIRST else []
+        self._steps.append((runtime.monotonic(), planned))
+        self._tokens = [] if STORES_FIRST else planned
 
     def compute(self, keys: Sequence[BlockKey]) -> None:
-        """Note chunks that the last step computes."""
-        if self._steps:
-            self._steps[-1][1].append(self.count_tokens(keys))
+        """Note chunks that the step computes that is being planned."""
+        self._tokens.append(self.count_tokens(keys))
 
     def end_step(self) -> None:
         """Note that the first step has ended."""
