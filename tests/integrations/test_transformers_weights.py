@@ -402,3 +402,14 @@ def test_a_compiled_model_has_the_same_digest() -> None:
     model = make_model(*FAMILIES["llama"])
     compiled = torch.compile(model, backend="eager")
     assert weights.Weights(compiled).digest == weights.Weights(model).digest
+
+
+def test_a_model_that_is_divided_among_devices_has_one_digest() -> None:
+    """Found by its misses: hooks of accelerate note where tied weights lie in memory."""
+    accelerate = pytest.importorskip("accelerate")
+    name, settings = FAMILIES["llama"]
+    models = [make_model(name, {**settings, "tie_word_embeddings": True}) for _ in range(2)]
+    for model in models:
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    one, other = (weights.Weights(model).digest for model in models)
+    assert one == other

@@ -46,6 +46,8 @@ HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
+MOVER = "accelerate.hooks.AlignDevicesHook"
+"""Hook that moves what a module gets and its weights to a device. It notes addresses of weights."""
 PROCESS = " process"
 """Name of what is no module, and holds for all of them."""
 MAX_DEPTH = 12
@@ -155,7 +157,8 @@ class _Encoder:
             return repr(value) if type(value) is float else value
         if depth > MAX_DEPTH:
             raise Unknown("objects within objects")
-        if isinstance(value, torch.device):
+        kind = type(value)
+        if kind is torch.device or f"{kind.__module__}.{kind.__qualname__}" == MOVER:
             return "device"  # where the weights are is no property of them
         if isinstance(value, (bytes, complex, enum.Enum, np.generic, torch.dtype, range)):
             return repr(value)
