@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -135,6 +136,7 @@ class PoolStores:
         self._adapters = started_adapters()
         self._num_replaced = 0  # pools that were registered anew, over other memory
         self._version: tuple[Any, int] = weight_version(), 0
+        self._of_thread = threading.local()  # the weights of the pages that it stores
         self._lock = runtime.lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
@@ -184,6 +186,23 @@ class PoolStores:
                 wait_s = 0.0 if self._is_late else max(0.0, deadline - runtime.monotonic())
             if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
                 return None
+
+    def find_to_store(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
+        """Find the store of a pool, as `find`, for pages of the calling thread.
+
+        After an update of the weights there is none: SGLang has queued pages for this thread that
+        were computed before. A flush of SGLang's cache drops them, and starts another thread.
+        """
+        if not hasattr(self._of_thread, "weights"):
+            self._of_thread.weights = weight_version()
+        place = self.find(name, deadline)
+        with self._lock:
+            weights, _ = self._version
+        if weights == self._of_thread.weights:
+            return place
+        text = "nothing of %s is stored: the weights were updated, and SGLang's cache not flushed"
+        logger.warning(text, name)
+        return None
 
     def purge(self, deadline: float) -> None:
         """Forget every page, also where the store is not open yet: none of before will be found."""

@@ -221,7 +221,9 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Move pages of a pool; `host_indices` has all rows of each page."""
         keys = keys or []
         try:
-            place = self._stores.find(name, deadline)
+            stores = self._stores
+            find = stores.find if direction is Direction.LOAD else stores.find_to_store
+            place = find(name, deadline)
             if place is None or not keys:
                 return [False] * len(keys)
             store, group = place
