@@ -53,7 +53,7 @@ BUDGETS = {
     "examples": 2_538,
     "kvxfer/cli": 1_579,
     "kvxfer/copy_engine": 2_273,
-    "kvxfer/doctor": 1_399,
+    "kvxfer/doctor": 1_401,
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
     "kvxfer/face": 421,

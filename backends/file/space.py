@@ -383,6 +383,6 @@ class Space:
     def _free(self) -> tuple[float, float]:
         """Count the bytes and files that there is room for, less bytes reserved and not written."""
         found = runtime.disk().statvfs(self._tree.root)
-        free = found.f_bavail * found.f_frsize - self._config.min_free
+        free = found.f_bavail * found.f_frsize if found.f_blocks else math.inf  # it may not tell
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
-        return free - self._ledger.reserved, free_files
+        return free - self._config.min_free - self._ledger.reserved, free_files

@@ -278,7 +278,7 @@ def _reserve(fd: int, num_bytes: int) -> None:
     require_memory(num_bytes, str(SHARED_MEMORY))
     limits = os.statvfs(SHARED_MEMORY)
     available = limits.f_bavail * limits.f_frsize
-    if num_bytes > available:
+    if limits.f_blocks and num_bytes > available:  # it has no blocks where it has no limit
         raise CapacityError(str(SHARED_MEMORY), num_bytes, available)
     try:
         os.posix_fallocate(fd, 0, num_bytes)

@@ -71,6 +71,8 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
     except OSError as exc:
         return error(f"{folder}: {exc.strerror}", why=why, mend=_enlarge(needed_bytes))
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    if not size:
+        return ok("has no limit of its own")
     shown = f"{format_size(free)} of {format_size(size)} free"
     mend = _enlarge(size - free + needed_bytes)
     if needed_bytes > free:

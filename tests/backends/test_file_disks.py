@@ -499,6 +499,20 @@ async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
             assert outcome.status is FAILED
 
 
+@pytest.mark.parametrize("kind", ["ramfs", "tmpfs"])
+async def test_a_file_system_that_does_not_say_how_much_it_has_is_bounded_by_the_capacity(
+    kind: str,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    with mounted("-t", kind, "-o", "size=0", kind) as folder:
+        bounds = {"capacity": ByteSize(4 * FILE_BYTES), "min_free": ByteSize(MIB)}
+        async with open_store(folder, memory.namespace(), **bounds) as backend:
+            for some in (keys[:3], keys[3:]):
+                outcomes = await store(backend, some, memory.describe(0, range(3)))
+                assert [outcome.reason for outcome in outcomes] == [""] * 3
+            assert sum(await backend.lookup(keys)) == 4
+
+
 async def test_files_of_a_dead_namespace_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
+from tests.backends.file_store import mounted
 from tests.backends.host_blocks import flip
 from tests.backends.processes import start
 from tests.examples import examples
@@ -340,6 +341,14 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setattr(memory_module, "SHARED_MEMORY", Path(folder))
         yield "test"
         assert not path_of("test").exists()
+
+
+def test_shared_memory_without_a_limit_has_room_for_a_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with mounted("-t", "tmpfs", "-o", "size=0", "tmpfs") as folder:  # podman's --shm-size=0
+        monkeypatch.setattr(memory_module, "SHARED_MEMORY", folder)
+        SharedSegment("test", b"header", SIZE).close()
 
 
 def path_of(name: str) -> Path:

@@ -154,6 +154,8 @@ def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: 
         words = "1.0 GiB needed", "--shm-size=16g"
         expect(check_shared_memory(GIB, folder=folder), WARNING, *words)
         expect(check_shared_memory(64 * GIB, folder=folder), WARNING, "--shm-size=65g")
+    with mounted("-t", "tmpfs", "-o", "size=0", "tmpfs") as folder:  # podman's --shm-size=0
+        expect(check_shared_memory(64 * GIB, folder=folder), OK, "no limit")
     expect(check_shared_memory(folder=tmp_path / "gone"), ERROR)
 
 
