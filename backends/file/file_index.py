@@ -20,9 +20,6 @@ FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 FILES_PER_STEP = 500
 """Files that a walk tells the index of at one time, while all others wait for it."""
 
-STEP_PAUSE_S = 100e-6
-"""Pause between two steps: a lock that is taken again at once is had by nobody else."""
-
 NOTE_USE_S = 3600.0
 """Seconds by which a file's time of last use on the disk, which other processes see, may be
 late."""

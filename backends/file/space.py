@@ -6,13 +6,12 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import chain
 
 from kvxfer import runtime
 from kvxfer.backends.file.config import FileConfig
-from kvxfer.backends.file.file_index import STEP_PAUSE_S, FileIndex, Victim
+from kvxfer.backends.file.file_index import FileIndex, Victim
 from kvxfer.backends.file.folders.block_tree import BlockTree
-from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
+from kvxfer.backends.file.folders.ledger import STEP_PAUSE_S, Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, MEDIUM_ERRORS
 from kvxfer.pages.header import padded
@@ -194,9 +193,11 @@ class Space:
 
         If one cannot be removed, all others are, and its error is raised.
         """
-        starts = range(0, len(keys), KEYS_PER_LOCK)
-        some = (self._remove(keys[start : start + KEYS_PER_LOCK], reason) for start in starts)
-        removed = list(chain.from_iterable(some))
+        removed: list[bool | OSError] = []
+        for start in range(0, len(keys), KEYS_PER_LOCK):
+            if start:
+                runtime.sleep(STEP_PAUSE_S)
+            removed += self._remove(keys[start : start + KEYS_PER_LOCK], reason)
         for each in removed:
             if isinstance(each, OSError):
                 raise each

@@ -23,7 +23,7 @@ from kvxfer.backends.file import backend as file_backend
 from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
-from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file.folders import Ledger, ledger
 from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
@@ -175,18 +175,18 @@ async def test_no_store_waits_for_a_walk_that_puts_its_files_in_order(
         assert is_locked == [False] * 2
 
 
-async def test_others_have_the_count_while_much_is_evicted(
+async def test_others_have_the_count_while_much_is_evicted_or_removed_or_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, keys, evicted = one_page_memory(), hashed_keys(11), list[int]()
-    lock, remove = Ledger.locked, Ledger.remove
+    memory, keys, removed = one_page_memory(), hashed_keys(11), list[int]()
+    lock, remove, pauses = Ledger.locked, Ledger.remove, list[float]()
 
     def locked(ledger: Ledger) -> Any:
-        evicted.append(0)
+        removed.append(0)
         return lock(ledger)
 
     def count(ledger: Ledger, num_bytes: int) -> None:
-        evicted[-1] += 1
+        removed[-1] += 1
         remove(ledger, num_bytes)
 
     async with open_store(tmp_path, memory.namespace()) as backend:
@@ -194,11 +194,19 @@ async def test_others_have_the_count_while_much_is_evicted(
     async with open_store(tmp_path, memory.namespace(), capacity=3 * FILE_BYTES) as backend:
         await backend.wait_indexed()
         monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
+        monkeypatch.setattr(file_index, "FILES_PER_STEP", 1)
         monkeypatch.setattr(Ledger, "locked", locked)
         monkeypatch.setattr(Ledger, "remove", count)
+        monkeypatch.setattr(runtime, "sleep", pauses.append)
         assert statuses(await store(backend, keys[10:], memory.describe(0, [0]))) == [DONE]
-        assert [each for each in evicted if each] == [2] * 4
+        assert [each for each in removed if each] == [2] * 4
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 3 * FILE_BYTES
+        num_evictions = len(pauses)
+        await asyncio.wrap_future(backend._space.begin_scan())
+        num_steps = len(pauses) - num_evictions
+        assert sum(await backend.delete(keys)) == 3
+        assert (num_evictions, num_steps, len(pauses)) == (3, 7, 3 + 7 + 5)
+        assert min(pauses) > ledger.LOCK_PAUSE_S, "in which other processes look at the lock once"
 
 
 async def test_no_walk_ends_while_room_is_given_back(

@@ -30,6 +30,8 @@ LOCK_TIMEOUT_S = 30.0
 was stopped or its host is gone."""
 
 LOCK_PAUSE_S = 0.001
+STEP_PAUSE_S = 2 * LOCK_PAUSE_S
+"""Pauses between looks at a locked ledger, and between steps that lock it: others have it then."""
 
 MAX_COUNT = (1 << 64) - 1
 
