@@ -77,7 +77,7 @@ class Attachment:
         self._path = path = config.path
         self._timeout_s = config.timeout_s
         self._lock = runtime.lock()
-        self._is_cut = False  # whether a message was sent in part
+        self._unsent = bytearray()  # rest of a message that was sent in part
         try:
             self._socket = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as exc:  # no descriptor is left
@@ -118,13 +118,32 @@ class Attachment:
 
     def close(self) -> None:
         """End the connection and unmap the memory, which no thread may use any more."""
-        with self._lock, contextlib.suppress(OSError):
-            # Also to a holder that was silent, and may go on; a lost device may still write.
-            if not (self._is_cut or self.pool.lost):
-                self._socket.settimeout(0)
-                self._socket.sendall(wire.encode(wire.Bye()))
-        self._socket.close()
+        with self._lock:
+            if self.pool.lost:  # a device may still write
+                self._socket.close()
+            else:
+                self._say_bye()
         self.pool.close()
+
+    def _say_bye(self) -> None:
+        """Say that no memory is touched any more, also to a holder that was silent and may go on.
+
+        It needs the rest of a message before. What does not leave at once is sent by a thread.
+        """
+        self._unsent += wire.encode(wire.Bye())
+        with contextlib.ExitStack() as ending, contextlib.suppress(OSError, RuntimeError):
+            ending.callback(self._socket.close)
+            self._socket.settimeout(0)
+            with contextlib.suppress(BlockingIOError):
+                del self._unsent[: self._socket.send(self._unsent)]
+            if self._unsent:
+                runtime.start_thread(self._send_rest, name="kvxfer-pool-bye")
+                ending.pop_all()
+
+    def _send_rest(self) -> None:
+        with self._socket, contextlib.suppress(OSError):
+            self._socket.settimeout(None)
+            self._socket.sendall(self._unsent)
 
     def _greet(self, namespace: Namespace) -> tuple[wire.Welcome, int]:
         self._deadline_s = runtime.monotonic() + self._timeout_s
@@ -160,23 +179,27 @@ class Attachment:
         if self.error:
             raise OSError(self.error)
         self._deadline_s = runtime.monotonic() + self._timeout_s
-        self._socket.settimeout(self._timeout_s)
-        self._is_cut = True
-        self._socket.sendall(wire.encode(message))
-        self._is_cut = False
+        self._unsent = wire.encode(message)
+        while self._unsent:
+            self._limit_call()
+            del self._unsent[: self._socket.send(self._unsent)]
 
     def _receive_exactly(self, count: int) -> bytearray:
         received = bytearray()
         while len(received) < count:
-            left_s = self._deadline_s - runtime.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("timed out")
-            self._socket.settimeout(left_s)
+            self._limit_call()
             data = self._socket.recv(min(count - len(received), wire.MAX_RECEIVE_BYTES))
             if not data:
                 raise ConnectionError("it ended the connection")
             received += data
         return received
+
+    def _limit_call(self) -> None:
+        """Let the next call of the socket take no longer than until the deadline."""
+        left_s = self._deadline_s - runtime.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left_s)
 
     def _lose(self, exc: Exception) -> BackendUnavailableError:
         if not self.error:

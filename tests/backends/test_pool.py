@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,16 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved, Unpin
+from kvxfer.backends.pool.messages import (
+    Lookup,
+    Message,
+    Pin,
+    Pinned,
+    Reserve,
+    Reserved,
+    Unpin,
+    encode,
+)
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,
@@ -324,6 +334,31 @@ def test_what_an_engine_reads_or_writes_stays_its_own_after_its_connection_ended
         engine.close()
         if is_read:
             assert any(can_store() for _ in range(1000))
+
+
+def test_an_engine_that_was_cut_off_in_a_message_keeps_no_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, keys, may_go_on = peers.namespace(), peers.KEYS, threading.Event()
+
+    async def lookup(_: HostBackend, asked: Sequence[BlockKey]) -> list[bool]:
+        may_go_on.wait()  # nothing of the holder goes on
+        return [False] * len(asked)
+
+    with running_pool(path), attached(path) as other:
+        engine = Attachment(PoolConfig(path=str(path), timeout_s=0.1), namespace)
+        starts, sizes = [0] * len(keys), [peers.BLOCK_BYTES] * len(keys)
+        reserve = Reserve(number=1, keys=keys, starts=starts, sizes=sizes)
+        assert len(engine.ask(reserve, Reserved).rows) == len(keys)
+        monkeypatch.setattr(HostBackend, "lookup", lookup)
+        engine._socket.sendall(
+            encode(Lookup(keys=[make_block_key(b"another block", 0)], within_s=1.0))
+        )
+        engine.tell(Unpin(keys=keys * 10_000))
+        assert engine.timed_out
+        engine.close()
+        may_go_on.set()
+        assert all(each.done for each in asyncio.run(peers.store(other)))
 
 
 pytestmark = pytest.mark.processes

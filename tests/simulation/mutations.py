@@ -631,6 +631,9 @@ TABLE = """
 @@ pool 60 a pool is not told that an engine has given its connection up
 -                    if attachment.error or attachment is not self._attachment:
 +                    if attachment is not self._attachment:
+@@ pool 60 the rest of a message is never sent to a pool that goes on
+-                runtime.start_thread(self._send_rest, name="kvxfer-pool-bye")
++                self._socket.close()
 @@ pool 40 an engine unpins before it has read
 -                    read = attachment.pool.read(pinned.slots, found, blocks.take(pinned.rows))
 +                    attachment.tell(wire.Unpin(keys=found))

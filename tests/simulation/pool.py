@@ -35,6 +35,7 @@ class PoolScenario(FleetScenario):
     name = "pool"
     share: ClassVar[float] = 0.4
     num_holders: ClassVar[int] = 1
+    faults: ClassVar[dict[str, int]] = {**FleetScenario.faults, "stop_holder": 4}
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`; the socket is in a folder that goes with the run."""

@@ -24,6 +24,7 @@ LATENCIES_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 LATENCIES_ON_HOST_S = (0.0, 1e-6, 1e-5)
 CAPACITIES_BYTES = (4096, 65536, 1 << 20)
 """Bytes that are under way or unread before a sender has to wait: small ones make slow readers."""
+CAPACITIES_ON_HOST_BYTES = (80, 1024, 65536)
 CUT_SHARE = 0.15
 """Share of what is sent that arrives in two parts."""
 SO_PEERPIDFD = 77
@@ -426,7 +427,9 @@ class SimulatedSocket(Waitable):
         if self.family != socket.AF_UNIX:
             self.address = ("127.0.0.1", network.next_port())
         random = network.random
-        latency_s, capacity = random.choice(latencies), random.choice(CAPACITIES_BYTES)
+        is_on_host = self.family == socket.AF_UNIX  # messages may not fit in a socket as a whole
+        capacities = CAPACITIES_ON_HOST_BYTES if is_on_host else CAPACITIES_BYTES
+        latency_s, capacity = random.choice(latencies), random.choice(capacities)
         there, back = _Pipe(latency_s, capacity), _Pipe(latency_s, capacity)
         self.peer, other.peer = other, self
         self.outgoing = other.incoming = there
