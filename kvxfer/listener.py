@@ -24,12 +24,22 @@ Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
 
 async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
     """Listen at every address here of an endpoint's host; port 0 becomes the real port."""
-    look_up, host = asyncio.get_running_loop().getaddrinfo, endpoint.host
-    found = await look_up(host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = await look_up(endpoint)
     with contextlib.ExitStack() as opened:
         listening = [opened.enter_context(each) for each in listen_here(found)]
         opened.pop_all()
-    return listening, Endpoint(host, listening[0].getsockname()[1])
+    return listening, Endpoint(endpoint.host, listening[0].getsockname()[1])
+
+
+async def look_up(endpoint: Endpoint) -> list[Any]:
+    """Find the addresses of an endpoint's host; an `OSError` also where no thread can do it."""
+    loop, kind = asyncio.get_running_loop(), socket.SOCK_STREAM
+    try:
+        return await loop.getaddrinfo(
+            endpoint.host, endpoint.port, type=kind, flags=socket.AI_PASSIVE
+        )
+    except RuntimeError as exc:
+        raise OSError(f"{endpoint.host} cannot be looked up: {exc}") from exc
 
 
 def listen_here(found: Iterable[Any], *, backlog: int = BACKLOG) -> Iterator[socket.socket]:

@@ -42,11 +42,11 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_912,
+    "kvxfer": 1_922,
     "backends/file": 4_345,
     "backends/host": 1_931,
     "backends/mooncake": 691,
-    "backends/nixl": 7_575,
+    "backends/nixl": 7_583,
     "backends/object": 1_695,
     "backends/pool": 1_149,
     "benchmarks": 4_000,

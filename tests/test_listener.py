@@ -4,11 +4,15 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
+from unittest.mock import patch
 
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.cli.http_pages import HTTPPages
 from kvxfer.endpoint import Endpoint
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.listener import listen_at
 from kvxfer.units import ByteSize
 from tests.cli import peers
@@ -90,3 +94,14 @@ async def test_addresses_of_a_name_that_this_machine_lacks_are_left_out(
     del found[1:]
     with pytest.raises(OSError, match="2001:db8::1"):
         await listen_at(Endpoint("localhost", 0))
+
+
+async def test_servers_say_which_name_no_thread_could_be_started_to_look_up() -> None:
+    config = NixlConfig(listen="localhost:0", capacity=ByteSize(1 << 20), transport="socket")
+    async with NixlBackend(config, peers.namespace()) as holder:
+        for begin in (holder.start, HTTPPages(Endpoint("localhost", 0), {}).__aenter__):
+            with (
+                patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread")),
+                pytest.raises(BackendUnavailableError, match="localhost cannot be looked up: no"),
+            ):
+                await begin()

@@ -34,7 +34,7 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.listener import Listener, listen_here
+from kvxfer.listener import Listener, listen_here, look_up
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.calls import delete_for_others
@@ -467,9 +467,7 @@ class Server:
         at = self.endpoint
         try:
             # A name may have several addresses; use the first one here for control and data.
-            found = await asyncio.get_running_loop().getaddrinfo(
-                at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
+            found = await look_up(at)
             if self._closed:
                 raise ClosedError(f"server at {at}")
             waiting = self._config.max_connections
