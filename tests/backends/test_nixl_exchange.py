@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -358,6 +358,22 @@ async def test_a_name_that_no_thread_can_look_up_costs_hits_and_no_more() -> Non
             [outcome] = await client.load(KEYS[:1], MEMORY.describe(0, [0]))
         assert outcome.status is Status.FAILED
         assert "no thread" in outcome.reason
+
+
+async def test_names_that_are_looked_up_for_ever_hold_up_no_block_of_other_peers(
+    tmp_path: Path,
+) -> None:
+    ways: dict[str, Any] = {"transport": "socket", "timeout_s": 1.0}
+    loop, may_go_on = asyncio.get_running_loop(), threading.Event()
+    async with holding(tmp_path, **ways) as holder, asking(tmp_path, holder, **ways) as client:
+        await client.lookup(KEYS)  # connects; data connections are opened later
+        with ThreadPoolExecutor(1) as looking_up:
+            loop.set_default_executor(looking_up)
+            looking_up.submit(may_go_on.wait)
+            try:
+                await require_served(client)
+            finally:
+                may_go_on.set()
 
 
 async def test_discovery_that_no_thread_could_be_started_for_begins_once_one_can_be(

@@ -66,17 +66,22 @@ class DataConnection:
     async def connect(
         cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
     ) -> "DataConnection":
-        """Connect to a holder's port for data; with TLS, its certificate must name `host`."""
-        loop = asyncio.get_running_loop()
+        """Connect to a holder's port for data; with TLS, its certificate must name `host`.
+
+        The endpoint has an address, which needs no thread: names may keep all of them busy.
+        """
+        loop, numeric = asyncio.get_running_loop(), socket.AI_NUMERICHOST
         try:
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            [(family, *_, address)] = socket.getaddrinfo(
+                endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=numeric
+            )
             with contextlib.ExitStack() as unless_connected:
-                plain = runtime.open_socket(found[0][0], socket.SOCK_STREAM)
+                plain = runtime.open_socket(family, socket.SOCK_STREAM)
                 unless_connected.callback(plain.close)
                 plain.setblocking(False)
-                await loop.sock_connect(plain, found[0][-1])
+                await loop.sock_connect(plain, address)
                 unless_connected.pop_all()
-        except (OSError, RuntimeError) as exc:  # no thread can be started to look a name up
+        except OSError as exc:
             raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
         return await cls.secured(plain, str(endpoint), tls, host=host)
 
