@@ -35,7 +35,7 @@ from kvxfer.pages.header import MAX_DETAIL_CHARS
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.pages.names import NAMESPACE_FILE, file_name
 from kvxfer.pages.texts import describe_namespace
-from kvxfer.runtime import CircuitBreaker, Threads
+from kvxfer.runtime import CircuitBreaker, Threads, wait_despite_cancel
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention
@@ -315,7 +315,7 @@ class FileBackend(Backend):
         try:
             return await self._share(self._writers, self._num_writers, batch.write, blocks)
         except BaseException:
-            await self._removers.run(batch.give_back)
+            await wait_despite_cancel(self._removers.start(batch.give_back))
             raise
         finally:
             self._writing_since.remove(began)

@@ -58,12 +58,13 @@ class Threads:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
         A thread cannot be interrupted: after an earlier return it would still write to memory
-        that its owner reuses.
+        that its owner reuses. But what still waits for a thread never begins.
 
         Raises:
-            asyncio.CancelledError: The caller was cancelled; `func` has ended all the same.
+            asyncio.CancelledError: The caller was cancelled; `func` has ended, or never begun.
         """
-        return await wait_despite_cancel(self.start(func, *args, **kwargs))
+        started = self.start(func, *args, **kwargs)
+        return await wait_despite_cancel(started, started.cancel)
 
     async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func`, which touches no memory of the caller, on a thread.

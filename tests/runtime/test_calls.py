@@ -140,6 +140,30 @@ print("exits", flush=True)
     assert ended.stdout == "exits\n"
 
 
+async def test_a_call_that_still_waits_for_a_thread_when_it_is_cancelled_never_begins() -> None:
+    threads, begun = Threads("test", 1), list[str]()
+    entered, may_end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        entered.set()
+        may_end.wait(LIMIT_S)
+
+    running = asyncio.ensure_future(threads.run(run))
+    waiting = asyncio.ensure_future(threads.run(begun.append, "waiting"))
+    await asyncio.to_thread(entered.wait)
+    for call in (running, waiting):
+        call.cancel()
+    try:
+        await asyncio.wait([waiting], timeout=LIMIT_S)
+        assert waiting.cancelled()
+        assert not running.done(), "a function that runs is waited for"
+    finally:
+        may_end.set()
+        await asyncio.wait([running, waiting])
+    assert await threads.aclose() == 0
+    assert begun == []
+
+
 async def test_threads_that_were_closed_say_so() -> None:
     threads = Threads("test", 1)
     await threads.aclose()
