@@ -292,12 +292,20 @@ class Connection:
             self._telling = loop.call_later(RELEASE_WITHIN_S, self._tell_released)
 
     async def let_read(self) -> None:
-        """Open the data connections through which the holder reads our memory, if it needs any."""
+        """Open the data connections through which the holder reads our memory, if it needs any.
+
+        One is enough, as where the holder may have no more.
+        """
         if not self._needs_data or len(self._lending) == MAX_LINES:
             return
         async with self._letting:  # each connection is opened within a deadline
             for _ in range(MAX_LINES - len(self._lending)):
-                data = await self._open_data(reads=False)
+                try:
+                    data = await self._open_data(reads=False)
+                except PeerError:
+                    if self._lending:
+                        return
+                    raise
                 lending = asyncio.create_task(self._lend(data))
                 self._lending[lending] = data
                 lending.add_done_callback(self._replace)

@@ -37,6 +37,7 @@ from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
     KVXferError,
+    PeerClosedError,
 )
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
@@ -332,6 +333,24 @@ async def test_where_no_thread_can_be_started_blocks_fail_and_lookups_are_answer
                 assert await client.lookup(keys) == [True] * 4
         assert opened.call_count < 8, "again and again"
         await require_served(client, first_key=30)
+
+
+async def test_one_data_connection_in_each_direction_is_enough(tmp_path: Path) -> None:
+    """As where the holder has as many connections as it may have."""
+    ways: dict[str, Any] = {"transport": "socket", "timeout_s": 1.0}
+    open_data, opened = Connection._open_data, set[bool]()
+
+    async def open_one(connection: Connection, *, reads: bool) -> DataConnection:
+        if reads in opened:
+            raise PeerClosedError(str(connection.endpoint), "ended the connection")
+        opened.add(reads)
+        return await open_data(connection, reads=reads)
+
+    async with holding(tmp_path, **ways) as holder, asking(tmp_path, holder, **ways) as client:
+        with patch.object(Connection, "_open_data", open_one):
+            await require_served(client)
+            await require_served(client, first_key=10)
+        assert opened == {True, False}
 
 
 async def test_an_unexpected_error_of_a_data_connection_that_lends_is_told(
