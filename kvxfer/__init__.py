@@ -7,7 +7,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvxfer import errors, kvcache, storage, tiering, transfer  # noqa: F401
+    from kvxfer import engine_side as engine_side  # so that type checkers take it for public
+    from kvxfer import errors as errors
+    from kvxfer import kvcache as kvcache
+    from kvxfer import lending as lending
+    from kvxfer import storage as storage
+    from kvxfer import tiering as tiering
+    from kvxfer import transfer as transfer
     from kvxfer.public import *  # noqa: F403
 
     __version__: str

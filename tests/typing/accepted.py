@@ -70,6 +70,12 @@ def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer
     assert_type(engine.get_finished(), list[kvxfer.FinishedJob])
 
 
+def modules_below_are_attributes() -> None:
+    assert_type(kvxfer.engine_side.NULL_BLOCK_ID, int)
+    assert_type(kvxfer.errors.BlockIdError(0, 9, 8).group, int)
+    assert_type(kvxfer.lending.Fetched, type[kvxfer.lending.Fetched])
+
+
 class TestsOfABackend(BackendTests):
     async def make_backend(self, namespace: kvxfer.Namespace) -> kvxfer.Backend:
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """Public types: mypy, seeing kvxfer as users do, knows its types and rejects wrong calls."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import public
+
 HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / ".mypy_cache" / "typing"
+ROOT = HERE.parents[1]
+CACHE = ROOT / ".mypy_cache" / "typing"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,3 +47,13 @@ def test_exactly_the_marked_calls_are_refused(tmp_path: Path) -> None:
     }
     assert marked
     assert errors_in(file, tmp_path) == marked
+
+
+def test_pyright_takes_the_modules_below_for_public_too() -> None:
+    """It does so only for an import under the same name, which mypy does not ask for."""
+    tree = ast.parse((ROOT / "kvxfer" / "__init__.py").read_text())
+    names = [
+        each for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for each in node.names
+    ]
+    exported = {each.name for each in names if each.asname == each.name}
+    assert exported == set(re.findall(r"`kvxfer\.([a-z_]+)`", public.__doc__ or ""))
