@@ -38,6 +38,14 @@ def test_every_public_type_is_known(tmp_path: Path) -> None:
     assert errors_in(HERE / "accepted.py", tmp_path) == set()
 
 
+def test_the_documented_backends_are_typed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "documented.py"
+    file.write_text("\n".join(blocks))
+    assert errors_in(file, tmp_path) == set()
+
+
 def test_exactly_the_marked_calls_are_refused(tmp_path: Path) -> None:
     file = HERE / "rejected.py"
     marked = {
