@@ -93,7 +93,7 @@ def connect(
         max_bytes_in_flight: See `TransferEngine`.
         timeout_s: See `TransferEngine`.
         staging_bytes: See `TransferEngine`.
-        observers: Told what happens to blocks, such as `kvxfer.Metrics`.
+        observers: Told what happens to blocks, such as `kvxfer.telemetry.metrics.Metrics`.
 
     Returns:
         The engine, to be used as an asynchronous context manager or closed.

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -25,6 +26,7 @@ EXCERPT = re.compile(r'python title="(.+)"')
 SERVER_LIMIT_S = 60
 SOURCES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
 METRIC = re.compile(r"vllm:kvxfer_\w+")
+NAME = re.compile(r"`(kvxfer(?:\.[A-Za-z]\w*)+)[`(]")
 PATH = re.compile(r"`((?:kvxfer|backends|benchmarks|tests|examples)/[\w/.]*)`")
 MAX_LINES_OF_TUTORIAL = 250
 MIN_WORDS = 2
@@ -117,6 +119,18 @@ def test_the_files_that_pages_name_exist() -> None:
     named = {name for page in PAGES for name in PATH.findall(page.read_text())}
     assert "kvxfer/connect.py" in named
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+def test_the_names_that_docstrings_give_in_full_can_be_imported() -> None:
+    named = {name for path in SOURCES for name in NAME.findall(path.read_text())}
+    missing = set()
+    for name in named - {"kvxfer.NAME"}:
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.add(name)
+    assert named
+    assert missing == set()
 
 
 def test_the_readme_links_every_guide() -> None:

@@ -73,7 +73,7 @@ class BlockMemory:
     def describe(
         self, group: int, block_ids: ArrayLike, *, first_block_index: int = 0
     ) -> Descriptors:
-        """Describe blocks; see `kvxfer.kvcache.descriptors.describe`."""
+        """Describe blocks; see `kvxfer.kvcache.describe`."""
         return describe(
             self.caches,
             group,

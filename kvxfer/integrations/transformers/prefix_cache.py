@@ -66,7 +66,7 @@ class PrefixCache:
         namespace: Fingerprint of the engine's namespace, where the store has several of the model.
         timeout_s: Deadline of calls without one of their own, None for no limit.
         pool_bytes: Host memory that pages pass through; raised to two pages, one more per tier.
-        observers: Told what happens to pages, such as `kvxfer.Metrics`.
+        observers: Told what happens to pages, such as `kvxfer.telemetry.metrics.Metrics`.
 
     Raises:
         InvalidArgumentError: An argument is of no use, or the keys and values of the model's
