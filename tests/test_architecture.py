@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_928,
     "backends/file": 4_345,
-    "backends/host": 1_931,
+    "backends/host": 1_933,
     "backends/mooncake": 691,
     "backends/nixl": 7_596,
     "backends/object": 1_695,

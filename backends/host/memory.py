@@ -297,5 +297,7 @@ def _remove_abandoned() -> None:
             if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, path):
                 path.unlink()
                 logger.info("removed abandoned shared memory %s", path)
+        except OSError as exc:  # another user's, who lets all write to it
+            logger.info("abandoned shared memory %s stays: %s", path, exc)
         finally:
             os.close(fd)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import multiprocessing
 import os
 import re
@@ -425,6 +426,23 @@ def test_memory_that_another_user_has_made_is_not_mapped(
             SharedSegment(name, b"header", SIZE)
     assert not path_of(name).read_bytes()
     path_of(name).unlink()
+
+
+def test_memory_that_another_user_has_left_keeps_nobody_from_creating_some(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path_of("left").touch(0o666)
+    unlink = Path.unlink
+
+    def unlink_own(path: Path, **how: bool) -> None:
+        if path == path_of("left"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink_own)
+        SharedSegment(name, b"header", SIZE).close()
+    path_of("left").unlink()
 
 
 @pytest.mark.processes
