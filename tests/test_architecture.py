@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_446,
     "kvxfer/explain": 852,
     "kvxfer/face": 421,
-    "kvxfer/integrations": 10_014,
+    "kvxfer/integrations": 10_026,
     "kvxfer/kvcache": 5_291,
     "kvxfer/lending": 1_427,
     "kvxfer/pages": 2_044,

@@ -11,9 +11,11 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading.metrics import OffloadingMetrics
 from kvxfer.integrations.vllm.offloading.requests import Requests
+from kvxfer.replay import count_ceiling, read_trace
 from kvxfer.storage.backend import MISSING
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Moved, Operation, Reports
+from kvxfer.telemetry.trace_recorder import TraceRecorder
 from tests.explain.conftest import Ask, ask, journal
 from tests.integrations.pd_engine import (
     LEASE,
@@ -69,6 +71,26 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     assert told_blocks == {
         ((tier, "hit") if tier else ("none", "miss")): number for tier, number in counted.items()
     }
+
+
+def test_parts_of_chunks_are_in_no_trace(tmp_path: Path) -> None:
+    trace = TraceRecorder(str(tmp_path / "trace.jsonl"))
+    told = Requests(Reports(), trace=trace, tokens_per_chunk={0: 16, 1: 32})
+    parts = keys_of(3, first=50)
+    for name, chunks in (("long", CHUNKS), ("short", []), ("other", CHUNKS[:2])):
+        told.arrive(context := ReqContext(name))
+        if not hasattr(context, "set_offload_key_position"):
+            pytest.skip("this vLLM does not say which chunks a request has")
+        for index, key in enumerate(chunks):
+            context.set_offload_key_position(key, 16 * (index + 1))
+        for index, key in enumerate(parts):
+            context.set_offload_key_position(key, 16 * len(chunks) + 12 - 4 * index)
+        told.schedule([name])
+    told.close()
+    read = read_trace(tmp_path / "trace.jsonl")
+    assert read.tokens_per_block == 16
+    assert read.input_lengths.tolist() == [96, 32]
+    assert count_ceiling(read) == 2
 
 
 def test_what_another_engine_gives_and_what_it_does_not_give_any_more(

@@ -158,6 +158,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         trace: TraceRecorder | None = None,
         observers: Sequence[Observer] = (),
         prefill: PrefillSpeed | None = None,
+        tokens_per_chunk: Mapping[int, int] | None = None,
         has_replicas: bool = False,
     ) -> None:
         self._pool = pool
@@ -184,7 +185,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._wanted = tier.wanted if tier else WantedBlocks()
         self._metrics = tier.metrics if tier else metrics.OffloadingMetrics(self._slot_bytes)
         self._metrics.count_in(metrics.HOST, *([tier.name] if tier else []))
-        self._requests = Requests(self._reports, self._metrics, trace=trace)
+        self._requests = Requests(
+            self._reports, self._metrics, trace=trace, tokens_per_chunk=tokens_per_chunk
+        )
         self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:

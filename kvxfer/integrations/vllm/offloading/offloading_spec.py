@@ -102,10 +102,10 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
             pool = self._open_pool(copies, claim=True)
             undo.callback(pool.close)
             num_slots = pool.shape.num_slots
+            sizes = [self.blocks_per_chunk * g.tokens_per_block for g in self.config.groups]
+            tokens_per_chunk = dict(zip(group_ids(self.config), sizes, strict=True))
             if self._lower and self._loads is not None:
-                sizes = [self.blocks_per_chunk * g.tokens_per_block for g in self.config.groups]
-                ids = group_ids(self.config)
-                prefill = PrefillSpeed(self._loads, dict(zip(ids, sizes, strict=True)))
+                prefill = PrefillSpeed(self._loads, tokens_per_chunk)
             if self._lower:
                 tier = self._open_lower_tier(pool, workers, prefill)
                 undo.callback(tier.close)
@@ -117,6 +117,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 trace=TraceRecorder.from_environment(),
                 observers=journal_observers(None, engine=self._name),
                 prefill=prefill,
+                tokens_per_chunk=tokens_per_chunk,
                 has_replicas=self.config.parallel.data_parallel_size > 1,
             )
             undo.pop_all()

@@ -39,7 +39,8 @@ class Requests:
     """Requests of an engine: what they wish, and how each of their lookups was answered last.
 
     A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
-    is then recorded, as whole chunks of the first KV-cache group. The metrics count chunks by the
+    is then recorded, as whole chunks of the first KV-cache group, which have `tokens_per_chunk` by
+    group; without these the first key is taken for a whole one. The metrics count chunks by the
     tier that gave them; without metrics no wishes are read. Never raises.
     """
 
@@ -49,8 +50,10 @@ class Requests:
         metrics: OffloadingMetrics | None = None,
         *,
         trace: TraceRecorder | None = None,
+        tokens_per_chunk: Mapping[int, int] | None = None,
     ) -> None:
         self._reports = reports
+        self._tokens_per_chunk = tokens_per_chunk or {}
         self._metrics = metrics
         self._trace = trace
         self._cannot_record = False
@@ -131,10 +134,15 @@ class Requests:
                 logger.warning("no requests are recorded: this vLLM does not tell their chunks")
                 return
             keys = list(positions)
-            if keys:
-                first = [key for key in keys if group_of(key) == group_of(keys[0])]
-                size = positions[first[0]]
-                trace.record(RecordedRequest(request.arrived_at, size * len(first), size, first))
+            if not keys:
+                return
+            group = group_of(keys[0])
+            size = self._tokens_per_chunk.get(group, positions[keys[0]])
+            of_group = [key for key in keys if group_of(key) == group]
+            whole = [key for key in of_group if positions[key] % size == 0]
+            if whole:  # else it has parts of a chunk alone
+                size = positions[whole[0]]
+                trace.record(RecordedRequest(request.arrived_at, size * len(whole), size, whole))
         except Exception:
             self._cannot_record = True
             logger.exception("no more requests are recorded")
