@@ -1,5 +1,6 @@
 """`kvxfer fsck` and `inspect`: what they find in block files, their repairs, and exit statuses."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -203,6 +204,16 @@ def test_a_file_that_cannot_be_read_is_named_and_stays(
     assert f"bad: {name}: cannot be opened: Input/output error" in printed
     assert f"{NUM_BLOCKS - 1} good, 1 bad" in printed
     assert run("ls", store.root)[0] == run("gc", store.root, "--capacity", "20KiB")[0] == 0
+
+
+def test_a_folder_that_cannot_be_opened_is_named_with_its_namespace(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.path(store.fill(), store.keys[3]).parent
+    fail_to(monkeypatch, "open", path.name, PermissionError(errno.EACCES, "denied", path.name))
+    status, printed, _ = run("fsck", store.root)
+    assert status == 1
+    assert f"bad: {path.relative_to(store.root)}: cannot be opened: denied" in printed
 
 
 def test_a_good_block_is_shown_with_its_namespace(store: Store, run: Run) -> None:

@@ -127,17 +127,20 @@ class BlockTree:
                     yield fingerprint, "", parent
                 # Quarantine last, also if made since: without a count, no walk is told of moves.
                 inner = {*filter(is_block_folder, self._names(parent)), QUARANTINE}
-                for name, fd in self._children(parent, inner):
+                for name, fd in self._children(parent, inner, of=f"{fingerprint}/"):
                     yield fingerprint, name, fd
         finally:
             runtime.disk().close(root)
 
-    def _children(self, parent_fd: int, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Walk through the names and descriptors of those that are folders in a folder."""
+    def _children(
+        self, parent_fd: int, names: Iterable[str], *, of: str = ""
+    ) -> Iterator[tuple[str, int]]:
+        """Walk through the names and descriptors of folders; errors name the path, below `of`."""
         for name in sorted(names):
             try:
                 fd = open_folder(name, parent_fd)
             except OSError as exc:
+                exc.filename = f"{of}{name}"
                 self._skip(exc)
                 continue
             try:
