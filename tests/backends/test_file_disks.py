@@ -441,6 +441,34 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
             assert await load_verified(ours, keys[:1], target, version=version) == [DONE]
 
 
+async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved_and_stays(
+    tmp_path: Path,
+) -> None:
+    """As after `mv store old; rm -rf old`, in which a store has made new files meanwhile."""
+    memory, keys, root, old = (
+        one_page_memory(),
+        hashed_keys(8),
+        tmp_path / "store",
+        tmp_path / "old",
+    )
+    capacity = ByteSize(4 * FILE_BYTES)
+    async with open_store(root, memory.namespace(), capacity=capacity) as ours:
+        await ours.wait_indexed()
+        await store(ours, keys[:4], memory.describe(0, range(4)))
+        root.rename(old)
+        for path in old.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        for some in (keys[:4], keys[4:8]):
+            await store(ours, some, memory.describe(0, range(4)))
+        async with open_store(root, memory.namespace(), capacity=capacity) as theirs:
+            assert await theirs.lookup(keys) == await ours.lookup(keys)
+            assert sum(await theirs.lookup(keys)) == 4
+            assert counted_bytes(root) == bytes_on_disk(root) == capacity
+        assert bytes_on_disk(old) == 0
+        assert (root / memory.namespace().fingerprint / "namespace.json").exists()
+
+
 # Capacity, free space, and the count of bytes
 
 

@@ -64,7 +64,8 @@ class Ledger:
     writes them.
 
     A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
-    root must be there, and is made anew when it was removed.
+    root must be there, and is made anew when it was removed. `on_removed` is called before the
+    count is made anew, where the root's path leads then.
 
     Attributes:
         known: Whether there is a count; without one, nothing may be added. This and the next two
@@ -73,8 +74,9 @@ class Ledger:
         reserved: Bytes that this process added and did not settle yet.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, on_removed: Callable[[], object] = lambda: None) -> None:
         self._root = root
+        self._on_removed = on_removed
         self._lock = runtime.lock()
         self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
         self._num_losses = 0  # times that the count was found to be removed or damaged
@@ -266,6 +268,7 @@ class Ledger:
         if has_name(self._fd) and has_name(self._claim.fd):
             return
         make_root(self._root)
+        self._on_removed()
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim

@@ -194,6 +194,10 @@ class NamespaceFolder:
             return False
         return True
 
+    def leave_moved_root(self) -> None:
+        """See `OpenFolders.leave_moved_root`."""
+        self._folders.leave_moved_root()
+
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
         self._folders.close()

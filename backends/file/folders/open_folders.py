@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.pages.names import FOLDER_MODE
+from kvxfer.pages.names import FOLDER_MODE, OWNER_BYTES
 
 OWN = "."
 """Name of the namespace's own folder; every other name is that of a folder in it."""
@@ -112,6 +112,21 @@ class OpenFolders:
                 self._replace(self.root_fd, open_folder(self._root))
             own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
             return own if name == OWN else self._renew(name, name, own, create=create)
+
+    def leave_moved_root(self) -> None:
+        """Let every folder count as removed if the root was moved, and its path leads elsewhere."""
+        disk, name = runtime.disk(), runtime.token_bytes(OWNER_BYTES).hex()
+        with self._lock:
+            if _is_one_removed([self.root_fd]):
+                return
+            if os.path.samestat(disk.stat(self._root), disk.fstat(self.root_fd)):
+                return
+            disk.mkdir(name, FOLDER_MODE, dir_fd=self.root_fd)
+            removed = open_folder(name, self.root_fd)
+            disk.rmdir(name, dir_fd=self.root_fd)
+            for fd in (self.root_fd, *self._opened.values()):
+                disk.dup2(removed, fd, inheritable=False)
+            disk.close(removed)
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the names in folders durable, and those of the folders where we opened them anew."""
