@@ -210,7 +210,7 @@ class ForkedError(KVXferError, RuntimeError):
 
 
 class EventLoopError(KVXferError, RuntimeError):
-    """Call that could never end, because it waits for the event loop that has to serve it."""
+    """Call that could never end: its event loop waits for it, has stopped, or has no thread."""
 
     def __init__(self, what: str, detail: str) -> None:
         self.what = what

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
 
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, EventLoopError
 from kvxfer.runtime.calls import end_tasks, fetch_error, outlive_caller, wait_despite_cancel
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
 
@@ -222,7 +222,7 @@ async def run_aside(name: str, func: Callable[[], T]) -> T:
 class LoopThread:
     """Event loop on its own thread, from construction to `stop`; others make blocking calls.
 
-    While it `is_ending`, what is submitted may never begin. A `RuntimeError` if no thread can be
+    While it `is_ending`, what is submitted may never begin. An `EventLoopError` if no thread can be
     started, as at the end of the interpreter.
     """
 
@@ -233,9 +233,9 @@ class LoopThread:
         self.loop.set_default_executor(self._blocking)
         try:
             self._thread = start_thread(self._run, name=name)
-        except RuntimeError:
+        except RuntimeError as exc:
             self.loop.close()
-            raise
+            raise EventLoopError(name, f"no thread can be started for it: {exc}") from exc
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine on the loop, from any thread, and return at once."""

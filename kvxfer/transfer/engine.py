@@ -177,7 +177,7 @@ class PolledEngine(Generic[MoverT]):
         Raises:
             InvalidArgumentError: The batch is invalid; subclasses say in which way. Nothing was
                 read or written.
-            ClosedError: The engine was closed.
+            ClosedError, EventLoopError: The engine was closed, or can start no thread.
         """
         return self._submit(
             self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s, retention)

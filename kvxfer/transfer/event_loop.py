@@ -122,10 +122,10 @@ class EngineLoop:
         try:
             self._open()
         except KVXferError:
+            if self._loop is None:  # no thread can be started
+                return runtime.run(work)
             work.close()
             raise
-        except RuntimeError:  # of a thread that cannot be started
-            return runtime.run(work)
         future = self._give(work)
         if not self.wait([future], timeout_s):
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")

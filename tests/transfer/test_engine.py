@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -311,6 +312,24 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(memory: BlockMemory) -
             call()
     stopped.run_until_complete(asyncio.sleep(0))
     stopped.close()
+
+
+def test_an_engine_for_which_no_thread_can_be_started_says_so_and_works_later(
+    memory: BlockMemory,
+) -> None:
+    backend, keys = DictBackend(DictConfig(), memory.namespace()), keys_of(1)
+    with TransferEngine(memory.caches, backend) as engine:
+        no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
+        for call in (
+            lambda: engine.submit_store(keys, [[1]]),
+            lambda: engine.submit_lookup(keys),
+            lambda: asyncio.run(engine.lookup(keys)),
+        ):
+            with no_thread, pytest.raises(EventLoopError, match="no thread can be started"):
+                call()
+        [stored] = engine.wait([engine.submit_store(keys, [[1]])])
+        assert stored.done
+        assert engine.submit_lookup(keys).result() == [True]
 
 
 async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemory) -> None:
