@@ -458,7 +458,8 @@ class TransferEngine(PolledEngine[Backend]):
 
         Returns:
             A future of one answer for each key, in order, or of an error of `lookup`. Closing the
-            engine cancels it.
+            engine cancels it. On the engine's own event loop its `result` never blocks: it raises
+            an `EventLoopError` before the end.
 
         Raises:
             ClosedError: The engine was closed.

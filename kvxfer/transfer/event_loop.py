@@ -163,7 +163,7 @@ class EngineLoop:
         self, work: Coroutine[Any, Any, T], among: "set[asyncio.Task[Any]] | None" = None
     ) -> Future[T]:
         """Give work to the loop, which keeps its task in a set as long as it runs."""
-        future: Future[T] = Future()
+        future: Future[T] = _WorkFuture(self)
         try:
             self.call_soon(self._begin, work, future, among)
         except BaseException:
@@ -238,6 +238,26 @@ class EngineLoop:
             raise EventLoopError(self._what, detail)
         if sys.is_finalizing():
             raise EventLoopError(self._what, "the interpreter has ended, and its threads with it")
+
+
+class _WorkFuture(Future[T]):
+    """Future of work on a loop; on the loop itself, a wait for its end is an `EventLoopError`."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def result(self, timeout: float | None = None) -> T:
+        self._check("result", timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check("exception", timeout)
+        return super().exception(timeout)
+
+    def _check(self, verb: str, timeout_s: float | None) -> None:
+        if timeout_s != 0 and not self.done():
+            self._loop.require_other_thread(verb)
 
 
 @contextmanager

@@ -343,7 +343,13 @@ async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemo
             await asyncio.sleep(0)
         answer = engine.submit_lookup(asked := keys_of(4))
         asked.clear()
+        for ask in (answer.result, answer.exception):
+            with pytest.raises(EventLoopError, match=rf"{ask.__name__}\(\) would block"):
+                ask(0.1)
+            with pytest.raises(TimeoutError):
+                ask(0)
         assert await asyncio.wrap_future(answer) == [True] * 4, "it is as open as before"
+        assert answer.result() == [True] * 4
 
 
 def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMemory) -> None:
