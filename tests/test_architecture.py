@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/explain": 852,
     "kvxfer/face": 421,
     "kvxfer/integrations": 10_026,
-    "kvxfer/kvcache": 5_291,
+    "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_427,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,

@@ -228,6 +228,8 @@ def test_what_cannot_be_mapped_is_refused_by_its_axis(
         (lambda: map_caches(unknown(), ALONE), "caches"),
         (lambda: unknown(group_specs=(SPEC, SPEC)), "group_specs"),
         (lambda: map_one(caches_of(), axes={"k": ("token", "head", "dim")}), "axes of 'k'"),
+        (lambda: map_one(caches_of(), axes={"keys": ("head", "dim", "token")}), "axes"),
+        (lambda: map_one(states_of(), state_heads=(None, "head")), "state_heads[1]"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(call: Callable[[], object], argument: str) -> None:

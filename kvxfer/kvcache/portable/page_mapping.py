@@ -1,5 +1,6 @@
 """Page mappings: the correspondence of a worker's blocks and portable pages, byte by byte."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
@@ -38,6 +39,9 @@ DIVISIBLE_AXES = frozenset({"head", "token"})
 
 ROW = "row"
 """Name of a layer's bytes where they are those of several layers."""
+
+USUAL_PARTS = frozenset({"k", "v", "latent", "state0", "state1"})
+"""Parts of layers whose order of axes may be given although these caches have none of them."""
 
 MAX_DIGEST = (1 << 128) - 1
 """Largest digest of a key, a number of 128 bits."""
@@ -213,16 +217,13 @@ def map_caches(
 
     Raises:
         PageMappingError: A group cannot be mapped, with the reason; never with `opaque`.
-        InvalidArgumentError: The caches have no specs, or the heads cannot be divided into
-            `num_shards`.
+        InvalidArgumentError: The caches have no specs, the heads cannot be divided into
+            `num_shards`, or a name in `axes` or `state_heads` is unknown.
     """
     require_instance("caches", caches, CanonicalKVCaches)
     require_instance("shard", shard, WorkerShard)
     num_shards = require_positive("num_shards", num_shards)
-    require_sequence("state_heads", state_heads, "an axis, or None, for each state")
-    require_instance("axes", axes, Mapping)
-    for part, names in axes.items():
-        require_texts(f"axes[{part!r}]", names)
+    _require_known_names(caches, axes, state_heads)
     opaque = require_text("opaque", opaque)
     if tokens_per_page is not None:
         tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
@@ -251,6 +252,23 @@ def map_caches(
             boxes = opaque_boxes([ref.page_size_bytes for ref in refs], names, encoding)
             mappings.append(_map(refs, boxes, portable_page(boxes, shard, num_tokens=1), shard, 1))
     return tuple(mappings)
+
+
+def _require_known_names(
+    caches: CanonicalKVCaches, axes: Mapping[str, Sequence[str]], state_heads: Sequence[str | None]
+) -> None:
+    """Refuse names of parts and of axes of states that are mistyped, and would have no effect."""
+    require_instance("axes", axes, Mapping)
+    parts = USUAL_PARTS | {b.part for refs in caches.group_data_refs for r in refs for b in r.boxes}
+    for part, names in axes.items():
+        if part not in parts:
+            raise InvalidArgumentError("axes", part, f"one of the parts {sorted(parts)}")
+        require_texts(f"axes[{part!r}]", names)
+    require_sequence("state_heads", state_heads, "an axis, or None, for each state")
+    for index, axis in enumerate(state_heads):
+        name = f"state_heads[{index}]"
+        if axis is not None and not re.fullmatch("s[0-9]+", require_text(name, axis)):
+            raise InvalidArgumentError(name, axis, "'s0', 's1', ..., or None")
 
 
 def _contents(
