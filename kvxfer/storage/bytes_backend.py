@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from kvxfer.checks import require_instance, require_positive
-from kvxfer.errors import BackendUnavailableError, KVXferError
+from kvxfer.checks import require_instance, require_positive, require_sequence
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.runtime import CLOSE_TIMEOUT_S, Threads, begin_aside
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
@@ -101,7 +101,7 @@ class BytesBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
-        return list(await self._threads.ask(self._call, partial(self.has, self._names(keys))))
+        return await self._threads.ask(self._ask_each, self.has, self._names(keys))
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
@@ -116,7 +116,7 @@ class BytesBackend(Backend):
             chosen = [keys[n] for n in left]
             names = self._names(chosen)
             values = await self._run(self._copies, self._read, names, blocks.take(left))
-            stored = await self._change(chosen, partial(self.put, names, values))
+            stored = await self._change(chosen, partial(self._ask_each, self.put, names, values))
             for index, is_stored in zip(left, stored, strict=True):
                 outcomes[index] = DONE if is_stored else REFUSED
         return outcomes
@@ -126,7 +126,7 @@ class BytesBackend(Backend):
         self._guard.check_batch(keys, blocks)
         names = self._names(keys)
         sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
-        values = await self._threads.ask(self._call, partial(self.get, names))
+        values = await self._threads.ask(self._ask_each, self.get, names)
         outcomes = await self._run(self._copies, self._write, names, sizes, values, blocks)
         corrupt = [n for n, o in enumerate(outcomes) if o is CORRUPT and keys[n] not in self._locks]
         if corrupt:
@@ -174,6 +174,18 @@ class BytesBackend(Backend):
         except Exception as exc:
             raise BackendUnavailableError(f"{type(self).__name__}: {exc!r}") from exc
 
+    def _ask_each(
+        self, ask: Callable[..., Sequence[T]], names: Sequence[str], *args: Any
+    ) -> list[T]:
+        """Call a method of the subclass, which must have an answer for each name."""
+        answers = self._call(partial(ask, names, *args))
+        name = f"{type(self).__name__}.{ask.__name__}()"
+        expected = f"one answer for each of {len(names)} names"
+        require_sequence(name, answers, expected)
+        if len(answers) != len(names):
+            raise InvalidArgumentError(name, answers, expected)
+        return list(answers)
+
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""
         change = partial(self._run, self._threads, self._call, func)
@@ -220,12 +232,12 @@ class BytesBackend(Backend):
 
     def _drop(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Remove values that are still corrupt: another process may have stored one anew."""
-        triples = zip(names, sizes, self.get(names), strict=True)
+        triples = zip(names, sizes, self._ask_each(self.get, names), strict=True)
         bad = [n for n, size, v in triples if v is not None and self._verified(n, size, v) is None]
         if bad:
             self.remove(bad)
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
-        there = list(self.has(names))
+        there = self._ask_each(self.has, names)
         self.remove(names)
         return there

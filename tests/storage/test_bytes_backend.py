@@ -231,3 +231,22 @@ async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
         assert await backend.lookup(KEYS) == [True, False, False]
         with pytest.raises(BackendUnavailableError, match="Full: OSError"):
             await backend.store(KEYS[1:2], MEMORY.describe(0, [0]))
+
+
+@pytest.mark.parametrize("method", ["put", "get", "has"])
+@pytest.mark.parametrize("returned", [None, [True], {1: True, 2: False, 3: True}])
+async def test_a_storage_that_does_not_answer_for_each_name_is_named(
+    method: str, returned: object
+) -> None:
+    def answer(*_: object) -> object:
+        return returned
+
+    answer.__name__ = method
+    backend = Values({}, MEMORY.namespace())
+    setattr(backend, method, answer)
+    async with backend:
+        blocks = MEMORY.describe(0, range(3))
+        call = backend.load(KEYS, blocks) if method == "get" else backend.store(KEYS, blocks)
+        expected = rf"Values.{method}\(\) is .*; expected one answer for each of 3 names"
+        with pytest.raises(InvalidArgumentError, match=expected):
+            await call
