@@ -171,7 +171,7 @@ class BytesBackend(Backend):
             return func()
         except KVXferError:
             raise
-        except Exception as exc:
+        except BaseException as exc:  # a `SystemExit` would end the event loop
             raise BackendUnavailableError(f"{type(self).__name__}: {exc!r}") from exc
 
     def _ask_each(

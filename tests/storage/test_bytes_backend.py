@@ -250,3 +250,13 @@ async def test_a_storage_that_does_not_answer_for_each_name_is_named(
         expected = rf"Values.{method}\(\) is .*; expected one answer for each of 3 names"
         with pytest.raises(InvalidArgumentError, match=expected):
             await call
+
+
+async def test_a_storage_that_wants_to_end_the_process_ends_no_event_loop() -> None:
+    class Exits(Values):
+        def has(self, names: Sequence[str]) -> list[bool]:
+            raise SystemExit(len(names))
+
+    async with Exits({}, MEMORY.namespace()) as backend:
+        with pytest.raises(BackendUnavailableError, match=r"Exits: SystemExit\(3\)"):
+            await backend.lookup(KEYS)
