@@ -25,7 +25,7 @@ from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError, UnknownG
 GROUP_INDEX_BYTES = 4
 """Bytes of the group's index at the end of a key, which vLLM's chunk keys have, too."""
 
-KEY_FORM = "a content hash and a 4-byte group index"
+KEY_FORM = "a key of make_block_key: a content hash and a 4-byte group index"
 
 MAX_AXES = 64
 """Axes of a tensor at most, as in torch and numpy."""
@@ -57,7 +57,7 @@ def make_block_key(content_hash: bytes, group: int = 0) -> BlockKey:
         InvalidArgumentError: The hash is empty or the group is not a 32-bit unsigned number.
     """
     if not isinstance(content_hash, bytes) or not content_hash:  # type: ignore[redundant-expr]
-        raise InvalidArgumentError("content_hash", content_hash, "at least one byte")
+        raise InvalidArgumentError("content_hash", content_hash, "bytes, at least one")
     group = require_integer(
         "group", group, maximum=(1 << 8 * GROUP_INDEX_BYTES) - 1, expected="0 <= group < 2**32"
     )

@@ -53,6 +53,15 @@ def test_a_key_is_the_hash_and_the_group_in_4_bytes_big_endian(
     assert group_of(key) == group
 
 
+def test_what_is_no_hash_or_no_key_is_told_what_makes_one() -> None:
+    with pytest.raises(InvalidArgumentError, match="content_hash is 'abc'; expected bytes"):
+        make_block_key("abc")  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidArgumentError, match="key is 'abc'; expected a key of make_block_key"
+    ):
+        group_of("abc")  # type: ignore[arg-type]
+
+
 def test_the_tables_of_other_values_cover_every_field() -> None:
     assert set(OTHER_VALUES) == set(Namespace.__struct_fields__)
     assert set(OTHER_GROUP_VALUES) == set(GroupIdentity.__struct_fields__)
