@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
@@ -285,8 +286,9 @@ class Exchange:
         await self._node.hasher.aclose()
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        clients = list(self.clients.values())
+        clients, now = list(self.clients.values()), runtime.monotonic()
         return {
+            Gauge.SUSPENDED: any(client.suspension.is_on(now) for client in clients),
             Gauge.PEERS: sum(client.is_connected for client in clients),
             Gauge.QUARANTINED_BYTES: self._quarantine.num_bytes,
         }

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock, patch
 
@@ -16,6 +17,8 @@ from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.discovery import EtcdDiscovery
 from kvxfer.errors import DeviceLostError
 from kvxfer.storage.backend import Status
+from kvxfer.storage.observer import Reports
+from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     make_keys,
@@ -59,8 +62,12 @@ async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answ
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = {"lookup_timeout_s": 2, "lease_s": 300, "timeout_s": 300}
+    metrics = Metrics()
+    suspended = partial(metrics.registry.get_sample_value, "kvxfer_suspended", {"tier": "nixl"})
     async with open_client(memory.namespace(), *holders, **SOCKET, **limits) as client:
+        client.observe(Reports([metrics], "nixl"))
         await store_generated(client, KEYS, memory.describe(0, range(24)))
+        assert suspended() == 0
         kept = await asyncio.to_thread(holders[0].stored)
         others = [key in kept for key in KEYS]
         processes[1].signal(signal.SIGSTOP)
@@ -70,6 +77,7 @@ async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answ
             outcomes = await client.store(KEYS, memory.describe(0, range(24)))
             assert [outcome.done for outcome in outcomes] == others
             assert caplog.text.count("took longer than 2 s; the peer is not used") == 1
+            assert suspended() == 1
         finally:
             processes[1].signal(signal.SIGCONT)
         while not all(await client.lookup(KEYS)):
