@@ -70,6 +70,7 @@ class Space:
         self._walk: Future[None] | None = None
         self._walk_lock = runtime.lock()
         self._next_scan = 0.0
+        self._num_walks = 0  # that have ended and were learned
         self._must_rescan = False
         self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
@@ -109,12 +110,13 @@ class Space:
         store are not known.
         """
         if self._must_rescan:
-            self._must_rescan = not self._rescan()
+            self._must_rescan = not self._rescan(self._num_walks)
+        num_walks = self._num_walks
         fitting = self._reserve(keys, sizes, spare)
         try:
-            if fitting < len(keys) and self._rescan():
+            if fitting < len(keys) and self._rescan(num_walks):
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
-            if not self._ledger.known and self._rescan():  # it was lost during that walk
+            if not self._ledger.known and self._rescan(self._num_walks):  # lost during that walk
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
         except BaseException:
             self.settle(keys[:fitting], stored=[False] * fitting)
@@ -253,6 +255,7 @@ class Space:
                 self._tell_walk()
                 self._is_uncounted = is_partial and not self._ledger.known
                 self._must_rescan |= self._is_uncounted
+                self._num_walks += 1
         finally:
             self.index.abandon_walk()
 
@@ -370,8 +373,13 @@ class Space:
             self._ledger.remove(padded(num_bytes))
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
-    def _rescan(self) -> bool:
-        """Look for unknown files by a walk; return whether one has ended within `WALK_WAIT_S`."""
+    def _rescan(self, num_walks: int) -> bool:
+        """Look for unknown files by a walk, if none has ended since there were `num_walks`.
+
+        Returns whether one has ended within `WALK_WAIT_S`.
+        """
+        if self._num_walks > num_walks:
+            return True
         is_needed = not (self._ledger.known or self._is_uncounted)
         is_due = runtime.monotonic() >= self._next_scan
         if not (is_needed or is_due or self.is_walking):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import random
 import struct
@@ -25,6 +26,7 @@ from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger, ledger
 from kvxfer.backends.file.io import FileIO, Result
+from kvxfer.backends.file.space import Space
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import PAUSED, Outcome, Status
@@ -207,6 +209,27 @@ async def test_others_have_the_count_while_much_is_evicted_or_removed_or_found(
         assert sum(await backend.delete(keys)) == 3
         assert (num_evictions, num_steps, len(pauses)) == (3, 7, 3 + 7 + 5)
         assert min(pauses) > ledger.LOCK_PAUSE_S, "in which other processes look at the lock once"
+
+
+async def test_a_walk_that_counts_while_a_store_finds_no_count_makes_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, reserve = one_page_memory(), Space._reserve
+
+    def reserve_before_a_walk_ends(self: Space, *given: Any) -> int:
+        monkeypatch.undo()
+        fitting = reserve(self, *given)
+        self.begin_scan().result()
+        self._next_scan = math.inf  # as after a walk that took long
+        return fitting
+
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        os.truncate(tmp_path / "usage.ledger", 0)
+        monkeypatch.setattr(Space, "_reserve", reserve_before_a_walk_ends)
+        (outcome,) = await store(backend, hashed_keys(1), memory.describe(0, [0]))
+        assert outcome.done, outcome
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
 
 
 async def test_no_walk_ends_while_room_is_given_back(
