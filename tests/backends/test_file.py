@@ -43,7 +43,9 @@ class FileBackendTests(BackendTests):
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
         capacity = capacity_of(namespace, self.max_blocks)
-        return open_store(self.root, namespace, capacity=capacity, **self.own_fields)
+        # Others fill the store, too; a busy machine's walks are slow, and would not be repeated.
+        fields = {"capacity": capacity, "rescan_factor": 0.0}
+        return open_store(self.root, namespace, **fields, **self.own_fields)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
