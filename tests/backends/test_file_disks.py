@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import errno
+import fnmatch
 import math
 import os
 import random
+import stat
 import struct
 import subprocess
 import threading
@@ -44,6 +46,7 @@ from tests.backends.file_store import (
     load_verified,
     mounted,
     one_page_memory,
+    open_descriptors,
     open_store,
     path_of,
     remove_folder,
@@ -55,6 +58,7 @@ from tests.clock import Clock
 from tests.recorder import Recorder
 
 MIB = 1 << 20
+FDS = Path("/proc/self/fd")
 FILE_BYTES = 8192
 NUM_TOLERATED = 5  # errors in a row, after which storing is paused
 DONE, FAILED = Status.DONE, Status.FAILED
@@ -462,6 +466,56 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
             assert await ours.lookup(keys) == [True] * 4
             target = memory.describe(0, [4])
             assert await load_verified(ours, keys[:1], target, version=version) == [DONE]
+
+
+class EndedServer:
+    """Server of a FUSE file system that has ended: what was open there answers nothing any more.
+
+    What is opened now is that of the next server, which has the same files.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        links = {fd: Path(f"/proc/self/fd/{fd}").resolve() for fd in runtime.disk().listdir(FDS)}
+        self._lost = {int(fd) for fd, path in links.items() if path.is_relative_to(root)}
+        for name in ("close", "flock", "fstat", "mkdir", "open", "pread", "pwrite", "stat"):
+            call = partial(self._answer, getattr(runtime.disk(), name))
+            monkeypatch.setattr(runtime.disk(), name, call)
+        monkeypatch.setattr(runtime.disk(), "dup2", partial(self._dup2, runtime.disk().dup2))
+
+    def _dup2(self, dup2: Callable[..., int], fd: int, known: int, **more: Any) -> int:
+        self._lost.discard(known)
+        return dup2(fd, known, **more)
+
+    def _answer(self, call: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        lost = self._lost.intersection([more.get("dir_fd", -1), given[0]])
+        if call is os.close and lost:
+            self._lost -= lost
+            is_folder = stat.S_ISDIR(os.fstat(given[0]).st_mode)
+            call(*given)
+            if is_folder:
+                return None
+        if lost:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return call(*given, **more)
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_back: bool
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await backend.wait_indexed()
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+        EndedServer(tmp_path, monkeypatch)
+        if is_back:
+            assert await backend.lookup(keys[:4]) == [True] * 4
+            assert await load_verified(backend, keys[:2], memory.describe(0, [4, 5])) == [DONE] * 2
+            outcomes = await store(backend, keys[4:], memory.describe(0, range(4)))
+            assert statuses(outcomes) == [DONE] * 4
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 8 * FILE_BYTES
+    assert not [each for each in open_descriptors() if str(tmp_path) in each]
+    assert not fnmatch.filter(runtime.disk().listdir(tmp_path), "*.claim")
 
 
 async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved_and_stays(

@@ -15,8 +15,8 @@ OWN = "."
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-GONE = frozenset({errno.ENOENT, errno.ESTALE})
-"""Errors of what was removed; the second one where another host of an NFS did so."""
+GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
+"""Errors of what was removed: here, by another host of an NFS, with the server of a FUSE mount."""
 
 T = TypeVar("T")
 
@@ -186,5 +186,5 @@ def _is_one_removed(folder_fds: Iterable[int]) -> bool:
     fstat = runtime.disk().fstat
     try:
         return 0 in [fstat(fd).st_nlink for fd in folder_fds]
-    except OSError:  # as on NFS, where another host removed it
+    except OSError:  # as of NFS and FUSE, see `GONE`
         return True

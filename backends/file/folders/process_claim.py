@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from kvxfer import runtime
+from kvxfer.backends.file.folders.open_folders import GONE
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     DAMAGE_ERRORS,
@@ -141,15 +142,16 @@ def close_locked(fd: int) -> None:
     disk = runtime.disk()
     if fd in disk.locked:
         disk.locked.remove(fd)
-        disk.close(fd)
+        with contextlib.suppress(OSError):  # of a file server: it is closed all the same
+            disk.close(fd)
 
 
 def has_name(fd: int) -> bool:
-    """Whether an open file was not removed; one that another host of an NFS removed is stale."""
+    """Whether an open file was not removed; see `GONE`."""
     try:
         return runtime.disk().fstat(fd).st_nlink > 0
     except OSError as exc:
-        if exc.errno != errno.ESTALE:
+        if exc.errno not in GONE:
             raise
         return False
 
