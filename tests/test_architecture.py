@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 421,
     "kvxfer/integrations": 10_026,
     "kvxfer/kvcache": 5_309,
-    "kvxfer/lending": 1_427,
+    "kvxfer/lending": 1_446,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_105,

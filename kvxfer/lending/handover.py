@@ -184,9 +184,7 @@ class Handover:
         """Lend blocks as `offer`, and raise what is wrong with them: nothing is lent then."""
         if self._lender is None:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
-        keys = worker_keys(self._description, keys)
-        self._lender.offer(ticket, keys, block_ids, complete=is_complete)
-        self._watch_soon()
+        self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
 
     def revoke(self, tickets: Sequence[str]) -> None:
         """End tickets at once: their blocks are about to change. Blocks until nobody finds them.
@@ -224,15 +222,27 @@ class Handover:
     ) -> None:
         try:
             if self._lender is not None:
-                keys = worker_keys(self._description, keys)
-                self._lender.offer(ticket, keys, block_ids, complete=is_complete)
-                self._watch_soon()
+                self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
             elif is_complete:  # without `listen` nobody reads it
                 self._ended.append(ticket)
         except Exception:  # whatever it is, the engine waits for the end of the ticket
             logger.exception("the blocks of %s are not lent", ticket)
             if is_complete:
                 self._give_up(ticket)
+
+    def _lend(
+        self,
+        lender: CacheLender,
+        ticket: str,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        *,
+        is_complete: bool,
+    ) -> None:
+        self.reader.require_caches_in_place()
+        keys = worker_keys(self._description, keys)
+        lender.offer(ticket, keys, block_ids, complete=is_complete)
+        self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
         """End a ticket, known or not; it has ended when no block is pinned."""

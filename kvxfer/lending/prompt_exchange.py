@@ -149,7 +149,8 @@ class PromptExchange:
             The ticket.
 
         Raises:
-            InvalidArgumentError: An argument is of no use, or there is no `listen`.
+            InvalidArgumentError: An argument is of no use, there is no `listen`, or our caches
+                were freed or moved.
             BlockIdError: There is no such block.
             ClosedError: The exchange was closed.
             TimeoutError: The GPU has not come so far within the time-out of the configuration.
@@ -238,6 +239,7 @@ class PromptExchange:
             What arrived, and which of our blocks did not: see `Fetched.bad_blocks`.
 
         Raises: as `ask`, and
+            InvalidArgumentError: Our caches were freed or moved.
             BlockIdError: We have no such block.
             DuplicateError: A block of ours appears twice.
         """

@@ -421,12 +421,19 @@ class Reader:
         assert self._memory is not None, "a process with caches fetches"
         return self._memory.mark(self._describer.caches.tensors[0].tensor.device)
 
+    def require_caches_in_place(self) -> None:
+        """Check that the storages of our caches were neither freed nor moved."""
+        assert self._memory is not None, "a process with caches fetches, and lends"
+        if change := self._memory.describe_change():
+            raise InvalidArgumentError("caches", change, "memory that stays where it was")
+
     async def _fetch_after(
         self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None
     ) -> Fetched:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         async with asyncio.timeout_at(stop):
             await wait_for_mark(after)
+        self.require_caches_in_place()
         if waits_for is not None:
             self._keepers[endpoint, waits_for] += 1
         try:

@@ -170,6 +170,23 @@ async def test_what_is_no_ticket_is_refused(ticket: str) -> None:
             await reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]])
 
 
+@pytest.mark.parametrize("moved", ["lender", "reader"])
+async def test_blocks_of_caches_that_were_moved_are_neither_lent_nor_fetched(moved: str) -> None:
+    """At the old addresses is other memory, whose bytes would count as those of the tokens."""
+    (lent, theirs), (read, ours) = caches(), caches()
+    blocks, refusal = [[3, 1, 4, 15, 9, 2]], r"^caches is .*\(layers.0\): its storage was resized"
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        (theirs if moved == "lender" else ours).share_memory_()  # type: ignore[no-untyped-call]
+        compute(theirs)
+        if moved == "lender":
+            with pytest.raises(InvalidArgumentError, match=refusal):
+                await lender.offer(TOKENS, blocks)
+        else:
+            ticket = await lender.offer(TOKENS, blocks)
+            with pytest.raises(InvalidArgumentError, match=refusal):
+                await reader.fetch(ticket, TOKENS, blocks)
+
+
 async def test_arguments_of_no_use_are_refused_by_name() -> None:
     async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
         ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
