@@ -194,7 +194,7 @@ class TieredBackend(TellsKept):
 
     def provide(self, interface: type[T]) -> T | None:
         """See `BlockMover.provide`: its reports, too."""
-        own: object = self._reports if interface is Reports else self
+        own: object = self._reports if interface is Reports else super().provide(interface)
         return own if isinstance(own, interface) else None
 
     def share_out(self, num_buffers: int) -> None:
