@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,9 +74,11 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     }
 
 
-def test_parts_of_chunks_are_in_no_trace(tmp_path: Path) -> None:
-    trace = TraceRecorder(str(tmp_path / "trace.jsonl"))
-    told = Requests(Reports(), trace=trace, tokens_per_chunk={0: 16, 1: 32})
+def test_parts_of_chunks_are_in_no_trace_and_those_that_were_missed_are_not_told(
+    tmp_path: Path,
+) -> None:
+    trace, observer = TraceRecorder(str(tmp_path / "trace.jsonl")), Mock()
+    told = Requests(Reports([observer]), trace=trace, tokens_per_chunk={0: 16, 1: 32})
     parts = keys_of(3, first=50)
     for name, chunks in (("long", CHUNKS), ("short", []), ("other", CHUNKS[:2])):
         told.arrive(context := ReqContext(name))
@@ -85,7 +88,11 @@ def test_parts_of_chunks_are_in_no_trace(tmp_path: Path) -> None:
             context.set_offload_key_position(key, 16 * (index + 1))
         for index, key in enumerate(parts):
             context.set_offload_key_position(key, 16 * len(chunks) + 12 - 4 * index)
+            told.note(name, key, "host" if index == 2 else "")
         told.schedule([name])
+        (event,) = observer.note.call_args.args
+        assert event.keys == [*chunks, parts[2]]
+        assert event.tiers == [None] * len(chunks) + ["host"]
     told.close()
     read = read_trace(tmp_path / "trace.jsonl")
     assert read.tokens_per_block == 16

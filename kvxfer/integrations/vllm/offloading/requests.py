@@ -39,8 +39,8 @@ class Requests:
     """Requests of an engine: what they wish, and how each of their lookups was answered last.
 
     A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
-    is then recorded, as whole chunks of the first KV-cache group, which have `tokens_per_chunk` by
-    group; without these the first key is taken for a whole one. The metrics count chunks by the
+    is then recorded, as whole chunks of the first KV-cache group. Chunks have `tokens_per_chunk` by
+    group; without these every key is taken for that of a chunk. The metrics count chunks by the
     tier that gave them; without metrics no wishes are read. Never raises.
     """
 
@@ -121,10 +121,16 @@ class Requests:
                 labels = (tier, "hit") if tier else (NO_TIER, "miss")
                 self._metrics.add("lookup_blocks", *labels, number=number)
         if self._reports:
-            keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
-            found = [tiers.get(key) for key in keys]
+            found: dict[BlockKey, str | None] = {}
+            for key in {**positions, **tiers}:
+                if (giver := tiers.get(key)) or self._is_whole(key, positions):
+                    found[key] = giver
             req_id = request.context.req_id
-            self._reports.tell(Requested(req_id, list(keys), found, reason))
+            self._reports.tell(Requested(req_id, list(found), list(found.values()), reason))
+
+    def _is_whole(self, key: BlockKey, positions: Mapping[BlockKey, int]) -> bool:
+        """Whether a key is that of a chunk, as far as is known, and not of a part of one."""
+        return positions.get(key, 0) % self._tokens_per_chunk.get(group_of(key), 1) == 0
 
     def _record(self, trace: TraceRecorder, request: _Request) -> None:
         try:
@@ -136,10 +142,8 @@ class Requests:
             keys = list(positions)
             if not keys:
                 return
-            group = group_of(keys[0])
-            size = self._tokens_per_chunk.get(group, positions[keys[0]])
-            of_group = [key for key in keys if group_of(key) == group]
-            whole = [key for key in of_group if positions[key] % size == 0]
+            of_group = [key for key in keys if group_of(key) == group_of(keys[0])]
+            whole = [key for key in of_group if self._is_whole(key, positions)]
             if whole:  # else it has parts of a chunk alone
                 size = positions[whole[0]]
                 trace.record(RecordedRequest(request.arrived_at, size * len(whole), size, whole))
