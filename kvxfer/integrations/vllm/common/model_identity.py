@@ -44,10 +44,10 @@ the weights, by files that are left out or tensors that are stored elsewhere."""
 OF_STATES = frozenset({"backend", "ssu_algorithm"})
 """Harmless settings of vLLM's `MambaConfig`: kernels."""
 OF_ATTENTION = frozenset({
-    "backend", "backend_per_kind", "flash_attn_max_num_splits_for_cuda_graph",
-    "flash_attn_version", "flex_attn_block_m", "flex_attn_block_n", "flex_attn_kv_block_size",
-    "flex_attn_q_block_size", "minimax_m3_msa_decode_backend", "mla_prefill_backend",
-    "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
+    "backend", "backend_per_kind", "flash_attn_max_num_splits_for_cuda_graph", "flash_attn_version",
+    "flex_attn_block_m", "flex_attn_block_n", "flex_attn_kv_block_size", "flex_attn_q_block_size",
+    "indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "minimax_m3_msa_decode_backend",
+    "mla_prefill_backend", "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
     "tokenspeed_mla_min_split_kv", "tq_max_kv_splits_for_cuda_graph", "use_cudnn_prefill",
     "use_prefill_decode_attention", "use_trtllm_attention", "use_trtllm_ragged_deepseek_prefill",
 })  # fmt: skip
