@@ -153,7 +153,9 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
         assert storage.batch_exists(KEYS) == 4, "what others share is gone"
 
 
-def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path) -> None:
+def test_pages_of_other_weights_are_not_found_after_a_live_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """SGLang notes another version, flushes its own cache, and does not clear ours.
 
     Found by wrong tokens: pages were queued before the update. A flush starts another thread.
@@ -167,7 +169,11 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path
         assert storage.batch_exists(KEYS) == 0
         assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
         others = keys_of(4, "of 200")
-        assert storage.batch_set_v1(others, rows_of(pool)) == [False] * 4
+        for version in ("200", "100", "200"):
+            context.override("scheduler.weight_version", weight_version=version)
+            assert storage.batch_set_v1(others, rows_of(pool)) == [False] * 4
+        warned = [each for each in caplog.records if "until SGLang's cache" in each.getMessage()]
+        assert len(warned) == 1, "once for a thread, not for each batch"
         with ThreadPoolExecutor(1) as flushed:
             stored = flushed.submit(storage.batch_set_v1, others, rows_of(pool)).result()
         assert stored == [True] * 4

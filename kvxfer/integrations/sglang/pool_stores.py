@@ -193,16 +193,16 @@ class PoolStores:
         After an update of the weights there is none: SGLang has queued pages for this thread that
         were computed before. A flush of SGLang's cache drops them, and starts another thread.
         """
-        if not hasattr(self._of_thread, "weights"):
-            self._of_thread.weights = weight_version()
+        thread = self._of_thread
+        if not hasattr(thread, "weights"):
+            thread.weights, thread.is_stale = weight_version(), False
         place = self.find(name, deadline)
         with self._lock:
             weights, _ = self._version
-        if weights == self._of_thread.weights:
-            return place
-        text = "nothing of %s is stored: the weights were updated, and SGLang's cache not flushed"
-        logger.warning(text, name)
-        return None
+        if weights != thread.weights and not thread.is_stale:
+            thread.is_stale = True  # also when another update brings the weights of before back
+            logger.warning("nothing is stored until SGLang's cache is flushed: the weights changed")
+        return None if thread.is_stale else place
 
     def purge(self, deadline: float) -> None:
         """Forget every page, also where the store is not open yet: none of before will be found."""
