@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import xxhash
 
-from kvxfer.checks import require_instance, require_positive, require_sequence
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
+from kvxfer.checks import require_instance, require_positive
+from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.runtime import CLOSE_TIMEOUT_S, Threads, begin_aside
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
@@ -178,12 +179,13 @@ class BytesBackend(Backend):
         self, ask: Callable[..., Sequence[T]], names: Sequence[str], *args: Any
     ) -> list[T]:
         """Call a method of the subclass, which must have an answer for each name."""
-        answers = self._call(partial(ask, names, *args))
-        name = f"{type(self).__name__}.{ask.__name__}()"
-        expected = f"one answer for each of {len(names)} names"
-        require_sequence(name, answers, expected)
-        if len(answers) != len(names):
-            raise InvalidArgumentError(name, answers, expected)
+        answers: Any = self._call(partial(ask, names, *args))
+        is_list = isinstance(answers, (Sequence, np.ndarray)) and type(answers) not in {str, bytes}
+        if not is_list or len(answers) != len(names):
+            verb = getattr(ask, "__name__", "a method")
+            found = f"{len(answers)} answers" if is_list else f"a {type(answers).__name__}"
+            text = f"{verb}() returned {found}; expected one for each of {len(names)} names"
+            raise BackendUnavailableError(f"{type(self).__name__}: {text}")
         return list(answers)
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:

@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import pytest
 
 from kvxfer import Backend, BlockKey, BytesBackend, Namespace, Status, make_block_key
@@ -234,10 +236,20 @@ async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "get", "has"])
-@pytest.mark.parametrize("returned", [None, [True], {1: True, 2: False, 3: True}])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (None, "a NoneType"),
+        ([b"value"], "1 answers"),
+        ({1: True, 2: False, 3: True}, "a dict"),
+        ("yes", "a str"),
+    ],
+)
 async def test_a_storage_that_does_not_answer_for_each_name_is_named(
-    method: str, returned: object
+    method: str, returned: object, found: str
 ) -> None:
+    """What it returned is not shown: it may be the bytes of thousands of blocks."""
+
     def answer(*_: object) -> object:
         return returned
 
@@ -247,9 +259,19 @@ async def test_a_storage_that_does_not_answer_for_each_name_is_named(
     async with backend:
         blocks = MEMORY.describe(0, range(3))
         call = backend.load(KEYS, blocks) if method == "get" else backend.store(KEYS, blocks)
-        expected = rf"Values.{method}\(\) is .*; expected one answer for each of 3 names"
-        with pytest.raises(InvalidArgumentError, match=expected):
+        expected = rf"Values: {method}\(\) returned {found}; expected one for each of 3 names"
+        with pytest.raises(BackendUnavailableError, match=expected):
             await call
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array])
+async def test_answers_may_be_any_sequence_and_methods_any_callable(
+    kind: Callable[[list[bool]], Sequence[bool]],
+) -> None:
+    backend = Values({}, MEMORY.namespace())
+    vars(backend)["has"] = partial(lambda names: kind([True, False, True]))  # without a name
+    async with backend:
+        assert await backend.lookup(KEYS) == [True, False, True]
 
 
 async def test_a_storage_that_wants_to_end_the_process_ends_no_event_loop() -> None:
