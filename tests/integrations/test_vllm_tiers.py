@@ -179,6 +179,31 @@ def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_as_it_is
     scheduler.until(lambda: key not in backend)
 
 
+def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_before_it_is_verified(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, (key,), may_go_on = KeepingBackend(), keys_of(1), threading.Event()
+    scheduler = start(backend)
+
+    async def store(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        # Rows of another store are verified for long.
+        scheduler.tier._engine.backend._threads.start(may_go_on.wait, LIMIT_S)
+        scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
+        return await DictBackend.store(backend, keys, blocks)
+
+    monkeypatch.setattr(backend, "store", store)
+    scheduler.store([key])
+    scheduler.until(lambda: key in backend)
+    engine, job_ids = scheduler.tier._engine, list(scheduler.tier._jobs)
+    for job_id in job_ids:
+        engine.cancel(job_id)
+    assert len(engine.wait(job_ids, timeout_s=LIMIT_S)) == 1
+    engine.submit_call(asyncio.sleep(0.01)).result()  # the store has met its cancellation
+    may_go_on.set()
+    scheduler.manager.shutdown()
+    assert key not in backend
+
+
 def test_a_row_that_is_loaded_holds_no_chunk_meanwhile(start: Start) -> None:
     scheduler, (key, other) = start(broken(Operation.LOAD, hang=1.0)), keys_of(2)
     scheduler.store([key])

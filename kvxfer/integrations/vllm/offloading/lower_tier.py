@@ -29,7 +29,7 @@ from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Pause, Suspension, Threads, await_call, begin_aside
+from kvxfer.runtime import Pause, Suspension, Threads, await_call, begin_aside, wait_despite_cancel
 from kvxfer.storage.backend import (
     Backend,
     Outcome,
@@ -549,9 +549,9 @@ class _CheckedStores(WrappingBackend):
             await self._threads.aclose()
 
     async def _run(self, verify: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Verify rows, on a thread where that hashes; when cancelled, wait for its end."""
+        """Verify rows to the end, on a thread where that hashes; begun also once cancelled."""
         hashes = self._pool.integrity is MemoryIntegrity.FULL
-        return await self._threads.run(verify) if hashes else verify()
+        return await wait_despite_cancel(self._threads.start(verify)) if hashes else verify()
 
     def _delete_changed(
         self, names: Sequence[BlockKey], rows: Sequence[_Row | None]
