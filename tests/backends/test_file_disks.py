@@ -503,19 +503,26 @@ class EndedServer:
 async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_back: bool
 ) -> None:
-    memory, keys = one_page_memory(), hashed_keys(8)
-    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+    memory, keys, root, mounted = one_page_memory(), hashed_keys(8), tmp_path / "a", tmp_path / "b"
+    async with open_store(root, memory.namespace(), engine="posix") as backend:
         await backend.wait_indexed()
         await store(backend, keys[:4], memory.describe(0, range(4)))
-        EndedServer(tmp_path, monkeypatch)
+        EndedServer(root, monkeypatch)
+        root.rename(mounted)
+        root.mkdir()  # the folder below the mount
+        assert await backend.lookup(keys[:4]) == [False] * 4
+        assert await load_verified(backend, keys[:1], memory.describe(0, [4])) == [Status.MISSING]
+        assert statuses(await store(backend, keys[4:5], memory.describe(0, [0]))) == [FAILED]
+        root.rmdir()  # nothing was made in it
+        mounted.rename(root)
         if is_back:
             assert await backend.lookup(keys[:4]) == [True] * 4
             assert await load_verified(backend, keys[:2], memory.describe(0, [4, 5])) == [DONE] * 2
             outcomes = await store(backend, keys[4:], memory.describe(0, range(4)))
             assert statuses(outcomes) == [DONE] * 4
-            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 8 * FILE_BYTES
+            assert counted_bytes(root) == bytes_on_disk(root) == 8 * FILE_BYTES
     assert not [each for each in open_descriptors() if str(tmp_path) in each]
-    assert not fnmatch.filter(runtime.disk().listdir(tmp_path), "*.claim")
+    assert not fnmatch.filter(runtime.disk().listdir(root), "*.claim")
 
 
 async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved_and_stays(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.open_folders import make_root
+from kvxfer.backends.file.folders.open_folders import make_root, require_mounted
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
     ProcessClaim,
@@ -267,6 +267,7 @@ class Ledger:
     def _reopen_if_removed(self) -> None:
         if has_name(self._fd) and has_name(self._claim.fd):
             return
+        require_mounted(self._root, self._fd)
         make_root(self._root)
         self._on_removed()
         fd, claim = self._open()

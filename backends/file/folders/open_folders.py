@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.pages.names import FOLDER_MODE, OWNER_BYTES
+from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME, OWNER_BYTES
 
 OWN = "."
 """Name of the namespace's own folder; every other name is that of a folder in it."""
@@ -44,6 +44,18 @@ def make_root(root: Path) -> None:
                 disk.fsync(fd)
             finally:
                 disk.close(fd)
+
+
+def require_mounted(root: Path, fd: int) -> None:
+    """Check that a store is where its root was, if the server of a mount with an open file ended.
+
+    Until it is mounted anew, the root's path may lead to the disk below.
+    """
+    try:
+        runtime.disk().fstat(fd)
+    except OSError as exc:
+        if exc.errno == errno.ENOTCONN:
+            runtime.disk().stat(root / LEDGER_NAME)
 
 
 class OpenFolders:
@@ -107,6 +119,7 @@ class OpenFolders:
         """
         with self._lock:
             if _is_one_removed([self.root_fd]):
+                require_mounted(self._root, self.root_fd)
                 if create:
                     make_root(self._root)
                 self._replace(self.root_fd, open_folder(self._root))
