@@ -76,6 +76,8 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
         {"use_bidirectional_attention": True},
         "attention to later tokens",
     ),
+    "bert": ("BertConfig", {}, "attention to later tokens"),
+    "roformer": ("RoFormerConfig", {}, "attention to later tokens"),
     "big bird": ("BigBirdConfig", {"is_decoder": True}, "attention to blocks"),
     "moshi": (
         "MoshiConfig",

@@ -112,7 +112,8 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
         yield "an encoder and a decoder", "a decoder alone"
         return
     text = config.get_text_config(decoder=True)
-    if getattr(text, "use_bidirectional_attention", None) in {True, "all"}:
+    is_bidirectional = getattr(text, "use_bidirectional_attention", None) in {True, "all"}
+    if is_bidirectional or any(map(_is_of_encoder, model.modules())):
         yield "attention to later tokens", "attention to earlier tokens only"
     if getattr(text, "attention_type", None) == "block_sparse":  # of prompts that are long enough
         yield "attention to blocks, later ones too", "attention to earlier tokens only"
@@ -132,6 +133,15 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     masks = (hasattr(sys.modules.get(name), mask) for name in modules for mask in WINDOW_MASKS)
     if windows and not any(masks):  # else these see to them, and a cache may keep every token
         yield f"layer {windows[0]}: a window that only its cache sees to", wanted
+
+
+def _is_of_encoder(module: Any) -> bool:
+    """Whether a module keeps keys and values of a layer that attends to later tokens, too.
+
+    Source: `transformers/models/bert/modeling_bert.py`, and all models that are made like it.
+    """
+    is_cached = isinstance(getattr(module, "layer_idx", None), int)  # not of towers of images
+    return is_cached and getattr(module, "is_decoder", None) is False
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
