@@ -238,6 +238,13 @@ def test_arguments_that_cannot_be_are_refused(call: Callable[[], object], argume
     assert caught.value.argument == argument
 
 
+@pytest.mark.parametrize("part", ["latent", "v", "state0", "state3"])
+def test_parts_that_another_stage_of_a_pipeline_has_may_be_named_to_all(part: str) -> None:
+    """Kimi Delta Attention has four states."""
+    caches = states_of() if part == "v" else caches_of()
+    assert map_one(caches, axes={part: ("head", "s1", "s0")}).page == map_one(caches).page
+
+
 @pytest.mark.parametrize("parallel", [{"dcp_size": 2}, {"pcp_size": 2}, {}])
 def test_what_cannot_be_mapped_is_kept_by_each_worker_for_itself(parallel: dict[str, int]) -> None:
     first = WorkerShard(num_kv_heads=1, tp_size=2, **parallel)

@@ -40,7 +40,7 @@ DIVISIBLE_AXES = frozenset({"head", "token"})
 ROW = "row"
 """Name of a layer's bytes where they are those of several layers."""
 
-USUAL_PARTS = frozenset({"k", "v", "latent", "state0", "state1"})
+USUAL_PARTS = re.compile("k|v|latent|state[0-9]+")
 """Parts of layers whose order of axes may be given although these caches have none of them."""
 
 MAX_DIGEST = (1 << 128) - 1
@@ -259,10 +259,10 @@ def _require_known_names(
 ) -> None:
     """Refuse names of parts and of axes of states that are mistyped, and would have no effect."""
     require_instance("axes", axes, Mapping)
-    parts = USUAL_PARTS | {b.part for refs in caches.group_data_refs for r in refs for b in r.boxes}
+    parts = {box.part for refs in caches.group_data_refs for ref in refs for box in ref.boxes}
     for part, names in axes.items():
-        if part not in parts:
-            raise InvalidArgumentError("axes", part, f"one of the parts {sorted(parts)}")
+        if part not in parts and not USUAL_PARTS.fullmatch(str(part)):
+            raise InvalidArgumentError("axes", part, f"k, v, latent, state0 or {sorted(parts)}")
         require_texts(f"axes[{part!r}]", names)
     require_sequence("state_heads", state_heads, "an axis, or None, for each state")
     for index, axis in enumerate(state_heads):
