@@ -78,21 +78,23 @@ def test_parts_of_chunks_are_in_no_trace_and_those_that_were_missed_are_not_told
     tmp_path: Path,
 ) -> None:
     trace, observer = TraceRecorder(str(tmp_path / "trace.jsonl")), Mock()
-    told = Requests(Reports([observer]), trace=trace, tokens_per_chunk={0: 16, 1: 32})
+    told = Requests(Reports([observer]), trace=trace, tokens_per_chunk={0: 16, 1: 8})
     parts = keys_of(3, first=50)
+    other = keys_of(1, first=90, group=1)  # of a group with smaller chunks
     for name, chunks in (("long", CHUNKS), ("short", []), ("other", CHUNKS[:2])):
         told.arrive(context := ReqContext(name))
         if not hasattr(context, "set_offload_key_position"):
             pytest.skip("this vLLM does not say which chunks a request has")
         for index, key in enumerate(chunks):
             context.set_offload_key_position(key, 16 * (index + 1))
+        context.set_offload_key_position(*other, 8)
         for index, key in enumerate(parts):
             context.set_offload_key_position(key, 16 * len(chunks) + 12 - 4 * index)
             told.note(name, key, "host" if index == 2 else "")
         told.schedule([name])
         (event,) = observer.note.call_args.args
-        assert event.keys == [*chunks, parts[2]]
-        assert event.tiers == [None] * len(chunks) + ["host"]
+        assert event.keys == [*chunks, *other, parts[2]]
+        assert event.tiers == [None] * len([*chunks, *other]) + ["host"]
     told.close()
     read = read_trace(tmp_path / "trace.jsonl")
     assert read.tokens_per_block == 16

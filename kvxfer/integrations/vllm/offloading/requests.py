@@ -139,12 +139,12 @@ class Requests:
                 self._cannot_record = True
                 logger.warning("no requests are recorded: this vLLM does not tell their chunks")
                 return
-            keys = list(positions)
-            if not keys:
+            if not positions:
                 return
-            of_group = [key for key in keys if group_of(key) == group_of(keys[0])]
+            group = next(iter(self._tokens_per_chunk), group_of(next(iter(positions))))
+            of_group = [key for key in positions if group_of(key) == group]
             whole = [key for key in of_group if self._is_whole(key, positions)]
-            if whole:  # else it has parts of a chunk alone
+            if whole:  # else the prompt is shorter than a chunk
                 size = positions[whole[0]]
                 trace.record(RecordedRequest(request.arrived_at, size * len(whole), size, whole))
         except Exception:
