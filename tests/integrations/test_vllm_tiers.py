@@ -184,10 +184,11 @@ def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_before_i
 ) -> None:
     backend, (key,), may_go_on = KeepingBackend(), keys_of(1), threading.Event()
     scheduler = start(backend)
+    checked = scheduler.tier._engine.backend
+    assert isinstance(checked, lower_tier._CheckedStores)
 
     async def store(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        # Rows of another store are verified for long.
-        scheduler.tier._engine.backend._threads.start(may_go_on.wait, LIMIT_S)
+        checked._threads.start(may_go_on.wait, LIMIT_S)  # rows of another store are verified
         scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
         return await DictBackend.store(backend, keys, blocks)
 
