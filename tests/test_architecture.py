@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_928,
-    "backends/file": 4_394,
+    "backends/file": 4_398,
     "backends/host": 1_933,
     "backends/mooncake": 691,
     "backends/nixl": 7_598,

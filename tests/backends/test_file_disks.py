@@ -526,9 +526,12 @@ async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed
 
 
 async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved_and_stays(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `mv store old; rm -rf old`, in which a store has made new files meanwhile."""
+    """As after `mv store old; rm -rf old`, in which a store has made new files meanwhile.
+
+    Nothing is made in the old one, which may be read-only, or being removed.
+    """
     memory, keys, root, old = (
         one_page_memory(),
         hashed_keys(8),
@@ -543,6 +546,14 @@ async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved
         for path in old.rglob("*"):
             if path.is_file():
                 path.unlink()
+        make = runtime.disk().mkdir
+
+        def refuse(path: str | Path, mode: int, *, dir_fd: int | None = None) -> None:
+            if dir_fd and Path(f"/proc/self/fd/{dir_fd}").readlink().is_relative_to(old):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            make(path, mode, dir_fd=dir_fd)
+
+        monkeypatch.setattr(runtime.disk(), "mkdir", refuse)
         for some in (keys[:4], keys[4:8]):
             await store(ours, some, memory.describe(0, range(4)))
         async with open_store(root, memory.namespace(), capacity=capacity) as theirs:

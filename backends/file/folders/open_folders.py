@@ -128,18 +128,22 @@ class OpenFolders:
 
     def leave_moved_root(self) -> None:
         """Let every folder count as removed if the root was moved, and its path leads elsewhere."""
-        disk, name = runtime.disk(), runtime.token_bytes(OWNER_BYTES).hex()
-        with self._lock:
+        disk = runtime.disk()
+        with self._lock, contextlib.ExitStack() as opened:
             if _is_one_removed([self.root_fd]):
                 return
             if os.path.samestat(disk.stat(self._root), disk.fstat(self.root_fd)):
                 return
-            disk.mkdir(name, FOLDER_MODE, dir_fd=self.root_fd)
-            removed = open_folder(name, self.root_fd)
-            disk.rmdir(name, dir_fd=self.root_fd)
+            # Not in the moved root, which somebody may be removing, or we may not write to.
+            removed = self._root / runtime.token_bytes(OWNER_BYTES).hex()
+            disk.mkdir(removed, FOLDER_MODE)
+            try:
+                removed_fd = open_folder(removed)
+                opened.callback(disk.close, removed_fd)
+            finally:
+                disk.rmdir(removed)
             for fd in (self.root_fd, *self._opened.values()):
-                disk.dup2(removed, fd, inheritable=False)
-            disk.close(removed)
+                disk.dup2(removed_fd, fd, inheritable=False)
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the names in folders durable, and those of the folders where we opened them anew."""
