@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_928,
     "backends/file": 4_398,
-    "backends/host": 1_933,
+    "backends/host": 1_938,
     "backends/mooncake": 691,
     "backends/nixl": 7_598,
     "backends/object": 1_695,

@@ -196,7 +196,12 @@ class SharedSegment(MappedMemory):
         """Open and lock the file; waits while another process creates it, for a time."""
         ends_at = runtime.monotonic() + CREATION_TIMEOUT_S
         while runtime.monotonic() < ends_at:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            try:
+                fd = os.open(self._path, flags, 0o600)
+            except PermissionError as exc:  # mostly a file of another user
+                wanted = f"another one, or a {self._path} that this user may open"
+                raise InvalidArgumentError("name", self.name, wanted) from exc
             try:
                 self._require_own(fd)
                 if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):

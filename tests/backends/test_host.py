@@ -428,6 +428,17 @@ def test_memory_that_another_user_has_made_is_not_mapped(
     path_of(name).unlink()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_name_that_another_user_has_is_refused_by_name(name: str) -> None:
+    with contextlib.closing(SharedSegment(name, b"header", SIZE)):
+        os.seteuid(65534)
+        try:
+            with pytest.raises(InvalidArgumentError, match=f"{path_of(name)} that this user may"):
+                SharedSegment(name, b"header", SIZE)
+        finally:
+            os.seteuid(0)
+
+
 def test_memory_that_another_user_has_left_keeps_nobody_from_creating_some(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
