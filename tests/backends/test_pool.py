@@ -346,7 +346,7 @@ def test_an_engine_that_was_cut_off_in_a_message_keeps_no_room(
         return [False] * len(asked)
 
     with running_pool(path), attached(path) as other:
-        engine = Attachment(PoolConfig(path=str(path), timeout_s=0.1), namespace)
+        engine = Attachment(PoolConfig(path=str(path)), namespace)
         starts, sizes = [0] * len(keys), [peers.BLOCK_BYTES] * len(keys)
         reserve = Reserve(number=1, keys=keys, starts=starts, sizes=sizes)
         assert len(engine.ask(reserve, Reserved).rows) == len(keys)
@@ -354,6 +354,7 @@ def test_an_engine_that_was_cut_off_in_a_message_keeps_no_room(
         engine._socket.sendall(
             encode(Lookup(keys=[make_block_key(b"another block", 0)], within_s=1.0))
         )
+        engine._timeout_s = 0.1
         engine.tell(Unpin(keys=keys * 10_000))
         assert engine.timed_out
         engine.close()
