@@ -78,7 +78,8 @@ def test_parts_of_chunks_are_in_no_trace_and_those_that_were_missed_are_not_told
     tmp_path: Path,
 ) -> None:
     trace, observer = TraceRecorder(str(tmp_path / "trace.jsonl")), Mock()
-    told = Requests(Reports([observer]), trace=trace, tokens_per_chunk={0: 16, 1: 8})
+    metrics = OffloadingMetrics(chunk_bytes=1)
+    told = Requests(Reports([observer]), metrics, trace=trace, tokens_per_chunk={0: 16, 1: 8})
     parts = keys_of(3, first=50)
     other = keys_of(1, first=90, group=1)  # of a group with smaller chunks
     for name, chunks in (("long", CHUNKS), ("short", []), ("other", CHUNKS[:2])):
@@ -96,6 +97,7 @@ def test_parts_of_chunks_are_in_no_trace_and_those_that_were_missed_are_not_told
         assert event.keys == [*chunks, *other, parts[2]]
         assert event.tiers == [None] * len([*chunks, *other]) + ["host"]
     told.close()
+    assert metrics.report().data["data"]["vllm:kvxfer_lookup_blocks"] == {("host", "hit"): 3}
     read = read_trace(tmp_path / "trace.jsonl")
     assert read.tokens_per_block == 16
     assert read.input_lengths.tolist() == [96, 32]

@@ -116,7 +116,9 @@ class Requests:
         positions = key_positions(request.context) or {}
         if self._metrics is not None:
             counts = Counter(tiers.values())
-            counts[""] += _num_not_asked(positions, tiers)
+            if "" in counts:
+                missed = [key for key in tiers if not tiers[key] and self._is_whole(key, positions)]
+                counts[""] = len(missed) + _num_not_asked(positions, tiers)
             for tier, number in counts.items():
                 labels = (tier, "hit") if tier else (NO_TIER, "miss")
                 self._metrics.add("lookup_blocks", *labels, number=number)
@@ -160,8 +162,6 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
     at the end of each chunk, in the order of each group, and behind them keys for parts of chunks;
     `tiers` is in the order of the lookups.
     """
-    if "" not in tiers.values():
-        return 0
     whole: dict[bytes, dict[BlockKey, int]] = defaultdict(dict)
     for key, end in positions.items():
         chunks = whole[key[-GROUP_INDEX_BYTES:]]
