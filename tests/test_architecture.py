@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_105,
-    "kvxfer/storage": 4_727,
+    "kvxfer/storage": 4_731,
     "kvxfer/telemetry": 1_533,
     "kvxfer/testing": 6_091,
     "kvxfer/tiering": 1_616,

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import xxhash
 
 from kvxfer.checks import require_instance, require_positive
@@ -23,6 +23,8 @@ from kvxfer.storage.keys import BlockKey, Namespace, groups_of, require_keys
 CHECKSUM_BYTES = 8
 
 T = TypeVar("T")
+
+_NOT_IN_ORDER = (str, bytes, bytearray, Mapping, AbstractSet)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ class BytesBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
-        return await self._threads.ask(self._ask_each, self.has, self._names(keys))
+        there = await self._threads.ask(self._ask_each, self.has, self._names(keys))
+        return [bool(each) for each in there]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
@@ -180,13 +183,14 @@ class BytesBackend(Backend):
     ) -> list[T]:
         """Call a method of the subclass, which must have an answer for each name."""
         answers: Any = self._call(partial(ask, names, *args))
-        is_list = isinstance(answers, (Sequence, np.ndarray)) and type(answers) not in {str, bytes}
-        if not is_list or len(answers) != len(names):
+        is_list = isinstance(answers, Iterable) and not isinstance(answers, _NOT_IN_ORDER)
+        listed: list[T] = self._call(partial(list, answers)) if is_list else []
+        if not is_list or len(listed) != len(names):
             verb = getattr(ask, "__name__", "a method")
-            found = f"{len(answers)} answers" if is_list else f"a {type(answers).__name__}"
+            found = f"{len(listed)} answers" if is_list else f"a {type(answers).__name__}"
             text = f"{verb}() returned {found}; expected one for each of {len(names)} names"
             raise BackendUnavailableError(f"{type(self).__name__}: {text}")
-        return list(answers)
+        return listed
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from kvxfer import Backend, BlockKey, BytesBackend, Namespace, Status, make_block_key
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
@@ -243,6 +244,7 @@ async def test_what_a_storage_raises_or_refuses_is_that_of_a_backend() -> None:
         ([b"value"], "1 answers"),
         ({1: True, 2: False, 3: True}, "a dict"),
         ("yes", "a str"),
+        ({1, 2, 3}, "a set"),
     ],
 )
 async def test_a_storage_that_does_not_answer_for_each_name_is_named(
@@ -264,14 +266,15 @@ async def test_a_storage_that_does_not_answer_for_each_name_is_named(
             await call
 
 
-@pytest.mark.parametrize("kind", [tuple, np.array])
-async def test_answers_may_be_any_sequence_and_methods_any_callable(
+@pytest.mark.parametrize("kind", [tuple, np.array, iter, torch.tensor])
+async def test_answers_may_be_anything_in_order_and_methods_any_callable(
     kind: Callable[[list[bool]], Sequence[bool]],
 ) -> None:
     backend = Values({}, MEMORY.namespace())
     vars(backend)["has"] = partial(lambda names: kind([True, False, True]))  # without a name
     async with backend:
-        assert await backend.lookup(KEYS) == [True, False, True]
+        there = await backend.lookup(KEYS)
+        assert [each is True for each in there] == [True, False, True], "which can be sent"
 
 
 async def test_a_storage_that_wants_to_end_the_process_ends_no_event_loop() -> None:
