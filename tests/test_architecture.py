@@ -62,7 +62,7 @@ BUDGETS = {
     "kvxfer/lending": 1_446,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,
-    "kvxfer/runtime": 1_105,
+    "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_731,
     "kvxfer/telemetry": 1_533,
     "kvxfer/testing": 6_091,

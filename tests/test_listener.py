@@ -96,6 +96,16 @@ async def test_addresses_of_a_name_that_this_machine_lacks_are_left_out(
         await listen_at(Endpoint("localhost", 0))
 
 
+async def test_all_addresses_of_a_machine_are_those_of_ipv4_too() -> None:
+    """`::` is said to be all of them, as `0.0.0.0`."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    (listening,), endpoint = await listen_at(Endpoint("::", 0))
+    with listening:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, endpoint.port), timeout=LIMIT_S).close()
+
+
 async def test_servers_say_which_name_no_thread_could_be_started_to_look_up() -> None:
     config = NixlConfig(listen="localhost:0", capacity=ByteSize(1 << 20), transport="socket")
     async with NixlBackend(config, peers.namespace()) as holder:

@@ -71,8 +71,9 @@ class Runtime:
         return self._disk
 
     def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """Open a socket that listens at an address of TCP."""
-        return socket.create_server(address, family=family, backlog=backlog)
+        """Open a socket that listens at an address of TCP; at `::` also for those of IPv4."""
+        is_any = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=is_any)
 
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
