@@ -29,8 +29,11 @@ class ByteSize(int):
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", str(text))
         size = cls(0)
         if match and match[2] in _UNITS:
-            number = int(match[1]) if match[1].isdigit() else float(match[1])
-            size = cls(number * _UNITS[match[2]])
+            number, unit = float(match[1]), _UNITS[match[2]]
+            if match[1].isdigit():
+                size = cls(int(match[1]) * unit)
+            elif unit > 1 or number.is_integer():  # half a byte is a unit that was forgotten
+                size = cls(number * unit)
         if not 1 <= size <= INT64_MAX:
             wanted = "a positive size such as '512MiB' or '4GiB', less than 8 EiB"
             raise InvalidArgumentError(name, text, wanted)

@@ -17,6 +17,7 @@ from kvxfer.units import ByteSize, Duration, format_duration, format_size
         ("2KiB", 2048),
         ("4GB", 4 * 1000**3),
         ("1.5 GB", 1_500_000_000),
+        ("64.0", 64),
         ("4G", 4 * 1024**3),
         ("8 k", 8 * 1024),
         ("  4 GiB ", 4 * 1024**3),
@@ -37,10 +38,10 @@ def test_whole_numbers_are_exact_however_large(number: int) -> None:
 
 
 NO_SIZES = ["", "GiB", "4 Gibibytes", "4gib", "4gi", "4P", "4b", "-1", "-4GiB", "1e9", "0x10"]
-NO_SIZES += ["4GiB4", "1,5GB", "4 G iB"]
+NO_SIZES += ["4GiB4", "1,5GB", "4 G iB", "64.5", "64.5B"]
 TOO_SMALL = ["0", "0GiB", "0.0", "0.5", "0.9B", "0.0001KiB"]
 TOO_LARGE = ["8388608TiB", "9" * 400, "9" * 5000 + "B", "1." + "9" * 400]
-NO_TEXT: list[Any] = [None, True, 0, -1, [4096], float("inf"), float("nan")]
+NO_TEXT: list[Any] = [None, True, 0, -1, 64.5, [4096], float("inf"), float("nan")]
 
 
 @pytest.mark.parametrize("value", [*NO_SIZES, *TOO_SMALL, *TOO_LARGE, *NO_TEXT])
