@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_398,
     "backends/host": 1_938,
     "backends/mooncake": 691,
-    "backends/nixl": 7_598,
+    "backends/nixl": 7_592,
     "backends/object": 1_695,
     "backends/pool": 1_149,
     "benchmarks": 4_000,

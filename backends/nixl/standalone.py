@@ -138,14 +138,18 @@ class StandalonePeer:
     def _open(self, namespace: Namespace) -> Backend:
         """Reserve the memory, and let peers read it."""
         backend = self._open_backend(namespace)
-        lender = backend.provide(Lender) or StagedLender(
-            backend,
-            namespace,
-            copy_engine=self._node.hasher.copy_engine,
-            threads=self._node.hasher.copying,
-            max_bytes=LENDING_BYTES,
-        )
-        backend.attach(lender.regions)
-        self._node.add_memory(lender.regions)
+        try:
+            lender = backend.provide(Lender) or StagedLender(
+                backend,
+                namespace,
+                copy_engine=self._node.hasher.copy_engine,
+                threads=self._node.hasher.copying,
+                max_bytes=LENDING_BYTES,
+            )
+            backend.attach(lender.regions)
+            self._node.add_memory(lender.regions)
+        except BaseException:
+            runtime.run(backend.aclose())  # it was not used yet, and this thread has no loop
+            raise
         self._lender = lender
         return backend

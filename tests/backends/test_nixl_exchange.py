@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from kvxfer.errors import (
     KVXferError,
     PeerClosedError,
 )
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
@@ -241,6 +242,26 @@ async def test_a_store_that_lends_no_memory_is_served_through_memory_of_the_peer
         assert read_payloads(target) == payloads
         assert await backend.delete(KEYS[:1]) == [True]
         assert await backend.lookup(KEYS) == [False, True, True, True]
+
+
+async def test_a_store_whose_blocks_cannot_be_lent_is_not_left_open() -> None:
+    """The next peer that asks opens another one."""
+    closed = []
+
+    class Unattached(DictBackend):
+        def attach(self, regions: Sequence[MemoryRegion]) -> None:
+            raise InvalidArgumentError("regions", len(regions), "none")
+
+        async def aclose(self) -> None:
+            closed.append(self)
+            await super().aclose()
+
+    config = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
+    opening = partial(Unattached, None)
+    async with contextlib.aclosing(StandalonePeer(config, opening, namespace=NAMESPACE)) as peer:
+        with pytest.raises(InvalidArgumentError, match="regions"):
+            await peer.start()
+        assert len(closed) == 1
 
 
 async def test_a_peer_that_pins_and_stalls_leaves_memory_to_others() -> None:
