@@ -58,7 +58,7 @@ class Threads:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
         A thread cannot be interrupted: after an earlier return it would still write to memory
-        that its owner reuses. But what still waits for a thread never begins.
+        that its owner reuses. A function that still waits for a thread never begins.
 
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` has ended, or never begun.

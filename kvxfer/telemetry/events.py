@@ -34,7 +34,7 @@ MAX_REQUEST_BYTES = 64
 """Bytes of a part of a request for replay, which is a sequence number."""
 
 MAX_SUBSCRIPTION_BYTES = 4096
-"""Bytes of a message to the publisher, which names a topic: a stranger may send any."""
+"""Most bytes of a subscriber's message, which names a topic; a longer one ends its connection."""
 
 MAX_REPLAYS = 16
 """Subscribers that are sent a replay at one time; further ones wait for their turn."""

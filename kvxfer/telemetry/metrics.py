@@ -172,8 +172,8 @@ def _samples_of_move(event: Moved) -> Iterator[Sample]:
 class Metrics(Observer, Collector):
     """Metrics of everything that is observed, in a registry of Prometheus.
 
-    One of them may observe any number of engines and backends, of which it shows the sums; of
-    `FLAGS`, whether one of them has it.
+    One of them may observe any number of engines and backends. It shows the sums of their numbers,
+    and a 1 for each of `FLAGS` that is 1 in any of them.
 
     Args:
         registry: Registry to count in; a new one by default. No other `Metrics` may be in it.
@@ -250,9 +250,9 @@ class Metrics(Observer, Collector):
 def ask_all(
     asked: Sequence[tuple[str, AskGauges]], forget: Callable[[AskGauges], None] = lambda _: None
 ) -> dict[tuple[Gauge, str], float]:
-    """Ask for the state of tiers, and add up that of each, but for `FLAGS`.
+    """Ask for the state of tiers; add up the numbers of each, and take the largest of `FLAGS`.
 
-    Who tells nothing is gone: `forget`.
+    A tier that tells nothing is gone: `forget` it.
     """
     values: dict[tuple[Gauge, str], float] = defaultdict(float)
     for tier, ask in asked:

@@ -31,7 +31,7 @@ was stopped or its host is gone."""
 
 LOCK_PAUSE_S = 0.001
 STEP_PAUSE_S = 2 * LOCK_PAUSE_S
-"""Pauses between looks at a locked ledger, and between steps that lock it: others have it then."""
+"""Pauses between looks at a locked ledger, and between steps that lock it, in which others do."""
 
 MAX_COUNT = (1 << 64) - 1
 
@@ -65,7 +65,7 @@ class Ledger:
 
     A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
     root must be there, and is made anew when it was removed. `on_removed` is called before the
-    count is made anew, where the root's path leads then.
+    count is made anew.
 
     Attributes:
         known: Whether there is a count; without one, nothing may be added. This and the next two

@@ -12,8 +12,8 @@
 A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
 nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
 same greetings. `Reach`, which gives access to memory, is sent late, sealed, and only to an
-authenticated peer. What else a greeting says is read late, too: a namespace may be as large as a
-frame, and take this process a second. Both sides speak the newest version that both know.
+authenticated peer. A greeting's namespace is read after the proof, too: one as large as a frame
+takes a second to decode. Both sides speak the newest version that both know.
 
 Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
 TLS must have verified the other side's certificate.

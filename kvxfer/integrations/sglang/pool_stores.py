@@ -136,7 +136,7 @@ class PoolStores:
         self._adapters = started_adapters()
         self._num_replaced = 0  # pools that were registered anew, over other memory
         self._version: tuple[Any, int] = weight_version(), 0
-        self._of_thread = threading.local()  # the weights of the pages that it stores
+        self._of_thread = threading.local()  # weights of the pages that each thread stores
         self._lock = runtime.lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False

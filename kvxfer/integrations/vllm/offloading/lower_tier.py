@@ -549,7 +549,7 @@ class _CheckedStores(WrappingBackend):
             await self._threads.aclose()
 
     async def _run(self, verify: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Verify rows to the end, on a thread where that hashes; begun also once cancelled."""
+        """Verify rows, on a thread where that hashes; to the end, whenever it is cancelled."""
         hashes = self._pool.integrity is MemoryIntegrity.FULL
         return await wait_despite_cancel(self._threads.start(verify)) if hashes else verify()
 

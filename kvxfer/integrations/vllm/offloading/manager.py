@@ -89,11 +89,11 @@ class ChunkSlots(LoadStoreSpec):
 class PrefillSpeed:
     """Measurement of the tokens of prompts that the engine computes, and of the time of its steps.
 
-    The chunks that a step computes are passed to be stored as it is planned, before or after the
-    end of that, and vLLM asks for the metrics when the step has ended. With asynchronous scheduling
-    a step is planned before the one before it has ended: then its time is that between the two
-    ends. Chunks of the group with the most tokens are counted: of others vLLM passes only the last
-    ones.
+    vLLM passes the chunks that a step computes to be stored: before it says that the step was
+    planned if `STORES_FIRST`, else after it. It asks for the metrics when the step has ended. With
+    asynchronous scheduling it plans a step before the previous one has ended: then the time of the
+    step is that between the two ends. Chunks of the group with the most tokens are counted: of
+    others vLLM passes only the last ones.
     """
 
     def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
@@ -104,13 +104,12 @@ class PrefillSpeed:
         self._ended_s = 0.0
 
     def begin_step(self) -> None:
-        """Note that a step was planned; of some releases but for its stores."""
-        planned = self._tokens if STORES_FIRST else []
-        self._steps.append((runtime.monotonic(), planned))
-        self._tokens = [] if STORES_FIRST else planned
+        """Note that vLLM has planned a step."""
+        stored, self._tokens = self._tokens, []
+        self._steps.append((runtime.monotonic(), stored if STORES_FIRST else self._tokens))
 
     def compute(self, keys: Sequence[BlockKey]) -> None:
-        """Note chunks that the step computes that is being planned."""
+        """Note chunks that the planned step computes."""
         self._tokens.append(self.count_tokens(keys))
 
     def end_step(self) -> None:

@@ -33,8 +33,8 @@ from kvxfer.telemetry.metrics import (
 PREFIX = "vllm:kvxfer_"
 TOLD_BY_TIERS = {"removed_blocks", "deadline_misses", "skipped_blocks", "not_written_back_blocks"}
 COUNTED_BY_MANAGER = frozenset(COUNTERS) - TOLD_BY_TIERS
-"""Counters of chunks as the scheduler sees them, in every tier: of copies between several tiers
-below host memory, those tell what the last ones do not get."""
+"""Counters of chunks that the scheduler counts in every tier. It sees no copies between several
+tiers below host memory: those tell which blocks are not written back."""
 
 MAX_DURATIONS = 10_000
 """Durations that are kept for the next report: an engine without statistics asks for none."""
@@ -102,7 +102,7 @@ class OffloadingMetrics(Observer):
         self._lock = runtime.lock()
 
     def count_in(self, *tiers: str) -> None:
-        """Count as a manager in these tiers, from 0 on, and not what they tell of the same."""
+        """Count what a manager sees of these tiers, from 0 on, and not what they tell of it."""
         self.counted_by_manager = COUNTED_BY_MANAGER
         for tier in tiers:
             self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))
