@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_931,
     "backends/file": 4_398,
-    "backends/host": 1_938,
+    "backends/host": 1_941,
     "backends/mooncake": 691,
     "backends/nixl": 7_592,
     "backends/object": 1_695,

@@ -245,10 +245,13 @@ class HostPool:
                 return outcome
         return DONE
 
-    def holds(self, slot: int, key: BlockKey) -> bool:
-        """Whether every part of a slot was finished for `key`, from its first byte on."""
-        tags = self._tags[slot]
-        return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
+    def holds(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> list[bool]:
+        """Say of each slot whether all its parts were finished for its key, from byte 0 on."""
+        tags = self._tags[list(slots)]
+        digests = np.fromiter(map(_key_digest, keys), np.uint64, len(keys))
+        finished = (tags["key"] == digests[:, None]) & (tags["start"] == 0)
+        whole: list[bool] = finished.all(axis=1).tolist()
+        return whole
 
     def covers(self, slot: int, start: int, stop: int) -> bool:
         """Whether a slot holds bytes `start` to `stop` of its chunk."""
@@ -284,8 +287,8 @@ class HostPool:
         """
         outcomes, checksums = [], []
         verifies = hashed and self.integrity is not MemoryIntegrity.OFF
-        for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
-            tag = self._tags[slot, 0].tolist()
+        tags = self._tags[list(slots), 0].tolist()
+        for tag, slot, key, start, stop in zip(tags, slots, keys, starts, stops, strict=True):
             whole = (start, stop) == tag[1:3]
             outcome = self._judge(tag, slot, key, start, stop)
             if outcome.done and verifies and not whole:

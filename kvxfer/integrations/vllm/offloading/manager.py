@@ -282,12 +282,12 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Make the chunks loadable that every worker finished; drop the others."""
         wanted = set(keys)  # vLLM's are unordered, but eviction spares the heads of prompts
         storing = [key for key in self._storing if key in wanted]
+        whole = self._pool.holds([self._index.slot_of(key) for key in storing], storing)
         stored: list[BlockKey] = []
         lost: list[BlockKey] = []
-        for key in storing:
+        for key, is_whole in zip(storing, whole, strict=True):
             del self._storing[key]
-            whole = success and self._pool.holds(self._index.slot_of(key), key)
-            (stored if whole else lost).append(key)
+            (stored if success and is_whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
         self._note_not_stored(lost, _LOST)
