@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_731,
     "kvxfer/telemetry": 1_533,
-    "kvxfer/testing": 6_091,
+    "kvxfer/testing": 6_098,
     "kvxfer/tiering": 1_616,
     "kvxfer/transfer": 1_995,
 }

@@ -79,13 +79,20 @@ def _is_task(handle: asyncio.Handle) -> bool:
     return type(getattr(callback, "__self__", None)) is _Task
 
 
+class _Keys(dict[int, selectors.SelectorKey]):
+    """Keys of a selector by descriptor. From Python 3.13 on, asyncio also asks by file object."""
+
+    def get(self, fileobj: "FileDescriptorLike", default: Any = None) -> Any:
+        return super().get(_fileno(fileobj), default)
+
+
 class _Selector(selectors.BaseSelector):
     """Selector of a loop: waits for other threads, and for sockets of the simulated network."""
 
     def __init__(self, scheduler: Scheduler, network: Network) -> None:
         self._scheduler = scheduler
         self._network = network
-        self._keys: dict[int, selectors.SelectorKey] = {}
+        self._keys = _Keys()
         self._is_signalled = self._is_changed = False
 
     def register(
