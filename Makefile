@@ -87,8 +87,9 @@ e2e: $(MODELS) $(SGLANG)/.installed
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e and not exhaustive" tests/sglang
 
 # All that is not in `make test`, ten times as many examples of every property, and both commands of
-# README as a stranger runs them. Engines come last and one test at a time: each needs all cores, and
-# what has deadlines of seconds fails beside them.
+# README as a stranger runs them, `make test` also on pyenv's Python 3.12 and 3.13 if it has them. Engines
+# run one test at a time: each needs all cores, and tests with deadlines of seconds fail beside them.
+OTHER_PYTHONS := $(wildcard $(foreach each,3.12 3.13,$(HOME)/.pyenv/versions/$(each).*))
 exhaustive: export KVXFER_EXAMPLES := 10
 exhaustive: $(MODELS) $(SGLANG)/.installed pins
 	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property or processes or slow) and not e2e and not compat" $(APART) --ignore=tests/environment/test_pins.py
@@ -97,6 +98,7 @@ exhaustive: $(MODELS) $(SGLANG)/.installed pins
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e or exhaustive" tests/sglang
 	tests/environment/fresh-machine --plain-pip . make demo
 	tests/environment/fresh-machine --plain-pip . make test
+	for each in $(OTHER_PYTHONS); do tests/environment/fresh-machine --plain-pip --python $$each . make test || exit 1; done
 
 # On a machine with a GPU: all that needs one, and copies against one cudaMemcpyAsync. The set-up is that
 # of .venv, or of the machine where there is none: `make gpu GPU_PYTHON=/path/to/python` names another.
