@@ -1,4 +1,4 @@
-"""What a KV cache is, in bytes: specs, layouts, canonical form, portable pages, descriptors."""
+"""KV caches as bytes: specs, layouts, canonical form, portable pages, descriptors."""
 
 from kvxfer.kvcache.allocation import (
     AllocationCondition,

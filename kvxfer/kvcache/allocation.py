@@ -1,6 +1,6 @@
-"""Canonical allocation: one buffer in which every block of all layers is one piece of memory.
+"""Canonical allocation: one buffer in which each block is contiguous across all layers.
 
-And the conditions for it, each of which is named to a model that does not meet it.
+A model that cannot have one gets every condition that it does not meet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,24 +34,24 @@ from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Description of an engine's attention kernel, as an allocation needs it."""
+    """Shape and memory order that an engine's attention kernel expects of a cache."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axis of each dimension of the shape, named as in `KVLayout`; `block` is one of them."""
+        """Axis of each dimension of the cache's shape, named as in `KVLayout`; one is `block`."""
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
-        """Compute the shape of one layer's cache, elements.
+        """Compute the shape of one layer's cache, in elements.
 
         Args:
-            spec: The layer's spec; its blocks have as many tokens as the kernel's.
-            num_blocks: Blocks of that size.
+            spec: The layer's spec, with the tokens of a kernel block as `tokens_per_block`.
+            num_blocks: Number of kernel blocks.
         """
 
     def stride_order(self) -> tuple[int, ...] | None:
         """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first.
 
-        None when the kernel cannot read a cache that has a layer dimension.
+        None if the kernel cannot read a cache with a layer dimension.
         """
 
 
@@ -62,7 +62,7 @@ class AttentionLayout:
     Attributes:
         shape: Axes in the order of the shape, e.g. `"kv block token head dim"`.
         memory: The same axes and `layer`, outermost first in memory, e.g.
-            `"block layer kv token head dim"`; None when the kernel takes no layer dimension.
+            `"block layer kv token head dim"`; None if the kernel takes no layer dimension.
     """
 
     shape: str
@@ -84,7 +84,7 @@ class AttentionLayout:
         return tuple(self.shape.split())
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
-        """Compute the shape of one layer's cache, elements.
+        """Compute the shape of one layer's cache, in elements.
 
         Raises:
             InvalidArgumentError: The spec lacks one of the axes.
@@ -107,7 +107,7 @@ class AttentionLayout:
 
 
 class AllocationCondition(Enum):
-    """Condition of a canonical allocation; the value describes it in words."""
+    """Condition for a canonical allocation; the value is its description."""
 
     CROSS_LAYER_WANTED = "the connector wants blocks of all layers"
     HYBRID_SUPPORTED = "the connector supports several KV-cache groups"
@@ -124,7 +124,7 @@ class AllocationCondition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRefusal:
-    """Condition that does not hold, with the group, layer or tensor concerned.
+    """Unmet condition, with the group, layer or tensor that does not meet it.
 
     Attributes:
         condition: The condition.
@@ -150,10 +150,10 @@ class AllocationRefusal:
 
 
 class AllocationRefusedError(KVXferError, ValueError):
-    """Canonical allocation that a model does not allow; register per-layer tensors instead.
+    """Refusal of a canonical allocation; register per-layer tensors instead.
 
     Attributes:
-        refusals: Every condition that does not hold, as `why_not_canonical` lists them.
+        refusals: Every unmet condition, as listed by `why_not_canonical`.
     """
 
     def __init__(self, refusals: Sequence[AllocationRefusal]) -> None:
@@ -162,7 +162,7 @@ class AllocationRefusedError(KVXferError, ValueError):
 
 
 class _Request:
-    """Arguments of a canonical allocation, checked for misuse only."""
+    """Arguments of a canonical allocation; misuse raises, `refusals` lists unmet conditions."""
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ class _Request:
         ]
 
     def kernel_blocks_per_block(self, group: int) -> int:
-        """Compute the kernel blocks in a block of `group`; meaningful only if they divide it."""
+        """Count the kernel blocks in a block of `group`; meaningful only if they divide it."""
         spec = self.config.groups[group].spec
         return spec.tokens_per_block // self.tokens_per_kernel_block[group]
 
     def refusals(
         self, wants_cross_layer_blocks: object, supports_hybrid_groups: object
     ) -> tuple[AllocationRefusal, ...]:
-        """List every condition that does not hold; arguments as those of `why_not_canonical`."""
+        """List every unmet condition; see `why_not_canonical` for the arguments."""
         unmet = []
         num_groups = len(self.config.groups)
         if not require_flag("wants_cross_layer_blocks", wants_cross_layer_blocks):
@@ -216,12 +216,12 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalAllocation:
-    """KV caches whose blocks are contiguous over all layers.
+    """KV caches whose blocks are contiguous across all layers.
 
     Attributes:
         buffer: int8, `(num_positions * tensor_size_bytes,)`; owns the memory.
-        kv_caches: For each layer the view that its attention backend expects. Layers of different
-            groups may share memory, since no block belongs to two groups at a time.
+        kv_caches: View of each layer in the shape that its attention backend expects. Layers of
+            different groups may share memory, since no block belongs to two groups at a time.
         caches: The same memory as one tensor `(num_blocks, page_size_bytes * num_positions)` and
             one ref per group.
     """
@@ -243,19 +243,19 @@ def allocate_canonical(
 ) -> CanonicalAllocation:
     """Allocate one zeroed buffer whose rows are blocks of all layers, and view it per layer.
 
-    A row has one page for each position, that is, for each of `config.shared_tensors`. Where
-    kernel blocks are smaller than blocks, a row consists of kernel blocks, each with its part of
-    every position. A padded page ends in its padding; when an axis such as the heads lies between
-    blocks and layers, the pages of a row interleave and the padding is at the row's end.
+    A row has one page per position, that is, per entry of `config.shared_tensors`. If kernel
+    blocks are smaller than blocks, a row is a sequence of kernel blocks, each with its part of
+    every position. A page ends with its padding; if an axis such as the heads lies between
+    blocks and layers, the pages of a row interleave, and the row ends with all padding.
 
-    A group's ref is the leading bytes of the row, up to the last one of its layers.
+    A group's ref covers the row from its start to the last byte of the group's layers.
 
     Args:
         config: The blocks, groups and specs, and which layers share a tensor; with a single group
             the shared tensors may be left out.
         backends: The attention backend of each group.
-        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
-            block.
+        tokens_per_kernel_block: Tokens of each group's kernel blocks; by default those of its
+            blocks.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
         supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
             single group.
@@ -263,10 +263,10 @@ def allocate_canonical(
         pinned: Whether to pin the memory, so that a GPU copies from and to it directly; host only.
 
     Raises:
-        AllocationRefusedError: A condition does not hold; has the list of `why_not_canonical`.
+        AllocationRefusedError: A condition is not met; `refusals` lists all of them.
         InvalidArgumentError: There is not one backend and one kernel block per group, a backend
-            contradicts itself, `pinned` is set for device memory or without CUDA, or there is not
-            as much memory.
+            contradicts itself, `pinned` is set for device memory or without CUDA, or the buffer
+            does not fit into memory.
     """
     device, pinned = require_device("device", device), require_flag("pinned", pinned)
     if pinned and device.type != "cpu":
@@ -282,7 +282,7 @@ def allocate_canonical(
     num_bytes = config.num_blocks * row_bytes
     try:
         buffer = torch.zeros(num_bytes, dtype=torch.int8, device=device, pin_memory=pinned)
-    except (RuntimeError, TypeError) as exc:  # TypeError: a number that torch does not have
+    except (RuntimeError, TypeError) as exc:  # TypeError: a size beyond torch's integers
         expected = f"blocks of {row_bytes} bytes for which {device} has room"
         raise InvalidArgumentError("config.num_blocks", config.num_blocks, expected) from exc
     rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
@@ -310,9 +310,9 @@ def why_not_canonical(
     wants_cross_layer_blocks: bool = True,
     supports_hybrid_groups: bool = True,
 ) -> tuple[AllocationRefusal, ...]:
-    """List every unmet condition of a canonical allocation; empty if it is possible.
+    """List every unmet condition for a canonical allocation; empty if it is possible.
 
-    Arguments as those of `allocate_canonical`.
+    The arguments are those of `allocate_canonical`.
 
     Raises:
         InvalidArgumentError: There is not one backend and one kernel block per group, or a
@@ -392,7 +392,7 @@ def _refusals_of_kernel_blocks(request: _Request) -> Iterator[AllocationRefusal]
 def _refusals_of_page(
     request: _Request, group: int, layer_name: str, spec: AttentionSpec
 ) -> Iterator[AllocationRefusal]:
-    """Check that a page divides into equal kernel blocks of whole elements, in backend's shape."""
+    """Check that a page splits into kernel blocks of whole elements, in the backend's shape."""
     ratio, item = request.kernel_blocks_per_block(group), spec.dtype.itemsize
     if spec.page_size_bytes % (ratio * item):
         found = f"a page of {spec.page_size_bytes} bytes"
@@ -415,7 +415,7 @@ def _refusals_of_page(
 def _view(
     buffer: torch.Tensor, request: _Request, group: int, layer_name: str
 ) -> tuple[torch.Tensor, CanonicalKVCacheRef]:
-    """View the part of the buffer that belongs to a layer, and refer to its pages."""
+    """View a layer's part of the buffer, and create the ref to its pages."""
     spec = request.config.groups[group].spec.for_layer(layer_name)
     backend, ratio = request.backends[group], request.kernel_blocks_per_block(group)
     memory = _memory_axes(backend)
@@ -447,7 +447,7 @@ def _view(
 
 
 def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int) -> dict[str, int]:
-    """Compute the stride of each axis, elements; a layer has `page_elements` of a kernel block."""
+    """Compute each axis's stride in elements; a layer's kernel block has `page_elements`."""
     strides, dense = {}, 1
     for axis in reversed(memory):
         strides[axis] = dense
@@ -459,7 +459,7 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
 
 
 def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
-    """List the axes of a cache of several layers, outermost first; None without a layer axis."""
+    """List the axes of a cross-layer cache, outermost first; None if the backend takes none."""
     order, logical = backend.stride_order(), ("layer", *backend.axes)
     if "block" not in logical:
         raise InvalidArgumentError("axes", backend.axes, "'block' and other axes")
@@ -471,6 +471,6 @@ def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
 
 
 def _kernel_spec(spec: AttentionSpec, kernel_blocks_per_block: int) -> AttentionSpec:
-    """Make the spec of a kernel block, `kernel_blocks_per_block` of which make up a block."""
+    """Derive the spec of a kernel block, without padding."""
     tokens = spec.tokens_per_block // kernel_blocks_per_block
     return replace(spec, tokens_per_block=tokens, page_size_padded=None)

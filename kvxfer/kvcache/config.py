@@ -25,7 +25,7 @@ class KVCacheGroup:
     """Group of layers that share a block table.
 
     Attributes:
-        spec: Spec of each layer; a `UniformTypeKVCacheSpecs` has one for every single layer.
+        spec: Spec of every layer, or a `UniformTypeKVCacheSpecs` with one spec per layer.
         layer_names: The layers, in the order in which their pages make up a block.
     """
 
@@ -45,14 +45,13 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Plan of one worker's KV cache, as the engine made it.
+    """One worker's KV cache as the engine planned it.
 
     Attributes:
         num_blocks: Blocks in the block pool, the null block included.
-        groups: KV-cache groups; the index is the group index everywhere.
-        shared_tensors: For each shared tensor (position) the layers whose bytes it holds;
-            empty if unknown.
-        shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty if
+        groups: KV-cache groups; an index into them is the group index everywhere.
+        shared_tensors: Layers whose bytes each shared tensor (position) holds; empty if unknown.
+        shared_tensor_sizes_bytes: Bytes that the engine planned for each shared tensor; empty if
             unknown.
         null_block_id: Id of the null block, a placeholder that is never loaded into; None if the
             engine has none.
@@ -113,14 +112,14 @@ class KVCacheConfig:
         quantization: KVQuantization = KVQuantization.NONE,
         null_block_id: int | None = None,
     ) -> Self:
-        """Plan the cache of a model whose layers all have the same full attention: one group.
+        """Describe the one-group cache of a model whose layers all have the same full attention.
 
         Args:
             num_blocks: Blocks in the block pool, the null block included.
             layer_names: The layers, in the order in which their pages make up a block; or the
-                mapping of their tensors, which `canonicalize` gets.
+                mapping from layers to tensors that `canonicalize` takes.
             tokens_per_block: Tokens of a block.
-            num_kv_heads: See `AttentionSpec`, as for the arguments up to `quantization`.
+            num_kv_heads: KV heads on this worker; see `AttentionSpec`.
             head_dim: Width of a key.
             dtype: Type of the cached elements.
             head_dim_v: Width of a value; `head_dim` unless given.
@@ -149,7 +148,7 @@ class KVCacheConfig:
 
     @property
     def layer_positions(self) -> tuple[tuple[str, ...], ...]:
-        """Layers at each position of a block; one each in a single group without shared tensors."""
+        """Layers at each position of a block: one each in a single group without shared tensors."""
         if self.shared_tensors or len(self.groups) > 1:
             return self.shared_tensors
         return tuple((name,) for name in self.layer_names)

@@ -1,4 +1,4 @@
-"""Describer of blocks: block ids become descriptors."""
+"""Block describers: block ids become descriptors."""
 
 from collections.abc import Sequence
 
@@ -21,19 +21,19 @@ from kvxfer.kvcache.portable import PageMapping
 
 
 class BlockDescriber:
-    """Describer of blocks: turns block ids into descriptors by precomputed templates.
+    """Describer that turns block ids into descriptors with precomputed templates.
 
-    Which pages of a block touch follows from the static layout, and which blocks touch from
-    runs of block ids: neighbours are merged by these, never by comparing descriptors.
+    Neighbouring pages and blocks are merged without comparing descriptors: the static layout
+    says which pages of a block touch, and consecutive block ids say which blocks do.
 
     Args:
-        caches: The canonical caches; kept alive by every descriptor.
+        caches: The canonical caches, kept alive by all `Descriptors`.
         blocks_per_chunk: Consecutive blocks of a request that are stored under one key.
-        mappings: Page mapping of each group; if given, a portable page is stored under each key.
+        mappings: Page mapping of each group; if given, each key stores one portable page.
 
     Attributes:
-        overlaid_groups: Sets of groups that share memory: blocks of one id are the same bytes,
-            wholly or in part.
+        overlaid_groups: Sets of groups that share memory: their blocks of one id have some or all
+            bytes in common.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class BlockDescriber:
 
     @property
     def num_groups(self) -> int:
-        """KV-cache groups of the caches."""
+        """Number of KV-cache groups."""
         return len(self._groups)
 
     def num_blocks(self, group: int) -> int:
-        """Blocks that every tensor of `group` has; errors as `block_size_bytes`."""
+        """Number of blocks that every tensor of `group` has."""
         return self._group(group).memory.num_blocks
 
     def block_size_bytes(self, group: int) -> int:
@@ -102,18 +102,19 @@ class BlockDescriber:
         Args:
             group: KV-cache group of the blocks.
             block_ids: Integers, `(n,)`, in request order, each at most once.
-            first_block_index: Index of the first block within its request, in blocks. Where it
-                is not a multiple of `blocks_per_chunk`, the first chunk lacks its leading blocks.
-                Portable pages are never stored in part.
-            num_pages: Portable pages to describe, where the last block is filled only in part.
+            first_block_index: Index of the first block within its request. If it is not a
+                multiple of `blocks_per_chunk`, the first chunk lacks its leading blocks. Portable
+                pages are never stored in part.
+            num_pages: Portable pages to describe if the last block is only partly filled.
 
         Returns:
-            `ceil((n + skip) / blocks_per_chunk)` chunks, or the portable pages of the blocks.
+            `ceil((n + first_block_index % blocks_per_chunk) / blocks_per_chunk)` chunks, or the
+            portable pages of the blocks.
 
         Raises:
             UnknownGroupError: There is no such group.
             InvalidArgumentError: `block_ids` is empty, not one-dimensional or not integers,
-                `first_block_index` is negative, or the blocks are not those of whole pages.
+                `first_block_index` is negative, or the blocks do not make up whole pages.
             BlockIdError: A block id is negative or past the end of the cache.
             DuplicateError: A block id appears twice.
         """
@@ -159,7 +160,7 @@ def describe(
     blocks_per_chunk: int = 1,
     first_block_index: int = 0,
 ) -> Descriptors:
-    """Describe blocks once; keep a `BlockDescriber` for repeated use, see its `describe`."""
+    """Describe blocks as `BlockDescriber.describe` does; keep a describer for repeated use."""
     describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
     return describer.describe(group, block_ids, first_block_index=first_block_index)
 
@@ -179,7 +180,7 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
     if not ids.size:
         raise InvalidArgumentError(f"block_ids[{group}]", block_ids, "at least one block id")
     if len(ids) > 1:
-        in_order = np.sort(ids)  # not counts by id: as many as the cache has blocks
+        in_order = np.sort(ids)  # counting by id would take an array as long as the cache
         twice = in_order[1:][in_order[1:] == in_order[:-1]]
         if len(twice):
             raise DuplicateError(f"block_ids[{group}]", int(twice[0]))
@@ -187,12 +188,12 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
 
 
 class _BlockTemplate:
-    """Template of one group's blocks, each described as a whole."""
+    """Template of one group's whole blocks."""
 
     def __init__(self, memory: PayloadMemory) -> None:
         self.memory = memory
         self._bases, self._strides, self._lengths = memory.whole
-        self._lengths.flags.writeable = False  # descriptors have views of it
+        self._lengths.flags.writeable = False  # descriptors hold views of it
         self._tiled_lengths = self._lengths
         self._strides_are_equal = bool((self._strides == self._strides[0]).all())
         self.block_size_bytes = int(self._lengths.sum())
@@ -202,7 +203,7 @@ class _BlockTemplate:
     def expand(
         self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Compute addresses, lengths, and the first descriptor of each chunk of blocks."""
+        """Compute addresses, lengths, and the index of each chunk's first descriptor."""
         num_segments = len(self._bases)
         blocks = ids.astype(np.uint64)
         if self._strides_are_equal:
@@ -231,12 +232,12 @@ class _BlockTemplate:
 
 
 class _PageTemplate:
-    """Template of one group's portable pages: turns block ids into pieces, in the page's order."""
+    """Template of one group's portable pages: turns block ids into pieces, in page order."""
 
     def __init__(self, memory: PayloadMemory, mapping: PageMapping) -> None:
         self.mapping = mapping
         pages = []
-        for each in mapping.pages:  # a piece is of one shard, and of one block
+        for each in mapping.pages:  # no piece spans two shards or two blocks
             may_join = ~np.isin(each.page_offsets[1:], np.cumsum(mapping.page.shard_sizes))
             may_join &= each.blocks[1:] == each.blocks[:-1]
             columns = each.local_offsets, each.lengths, each.blocks
@@ -246,7 +247,7 @@ class _PageTemplate:
     def expand(
         self, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Compute addresses, lengths, and the first piece of each page."""
+        """Compute addresses, lengths, and the index of each page's first piece."""
         per_page, per_block = self.mapping.blocks_per_page, self.mapping.pages_per_block
         if first_block_index % per_page:
             expected = f"a multiple of {per_page}, the blocks of a page"

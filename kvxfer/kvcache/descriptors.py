@@ -18,17 +18,17 @@ from kvxfer.kvcache.memory_region import HOST
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
 ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
-"""All of this process's memory as one view: a slice takes a fraction of the time of a ctypes object
-for each fragment, whose type, of each length another, waits for the garbage collector."""
+"""All of this process's memory as one view. Slicing it takes a fraction of the time of a ctypes
+array per fragment, whose type, one for each length, would wait for the garbage collector."""
 
 
 class StreamMark(Protocol):
-    """Point in the work enqueued on a device, which other work can be made to wait for."""
+    """Point in the work queued on a device, for which other work can wait."""
 
     event: int
 
     def has_passed(self) -> bool:
-        """Whether the device has reached it, without blocking; `DeviceLostError` if never."""
+        """Whether the device has reached the mark; never blocks; `DeviceLostError` if it cannot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,18 +42,16 @@ class Descriptors:
     Attributes:
         addresses: uint64, `(num_descriptors,)`.
         lengths: uint64, `(num_descriptors,)`, bytes, each positive. May be a read-only view.
-        block_offsets: int64, `(num_blocks + 1,)`, from 0 to `num_descriptors`, each larger than the
-            one before.
+        block_offsets: int64, `(num_blocks + 1,)`, strictly rising from 0 to `num_descriptors`.
         payload_starts: int64, `(num_blocks,)`, bytes.
         device: Device on which the addresses are valid.
-        after: Mark that the device must reach before the bytes are read or written; None when
+        after: Mark that the device must reach before the bytes are read or written; None if
             there is nothing to wait for.
         owners: Objects that keep the memory alive for as long as these descriptors exist.
 
     Raises:
-        InvalidArgumentError: An array is not one-dimensional or not of integers, has another
-            length than the one it belongs to, or a value does not fit its type; integers of other
-            widths are converted.
+        InvalidArgumentError: An array is not one-dimensional, not of integers or of the wrong
+            length, or a value does not fit its type; integers of other widths are converted.
     """
 
     addresses: Addresses
@@ -107,7 +105,7 @@ class Descriptors:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole batch."""
-        if self._num_bytes < 0:  # summed once, however often it is asked
+        if self._num_bytes < 0:  # summed on first use, then cached
             object.__setattr__(self, "_num_bytes", int(np.add.reduce(self.lengths)))
         return self._num_bytes
 
@@ -139,7 +137,7 @@ class Descriptors:
         blocks = require_integers("blocks", blocks)
         if are_equal(blocks, np.arange(self.num_blocks)):
             return self
-        if (blocks.view(np.uint64) >= self.num_blocks).any():  # negative ones, too
+        if (blocks.view(np.uint64) >= self.num_blocks).any():  # as uint64, negatives are huge
             raise InvalidArgumentError("blocks", blocks, f"indices from 0, below {self.num_blocks}")
         counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
@@ -153,9 +151,9 @@ class Descriptors:
         )
 
     def cut(self, max_bytes: int, *, longest_run: int | None = None) -> Iterator[tuple[int, int]]:
-        """Cut into runs of at most `max_bytes`, or of one block: start and stop (exclusive).
+        """Cut into runs of at most `max_bytes`; yield the start and stop (exclusive) of each.
 
-        With `longest_run`, of at most so many blocks, too.
+        A larger block is a run by itself. `longest_run` is the maximum number of blocks in a run.
 
         Raises:
             InvalidArgumentError: A bound is not positive.
@@ -177,7 +175,7 @@ class Descriptors:
         device: torch.device = HOST,
         owners: tuple[object, ...] = (),
     ) -> "Descriptors":
-        """Describe blocks of one contiguous piece each; whole blocks if no start is given."""
+        """Describe blocks of one contiguous piece each; `payload_starts` default to 0."""
         addresses = require_integers("addresses", addresses, dtype=np.uint64)
         starts = np.zeros(len(addresses), np.int64) if payload_starts is None else payload_starts
         return cls(
@@ -194,8 +192,8 @@ class Descriptors:
         """Concatenate batches into one, in order.
 
         Raises:
-            InvalidArgumentError: The batches are on different devices or wait for different marks,
-                or there is none.
+            InvalidArgumentError: There is no batch, or they are on different devices or wait for
+                different marks.
         """
         match batches:
             case [Descriptors() as only]:
@@ -217,13 +215,13 @@ class Descriptors:
 
 
 def overlap(one: Descriptors, other: Descriptors) -> bool:
-    """Whether two batches have a byte of one device in common."""
+    """Whether two batches have a byte of a device's memory in common."""
     if one.device != other.device or not (len(one) and len(other)):
         return False
     order = np.argsort(other.addresses)
     begins = other.addresses[order]
-    # Blocks may be named twice: of the fragments that begin before another one's end, the one that
-    # ends last decides.
+    # `other` may list a block twice, so its sorted fragments may overlap each other: compare with
+    # the furthest end of all fragments that begin before a fragment of `one` ends.
     ends = np.maximum.accumulate(begins + other.lengths[order])
     num_before = begins.searchsorted(one.addresses + one.lengths)
     reached = ends[num_before - 1] > one.addresses
@@ -231,12 +229,12 @@ def overlap(one: Descriptors, other: Descriptors) -> bool:
 
 
 def view_memory(addresses: Addresses, lengths: Addresses) -> list[memoryview]:
-    """Make a writable view of each stretch of memory; the caller keeps the memory alive."""
+    """Create a writable view of each range of memory; the caller keeps the memory alive."""
     pairs = zip(addresses.tolist(), (addresses + lengths).tolist(), strict=True)
     return [ADDRESS_SPACE[start:stop] for start, stop in pairs]
 
 
 def view_blocks(blocks: Descriptors) -> list[list[memoryview]]:
-    """Make writable views of the fragments of each block."""
+    """Create writable views of each block's fragments; the caller keeps the memory alive."""
     views = view_memory(blocks.addresses, blocks.lengths)
     return [views[first:last] for first, last in pairwise(blocks.block_offsets.tolist())]

@@ -33,16 +33,16 @@ class FragmentPairs(NamedTuple):
         return self.num_bytes // self.num_pairs
 
     def take(self, chosen: slice | NDArray[np.bool_ | np.intp]) -> "FragmentPairs":
-        """Select some of the pairs."""
+        """Select pairs by slice, mask or indices."""
         return FragmentPairs(*(column[chosen] for column in self))
 
     def cut(self, longest: int) -> "FragmentPairs":
-        """Cut the pairs into pairs of at most `longest` bytes."""
+        """Cut longer pairs into pairs of at most `longest` bytes."""
         return FragmentPairs(*cut_long(longest, *self))
 
 
 def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPairs:
-    """Cut two batches of equal blocks at the boundaries of both, and join pairs that touch."""
+    """Cut two batches of equal blocks at the boundaries of both; join pairs that touch in both."""
     same_cuts = are_equal(source.lengths, destination.lengths)
     if not (same_cuts and are_equal(source.block_offsets, destination.block_offsets)):
         require_same_blocks(source, destination)
@@ -74,7 +74,7 @@ def _is_in_one_piece(batch: Descriptors) -> bool:
 
 
 def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
-    """Compute addresses, in blocks of one piece, of the fragments of a cut batch."""
+    """Compute where the fragments of `cut` are in `whole`, whose blocks are one piece each."""
     ends = np.zeros(len(cut) + 1, np.uint64)
     np.cumsum(cut.lengths, out=ends[1:])
     bases = whole.addresses - ends[cut.block_offsets[:-1]]
@@ -86,7 +86,7 @@ def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
 def cut_both(
     source: Descriptors, destination: Descriptors
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut two batches of the same bytes at the boundaries of both: addresses and lengths."""
+    """Cut two batches of equal blocks at the boundaries of both; return both addresses, lengths."""
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
     ends.sort(kind="stable")  # merges sorted runs, which is faster than `union1d`

@@ -18,7 +18,7 @@ FEW_ELEMENTS = 64
 
 
 def are_equal(ours: Column, theirs: Column) -> bool:
-    """Compare arrays of one type; for few elements `np.array_equal` takes far longer."""
+    """Compare arrays of one dtype; for few elements, comparing bytes beats `np.array_equal`."""
     if len(ours) > FEW_ELEMENTS:
         return np.array_equal(ours, theirs)
     return ours.tobytes() == theirs.tobytes()
@@ -31,14 +31,14 @@ def touch(begins: Column, lengths: Column) -> NDArray[np.bool_]:
 
 
 def run_starts(continues: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Find the first fragment of each run; `continues` tells of all but the first fragment."""
+    """Find each run's first fragment; `continues[i]` puts fragment `i + 1` in the run of `i`."""
     return np.flatnonzero(np.concatenate(([True], ~continues)))
 
 
 def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
-    """Join each fragment but the first with the one before it where they are `touching`.
+    """Join fragment `i + 1` to fragment `i` where `touching[i]`.
 
-    Columns, here and in the result, have the lengths last.
+    The last column holds the lengths, here and in the result.
     """
     if not touching.any():
         return columns
@@ -67,9 +67,9 @@ def concatenated_ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def cut_runs(
     sizes: Column, max_bytes: int, *, longest_run: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Cut a sequence of items into runs of at most `max_bytes`, or of one item.
+    """Cut a sequence of items into runs of at most `max_bytes` and `longest_run` items.
 
-    Yields start and stop (exclusive) of each run, in order, of at most `longest_run` items.
+    Yields start and stop (exclusive) of each run, in order. A larger item is a run by itself.
     """
     ends = np.add.accumulate(sizes, dtype=np.int64)
     start, done = 0, 0

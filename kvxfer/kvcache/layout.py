@@ -76,7 +76,7 @@ class CacheTensorForm:
 
 
 SPLIT_AXES = frozenset({"kv", "layer", "head"})
-"""Axes that may lie outside the block axis: each of their indices has pages of its own."""
+"""Axes that may lie outside the block axis: each index along them has its own pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class LayoutReading:
 
     @property
     def kernel_page_elements(self) -> int:
-        """Elements from the first to the last of one step along the block axis."""
+        """Elements from the first to the last within one step along the block axis."""
         inner = range(self.block_axis + 1, len(self.sizes))
         return 1 + sum((self.sizes[axis] - 1) * self.strides[axis] for axis in inner)
 
@@ -187,13 +187,13 @@ def fitting_readings(
     num_layers: int | None = None,
     page_size_bytes: int | None = None,
 ) -> list[LayoutReading]:
-    """List every layout of `form` that shape and strides of a tensor fit, each meaning once.
+    """List the distinct readings of a tensor: by each layout of `form` that its strides fit.
 
-    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used. Only
-    a state, whose axes its shape names, is read by the shape, too, where axes have one size.
-    Readings that differ only in the position of axes of size 1 are the same reading.
+    Dimensions are matched in stride order; neither the order of the shape nor any other hint is
+    used. The axes of a state are named by its shape, so if some have one size, its reading by shape
+    is listed, too. Readings that differ only in the position of axes of size 1 are the same.
 
-    With a `layout`, only that is tried. `page_size_bytes` is the page of one layer where it is
+    If `layout` is given, only that one is tried. `page_size_bytes` is one layer's page if it is
     padded, and `num_layers` is None for a tensor of one layer.
     """
     candidates = _candidates(form, layout, num_layers)
@@ -202,7 +202,7 @@ def fitting_readings(
     padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
     readings: dict[tuple[str, ...], LayoutReading] = {}
     tokens = form.axis_sizes.get("token", 1)
-    ratios = sorted({max(1, size // num_blocks) for size in tensor.shape})  # one is of the blocks
+    ratios = sorted({max(1, size // num_blocks) for size in tensor.shape})  # one of the block axis
     for candidate in candidates:
         for ratio in ratios if "token" in candidate.factors else [tokens]:
             if tokens % ratio:
@@ -227,7 +227,7 @@ def require_one(
     layout: str | KVLayout | None = None,
     num_layers: int | None = None,
 ) -> LayoutReading:
-    """Return the only reading of a tensor, or raise an error that shows all, or what would fit."""
+    """Return a tensor's only reading, or raise an error that shows all, or what would fit."""
     if len(readings) == 1:
         return readings[0]
     if readings:
@@ -305,16 +305,16 @@ def _known_sizes(
 
 
 def axis_size(axis: str, known: Mapping[str, int]) -> int:
-    """Compute the size of an axis, which may run over several."""
+    """Compute the size of an axis, which may be several merged ones."""
     return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))
 
 
 def _significant_axes(
     layout: KVLayout, known: Mapping[str, int], num_blocks: int
 ) -> tuple[str, ...]:
-    """List the axes without those of size 1, which have no place in memory.
+    """List the axes that have a place in memory, that is, those larger than 1.
 
-    Kernel blocks of one token each, all of them in one block, are the tokens of that block.
+    If the only block consists of kernel blocks of one token, its block axis is its token axis.
     """
     kept = (
         "*".join(factor for factor in axis.split("*") if known.get(factor, 2) > 1)
@@ -333,7 +333,7 @@ def _fit(
     ratio: int,
     padded_elements: int,
 ) -> LayoutReading | None:
-    """Match the tensor's dimensions, sorted by stride, with the axes; None when they differ."""
+    """Match the tensor's dimensions, sorted by stride, with the axes; None if they differ."""
     if tensor.ndim != len(layout.axes):
         return None
     sizes = tuple(axis_size(axis, known) for axis in layout.axes)
@@ -354,7 +354,7 @@ def _fit(
 
 
 def _read_by_shape(reading: LayoutReading) -> LayoutReading:
-    """Read a state by its shape, whose order names its axes, as far as strides do not say more."""
+    """Name a state's axes of equal size in the order of its shape instead of its strides."""
     axes, sizes = reading.layout.axes, reading.sizes
     dims = {at: d for at, d in enumerate(reading.dims) if d is not None and axes[at] != "layer"}
     in_shape = sorted(dims, key=lambda at: (sizes[at], dims[at]))
@@ -372,11 +372,11 @@ def _page_strides(
     *,
     whole_blocks: bool,
 ) -> tuple[int, ...] | None:
-    """Compute the strides of all axes; None when a page would not be one contiguous piece.
+    """Compute the strides of all axes; None if a page would not be contiguous.
 
     A page is dense, except that one layer's page may be padded, and that other layers may lie
-    between the heads. Between blocks, and between K and V outside of the blocks, gaps of any size
-    are allowed.
+    between the heads. Gaps of any size may lie between blocks, and between K and V outside the
+    blocks.
     """
     block = layout.axes.index("block")
     splits = prod(sizes[:block])

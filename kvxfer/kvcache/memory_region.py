@@ -11,9 +11,9 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRegion:
-    """Contiguous range of memory that blocks will be moved from and to.
+    """Contiguous range of memory from and to which blocks are moved.
 
-    The `owner` keeps the memory alive, and is kept for as long as the region is registered.
+    The `owner` keeps the memory alive, and is itself kept while the region is registered.
     """
 
     address: int

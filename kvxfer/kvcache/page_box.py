@@ -13,7 +13,7 @@ class Digit:
     """Digit of an index along an axis, as in a mixed-radix number; an axis may have several.
 
     Attributes:
-        size: Number of the digit's values.
+        size: Number of values of the digit.
         stride_bytes: Bytes from one value to the next in the page.
         step: Increase of the index along the axis per value.
     """
@@ -36,10 +36,10 @@ class PageBox:
         layer_name: The layer.
         part: `k`, `v`, `latent`, `state0`, `state1`, ..., or `opaque` for bytes of all kinds.
         dtype: Type of the elements; bytes where single elements have no meaning.
-        digits: All digits; those of one axis in the order of falling steps.
+        digits: All digits; those of one axis by falling step.
         offset_bytes: Start of the box in the page.
-        first: Index of the box's first element along the axes where that is not zero.
-        encoding: Name of the encoding, if the bytes depend on more than their place.
+        first: Pairs of an axis and the index of the box's first element, where it is not zero.
+        encoding: Name of the encoding, if place and dtype do not say all about the bytes.
     """
 
     layer_name: str
@@ -52,7 +52,7 @@ class PageBox:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes with a digit, in the order of their first ones."""
+        """Axes that have digits, in the order of their first digits."""
         return tuple(dict.fromkeys(digit.axis for digit in self.digits))
 
     @property
@@ -72,19 +72,19 @@ class PageBox:
         return _extent([digit for digit in self.digits if digit.axis == axis])
 
     def moved(self, num_bytes: int) -> "PageBox":
-        """Make the same box, `num_bytes` further on in the page."""
+        """Return the same box `num_bytes` further on in the page."""
         return replace(self, offset_bytes=self.offset_bytes + num_bytes)
 
     def shifted(self, axis: str, count: int) -> "PageBox":
-        """Make a box of the same bytes whose indices along an axis are larger by `count`."""
+        """Return a box of the same bytes whose indices along `axis` are larger by `count`."""
         first = dict(self.first) | {axis: self.first_index(axis) + count}
         return replace(self, first=tuple(sorted(first.items())))
 
     def interleaved(self, axis: str, *, run: int, rank: int, num_ranks: int) -> "PageBox":
-        """Make a box of the same bytes with an axis interleaved among `num_ranks` workers.
+        """Return a box of the same bytes with `axis` interleaved among `num_ranks` workers.
 
-        A worker has `run` neighbouring elements before those of the next. `PageMappingError`: runs
-        do not end where digits of the box do.
+        Each worker in turn has `run` consecutive elements. Raises `PageMappingError` if runs do not
+        end where digits of the box do.
         """
         if self.extent(axis) % run:
             raise PageMappingError(axis, f"{self.extent(axis)} per block", f"whole turns of {run}")
@@ -108,7 +108,7 @@ class PageBox:
     def narrowed(self, axis: str, start: int, stop: int) -> "PageBox | None":
         """Select the elements whose index along an axis is from `start` to `stop` (exclusive).
 
-        None when there are none; `PageMappingError` when they are not a box.
+        Returns None if there are none. Raises `PageMappingError` if they do not form a box.
         """
         first = self.first_index(axis)
         low, high = max(start - first, 0), min(stop - first, self.extent(axis))

@@ -1,4 +1,4 @@
-"""Payload memory: where each byte of a block of a KV-cache group is."""
+"""Payload memory: the place of each byte of a KV-cache group's blocks."""
 
 from typing import NamedTuple
 
@@ -14,23 +14,23 @@ Offsets = NDArray[np.int64]
 
 
 def require_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
-    """Convert block ids of a group, and refuse those that are outside of the cache."""
+    """Convert a group's block ids to int64, and refuse those outside the cache."""
     ids = require_integers(f"block_ids[{group}]", block_ids)
     unsigned = ids.view(np.uint64)
-    if len(ids) and not 0 <= ids[unsigned.argmax()] < num_blocks:  # a negative one is the largest
+    if len(ids) and not 0 <= ids[unsigned.argmax()] < num_blocks:  # negatives are the largest
         raise BlockIdError(group, int(ids[(unsigned >= num_blocks).argmax()]), num_blocks)
     return ids
 
 
 class Pieces(NamedTuple):
-    """Pieces of memory in every block, uint64: address in block 0, bytes between blocks, length."""
+    """Pieces of every block, uint64: address in block 0, bytes from block to block, length."""
 
     bases: Addresses
     strides: Addresses
     lengths: Addresses
 
     def at(self, block_ids: Addresses, columns: Offsets | None = None) -> Addresses:
-        """Compute addresses, `(n, num_pieces)`; of several columns each piece has one."""
+        """Compute addresses, `(n, num_pieces)`; `columns` is each piece's column of block ids."""
         if block_ids.shape[1] == 1:
             addresses = block_ids * self.strides
         else:
@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
 
 
 class PayloadMemory:
-    """Memory of a group's blocks, whose payload is the pages of the group's refs, in their order.
+    """Memory of a group's blocks; a block's payload is the pages of the group's refs, in order.
 
     Attributes:
         num_blocks: Blocks that every tensor of the group has.
@@ -72,8 +72,8 @@ class PayloadMemory:
     ) -> tuple[Pieces, Offsets]:
         """Find pieces of the payload, each within a page, and join those that touch in every block.
 
-        `may_join` tells of each but the first whether it may be joined with the one before it.
-        Returned are the joined pieces, and of each the label of the first one in it.
+        `may_join[i]` says whether piece `i + 1` may be joined to piece `i`. Returns the joined
+        pieces, and for each the label of its first piece.
         """
         ref = np.searchsorted(self._starts, offsets, side="right") - 1
         bases, strides = self._bases[ref] + offsets, self._strides[ref]

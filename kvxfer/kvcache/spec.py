@@ -1,4 +1,4 @@
-"""KV-cache specs: the content of a layer's blocks, by type of layer, and merging of specs."""
+"""KV-cache specs: what a layer's blocks contain, by type of layer, and how specs merge."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class KVQuantization(Enum):
     """Scaling of cached elements."""
 
     NONE = "none"
-    """No scale: elements are numbers by themselves."""
+    """No scale: elements are the numbers themselves."""
 
     PER_TENSOR = "per tensor"
     """One scale for a whole layer; it belongs to the model and is not in the cache."""
@@ -43,7 +43,7 @@ class KVQuantization(Enum):
 
     @property
     def encoding(self) -> str:
-        """Name of the scaling in the encoding of stored bytes; empty without one."""
+        """Name of the scaling, as the encoding of stored bytes; empty without scales."""
         return "" if self is KVQuantization.NONE else f"scaled {self.value}"
 
     @property
@@ -61,17 +61,17 @@ class KVCacheSpec(ABC):
 
     Attributes:
         tokens_per_block: Tokens that one block of the block table counts.
-        page_size_padded: Bytes of one block of this layer when pages are padded.
+        page_size_padded: Bytes of one block of this layer if pages are padded.
     """
 
     ONE_FOR_ALL: ClassVar[tuple[str, ...]] = ()
-    """Fields of which at most one is set: merged, the value of some specs applies to all."""
+    """Fields of which at most one is set; a merge applies a value of some specs to all."""
 
     tokens_per_block: int
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # a number of a spec is a count
+        for each in fields(self):  # every integer in a spec is a count
             if each.type in (int, int | None):
                 set_counts(self, each.name, optional=each.type is not int)
         if self.page_size_bytes < self.unpadded_page_size_bytes:
@@ -82,11 +82,11 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """Forms of the tensors that an engine registers for a layer, in order of their bytes."""
+        """Forms of the tensors that an engine registers for a layer, ordered by their bytes."""
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """Forms of a layer's tensors if an engine registers its parts one by one."""
+        """Forms of a layer's tensors if an engine registers its parts separately."""
         return ()
 
     @property
@@ -100,19 +100,19 @@ class KVCacheSpec(ABC):
         return self.page_size_padded or self.unpadded_page_size_bytes
 
     def for_layer(self, layer_name: str) -> "KVCacheSpec":  # noqa: ARG002 - only collections look
-        """Return the spec of one layer: itself, unless every layer has its own."""
+        """Return the spec of one layer: this one, unless each layer has its own."""
         return self
 
     @staticmethod
     def merge(specs: "Sequence[KVCacheSpec]") -> "KVCacheSpec":
         """Merge the specs of layers that are to share one group; the inputs stay unchanged.
 
-        Equal specs merge. So do full-attention specs of which some have a window and others none:
-        a single window applies to all, two different ones are refused.
+        Equal specs merge. Full-attention specs also merge if only some have a window or a chunk:
+        a single value applies to all, two different ones are refused.
 
         Raises:
             InvalidArgumentError: There is no spec.
-            SpecMergeError: The specs differ; names the field and the values.
+            SpecMergeError: The specs differ; the error names the field and the values.
         """
         require_instances("specs", specs, KVCacheSpec, at_least_one=True)
         if len({type(spec) for spec in specs}) > 1:
@@ -134,7 +134,7 @@ class AttentionSpec(KVCacheSpec):
 
     Attributes:
         num_kv_heads: KV heads on this worker.
-        head_dim: Width of a key, elements as they are stored: two 4-bit numbers are one uint8.
+        head_dim: Width of a key in stored elements: two packed 4-bit numbers are one uint8.
         dtype: Type of the cached elements.
         head_dim_v: Width of a value, elements; `head_dim` unless given.
         quantization: How the elements are scaled; scales in the cache are part of the page.
@@ -203,8 +203,8 @@ class FullAttentionSpec(AttentionSpec):
     """Spec of full attention: blocks are kept for all tokens.
 
     Attributes:
-        sliding_window: Tokens a layer attends to, if the engine keeps the others all the same.
-        attention_chunk_tokens: Tokens of a local-attention chunk, likewise.
+        sliding_window: Tokens that a layer attends to, if the engine still keeps the older ones.
+        attention_chunk_tokens: Tokens of a local-attention chunk, if the engine still keeps all.
     """
 
     ONE_FOR_ALL = ("sliding_window", "attention_chunk_tokens")
@@ -225,7 +225,7 @@ class SlidingWindowSpec(AttentionSpec):
     """Spec of sliding-window attention: blocks are freed when they leave the window.
 
     Attributes:
-        sliding_window: Tokens a layer attends to. Another window is another type of layer.
+        sliding_window: Tokens that a layer attends to; specs of different windows never merge.
     """
 
     sliding_window: int
@@ -285,7 +285,7 @@ class SlidingWindowMLASpec(_LatentSpec):
     """Spec of latent attention whose blocks are freed when they leave the window.
 
     Attributes:
-        sliding_window: Tokens a layer attends to. Another window is another type of layer.
+        sliding_window: Tokens that a layer attends to; specs of different windows never merge.
     """
 
     sliding_window: int
@@ -293,7 +293,7 @@ class SlidingWindowMLASpec(_LatentSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """Spec of a Mamba or linear-attention layer: a block holds one of each of its states.
+    """Spec of a Mamba or linear-attention layer: a block holds each of its states once.
 
     Attributes:
         shapes: Shape of each state.
@@ -320,7 +320,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """One `(num_blocks, *shape)` per state, axes unnamed, all of them inside one page."""
+        """One tensor `(num_blocks, *shape)` per state, all in one page; axes are `s0`, `s1`, ..."""
         return tuple(
             CacheTensorForm(
                 dtype=dtype,
@@ -337,7 +337,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     """Collection of specs of one type that differ from layer to layer inside one group.
 
     Attributes:
-        layer_specs: Layer name to spec; all of one type and one `tokens_per_block`.
+        layer_specs: Spec by layer name; all have one type and one `tokens_per_block`.
     """
 
     layer_specs: Mapping[str, KVCacheSpec]
