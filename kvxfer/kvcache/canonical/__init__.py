@@ -1,4 +1,4 @@
-"""Canonical form: what an engine registered, as byte tensors of blocks and references into them."""
+"""Canonical form: registered KV caches as byte tensors of blocks, and references into them."""
 
 from kvxfer.kvcache.canonical.attestation import attest
 from kvxfer.kvcache.canonical.caches import (

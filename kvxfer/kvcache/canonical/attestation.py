@@ -27,10 +27,9 @@ def attest(
     """Prove that `caches` shows, block by block, the bytes that the engine writes to `kv_caches`.
 
     For the first, a middle and the last block of every layer, sentinels are written through the
-    engine's own view and looked for in the canonical rows: all of the layer's bytes, and no
-    others of the row, must have changed, in the order in which they lie in memory. The memory is
-    restored afterwards, also when the proof fails. The caches must not be used otherwise
-    meanwhile. Blocks until the device is done.
+    engine's own view and looked for in the canonical pages: exactly the layer's bytes must have
+    changed, in memory order. The memory is restored afterwards, even if the proof fails. Nothing
+    else may use the caches meanwhile. Blocks until the device is done.
 
     `caches` may come from `canonicalize`, or from the engine itself. A wrong layout in `layouts`
     that fits the tensor cannot be detected.
@@ -50,7 +49,7 @@ def attest(
     require_instance("caches", caches, CanonicalKVCaches)
     _require_shape(caches, config)
     block_ids = sorted({0, config.num_blocks // 2, config.num_blocks - 1})
-    with torch.inference_mode():  # engines allocate in it, and such tensors are written only in it
+    with torch.inference_mode():  # engines' tensors may be inference tensors, read-only outside it
         for cache in read_registered(kv_caches, config, layouts):
             for index, places in enumerate(cache.positions):
                 for place, block_id in product(places, block_ids):
@@ -129,7 +128,7 @@ def _attest_block(
 
 
 def _place(view: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the index of the row that a view begins in, and its address, as a sort key."""
+    """Return a view's sort key: the index of the row that it begins in, and its address."""
     address = view.data_ptr()
     begins_in = (
         index for index, row in enumerate(rows) if 0 <= address - row.data_ptr() < row.numel()
@@ -152,7 +151,7 @@ def _changed_bytes(
     before: Sequence[torch.Tensor],
     after: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Collect the bytes of pages that changed, page after page; not those beyond a page."""
+    """Collect the changed bytes of the refs' pages, page by page."""
     changed = [torch.empty(0, dtype=torch.int8, device=HOST)]
     for ref, old, new in zip(refs, before, after, strict=True):
         page, old_page = new[: ref.page_size_bytes], old[: ref.page_size_bytes]

@@ -30,7 +30,7 @@ class CanonicalKVCacheTensor:
     Attributes:
         tensor: int8, `(num_blocks, page_size_bytes)`; stride(1) is 1, stride(0) may exceed
             the page.
-        page_size_bytes: The possibly padded page.
+        page_size_bytes: Bytes of a page, padding included.
     """
 
     tensor: torch.Tensor
@@ -54,7 +54,7 @@ class CanonicalKVCacheRef:
 
     Attributes:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
-        page_size_bytes: The un-padded page: the first bytes of each row that carry data.
+        page_size_bytes: Bytes of the un-padded page: each row's leading bytes that carry data.
         layer_names: Layers whose data this is; empty if unknown.
         layout: Axes of the page as `KVLayout` writes them, see `join_refs`; empty if unknown.
         boxes: Meaning of the bytes of the page, layer by layer; empty if unknown.
@@ -79,13 +79,13 @@ class CanonicalKVCaches:
         tensors: Every distinct tensor exactly once.
         group_data_refs: Refs of each KV-cache group, in layer order. The bytes of one block of
             group g are the pages of its refs, in this order.
-        group_specs: Spec of each group, which with the layouts gives the bytes a meaning; empty if
-            unknown.
+        group_specs: Spec of each group; with the layouts, it gives the bytes their meaning. Empty
+            if unknown.
         null_block_id: Id of the null block, which is never loaded into; None without one.
 
     Raises:
-        InvalidArgumentError: A ref names a tensor, or bytes of one, that do not exist; there is no
-            group, or one without a ref; or there are specs, but not one for each group.
+        InvalidArgumentError: A ref names a tensor or bytes that do not exist; there is no group, or
+            one without a ref; or there are specs, but not one for each group.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
@@ -123,41 +123,41 @@ def canonicalize(
 ) -> CanonicalKVCaches:
     """View the KV caches that an engine registered as blocks of bytes; nothing is copied.
 
-    A layer's tensor may have its blocks, K/V or heads outermost, NHD or HND strides, packed K/V,
-    one latent per token, kernel blocks smaller than the block, down to slots for single tokens,
-    padded pages, or share its bytes with layers of other groups. Keys and values may have tensors
-    of their own. `LAYOUT_ZOO` lists the layouts of engines.
+    A layer's tensor may have blocks, K/V or heads outermost; NHD or HND strides; packed K/V; one
+    latent per token; kernel blocks smaller than the block, down to slots for single tokens; padded
+    pages; and bytes shared with layers of other groups. Keys and values may have separate tensors.
+    `LAYOUT_ZOO` lists the layouts of engines.
 
-    Layers that interleave inside a block become one tensor whose rows are whole blocks, and so
-    does one tensor of all layers, registered under any name or under every layer's; the steps of
-    its layer axis are `config.shared_tensors`, or the layers of the only group. A ref's page is
-    the leading bytes of the row up to the group's last one.
+    Layers that interleave inside a block become one tensor whose rows are whole blocks. So does one
+    tensor of all layers, registered once under any name or under the name of every layer; the
+    indices of its layer axis are `config.shared_tensors`, or the layers of the only group. A ref's
+    page covers the row from its start to the group's last byte.
 
     A tensor is matched with layouts by its strides, never by the order of its shape, and a tensor
-    that fits two layouts is refused. That is so also where both give the same pages, such as NHD
-    and HND with as many heads as tokens: workers that read their pages differently must not share
-    them, and only the refs' layouts distinguish them. Layouts that differ only in the position of
-    axes of size 1 are the same. Its shape names the axes of a state: one whose axes of equal size
-    lie in another order in memory is refused, too.
+    that fits two layouts is refused, even if both give the same pages, such as NHD and HND with as
+    many heads as tokens: workers that read their pages differently must not share them, and only
+    the refs' layouts tell them apart. Layouts that differ only in the position of axes of size 1
+    are the same. The shape of a state names its axes, so a state whose axes of equal size have
+    another order in memory is refused, too.
 
     Args:
-        kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
+        kv_caches: Each layer's tensor, its separate keys and values or, for Mamba, its list of
             states. The result views their memory and keeps it alive.
         config: The blocks, groups and specs.
-        layouts: Layouts of some entries, given by the caller as axis strings, one for all tensors
-            of a layer or one for each; checked against shape and strides as any other layout.
+        layouts: Layouts of some entries as axis strings, one for all tensors of a layer or one per
+            tensor; checked against shape and strides like any other layout.
 
     Raises:
         InvalidArgumentError: An entry is missing, unknown or does not match its spec, tensors
             are on several devices or on the meta device, or a layout names the wrong axes.
         AmbiguousLayoutError: A tensor fits two layouts.
-        UnknownLayoutError: A tensor fits no layout of its spec; also when a page is not
-            contiguous, or the tensor conjugates, negates or scales its bytes.
+        UnknownLayoutError: A tensor fits no layout of its spec, its pages are not contiguous, or
+            it is a conjugated, negated or quantized view of its bytes.
         OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
             layer, such as its keys and its values, share any.
         PageBoundsError: Padded pages reach beyond the storage.
         LayoutError: Pages do not add up to the spec's size, or layers do not share a tensor as
-            `config.shared_tensors` demands.
+            `config.shared_tensors` requires.
     """
     caches = read_registered(kv_caches, config, layouts)
     pages = [each for cache in caches for each in find_pages(cache, config.num_blocks)]
@@ -178,7 +178,7 @@ def canonicalize(
 def _refs(
     pages: Sequence[LayerPages], rows: Sequence[Row], group: int
 ) -> tuple[CanonicalKVCacheRef, ...]:
-    """Make one ref for each row that a group uses, in the order of its layers."""
+    """Create one ref for each row that a group uses, in layer order."""
     row_of = {id(page): index for index, row in enumerate(rows) for page in row.members}
     used: dict[int, list[CanonicalKVCacheRef]] = {}
     for page in (page for page in pages if page.group == group):
@@ -198,8 +198,8 @@ def _refs(
 def join_refs(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
     """Join refs to pages of one row into one ref.
 
-    Its layout says where they begin, unless each follows the one before it, or all are in equal
-    steps: caches with other bytes at equal tokens have other layouts.
+    The layout lists where the pages begin, unless they are back to back or evenly spaced, so that
+    caches with different bytes for equal tokens have different layouts.
     """
     layouts = [ref.layout for ref in refs]
     layout = layouts[0] if len({*layouts}) == 1 else " | ".join(layouts)
@@ -222,10 +222,10 @@ def join_refs(refs: Sequence[CanonicalKVCacheRef]) -> CanonicalKVCacheRef:
 
 
 def _require_shared(pages: Sequence[LayerPages], config: KVCacheConfig) -> None:
-    """Check that layers share tensors as the config demands.
+    """Check that layers share tensors as the config requires.
 
-    Groups whose kernels use blocks of different sizes cut the same row differently, so that their
-    pages at one position begin at different bytes.
+    Groups whose kernels use blocks of different sizes are exempt: they cut the same row
+    differently, so their pages at one position begin at different bytes.
     """
     starts: dict[str, set[int]] = {}
     num_fragments = {name: page.num_fragments for page in pages for name in page.layer_names}
@@ -243,7 +243,7 @@ def _require_shared(pages: Sequence[LayerPages], config: KVCacheConfig) -> None:
 
 
 def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
-    """List the memory regions of caches, each byte in one region."""
+    """List the memory regions of caches; no two regions overlap."""
     spans = sorted(
         (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
         for tensor in (each.tensor for each in caches.tensors)

@@ -12,7 +12,7 @@ from kvxfer.kvcache.layout import CacheTensorForm, describe_tensor
 from kvxfer.kvcache.page_box import Digit, PageBox
 
 Axes = Iterable[tuple[str, int, int]]
-"""Name, size and stride in elements of axes, merged ones such as `kv*dim` included."""
+"""Name, size and stride (in elements) of each axis; merged axes, such as `kv*dim`, are one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class LayerPages:
     """Pages of all blocks at one place of a tensor, such as those of one layer.
 
     Block b's page is `num_fragments` fragments, the first of them at
-    `address + b * block_stride_bytes`. There is one fragment unless kernel blocks are smaller
-    than blocks and the pages of several layers interleave.
+    `address + b * block_stride_bytes`. There is one fragment unless other layers lie between the
+    kernel blocks, or the heads, of a page.
 
     Attributes:
         fragment_size_bytes: Bytes of one fragment, padding included.
@@ -48,7 +48,7 @@ class LayerPages:
         return (self.num_fragments - 1) * self.fragment_stride_bytes + self.fragment_size_bytes
 
     def fragments(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and the end address of each fragment of block 0's page."""
+        """Yield the start and end addresses of each fragment of block 0's page."""
         for index in range(self.num_fragments):
             start = self.address + index * self.fragment_stride_bytes
             yield start, start + self.fragment_size_bytes
@@ -157,7 +157,7 @@ def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
 
 
 def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
-    """Whether several tensors make up one page; they must, where it is padded as a whole."""
+    """Whether a cache's tensors make up one page; `LayoutError` if padding requires that."""
     spans = _spans(cache)
     steps = {
         reading.strides[reading.block_axis] * tensor.element_size()
@@ -183,7 +183,7 @@ def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
 
 
 def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
-    """List the address and the bytes of block 0 in each tensor, in the order of memory."""
+    """List the address and the bytes of block 0 in each tensor, in address order."""
     return sorted(
         (tensor.data_ptr(), form.page_size_bytes)
         for tensor, form in zip(cache.tensors, cache.forms, strict=True)
@@ -220,9 +220,9 @@ def _joined_pages(cache: RegisteredCache, num_blocks: int) -> LayerPages:
 def _read_contents(
     cache: RegisteredCache, index: int, outer: Mapping[str, int], places: Sequence[LayerPlace]
 ) -> tuple[PageBox, ...]:
-    """Describe the pages that one tensor has at one place, from which the offsets count.
+    """Describe the pages that one tensor has at one place, with offsets from there.
 
-    `outer` is the index of the place along each axis outside of the block axis.
+    `outer` is the index of the place along each axis outside the block axis.
     """
     reading, form = cache.readings[index], cache.forms[index]
     every = zip(reading.layout.axes, reading.sizes, reading.strides, strict=True)
@@ -252,8 +252,8 @@ def layer_boxes(
 ) -> list[PageBox]:
     """Describe one layer's page: keys before values, offsets from the start of the page.
 
-    The axes are those inside of a page, and the block axis, whose stride is a kernel block's.
-    `outer` is the index of the page along each axis outside of the block axis.
+    `axes` are those inside a page, and the block axis, whose stride is that of a kernel block.
+    `outer` is the index of the page along each axis outside the block axis.
     """
     item, ratio = form.dtype.itemsize, kernel_blocks_per_block
     single = {name: (size, stride * item) for name, size, stride in _single_axes(axes, form, ratio)}
@@ -270,10 +270,10 @@ def layer_boxes(
             inside["dim"] = (width, stride)
         _, kernel_stride = inside.pop("block")
         for axis in form.axis_sizes:
-            if "kv" not in axis:  # outside of the page, or left out by the layout
+            if "kv" not in axis:  # outside the page, or left out by the layout
                 inside.setdefault(axis, (1, 0))
         if part == "latent" and inside["head"][0] == 1:
-            inside.pop("head")  # of all heads together
+            inside.pop("head")  # one latent serves all heads
         digits = [Digit(name, size, stride) for name, (size, stride) in inside.items()]
         if ratio > 1:
             tokens, _ = inside["token"]
@@ -293,7 +293,7 @@ def layer_boxes(
 
 
 def _single_axes(axes: Axes, form: CacheTensorForm, ratio: int) -> Iterator[tuple[str, int, int]]:
-    """Yield every single axis, merged ones split, except keys and values of unequal width."""
+    """Split merged axes into single ones, except `kv*dim` of keys and values of unequal width."""
     known = form.axis_sizes
     for axis, size, stride in axes:
         if axis in known or "*" not in axis:

@@ -38,8 +38,8 @@ class RegisteredCache:
 
     Attributes:
         name: Name under which it was registered.
-        positions: For each step along the layer axis the layers whose pages lie there; one
-            position for a tensor without a layer axis. Layers of different groups may share one.
+        positions: Layers at each index of the layer axis; a tensor without one has one position.
+            Layers of different groups may share a position.
     """
 
     name: str
@@ -53,7 +53,7 @@ class RegisteredCache:
 def read_registered(
     kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts | None
 ) -> list[RegisteredCache]:
-    """Find the layout of each tensor, in group and layer order; errors as `canonicalize`."""
+    """Find the layout of each tensor, in group and layer order; raises as `canonicalize` does."""
     require_instance("kv_caches", kv_caches, Mapping)
     require_instance("config", config, KVCacheConfig)
     if not kv_caches:
@@ -162,9 +162,9 @@ def _forms(
 def _read_cross_layer(
     kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts
 ) -> RegisteredCache | None:
-    """Read the entries as one tensor of all layers, or return None when they are not one.
+    """Read the entries as one tensor of all layers, or return None if they are not one.
 
-    It is registered once, under any name, or once per layer.
+    Such a tensor is registered once, under any name, or once per layer.
     """
     name, entry = next(iter(kv_caches.items()))
     positions = _layer_positions(config)
@@ -178,7 +178,7 @@ def _read_cross_layer(
     given = {KVLayout.parse(each) for each in words if isinstance(each, (str, KVLayout))}
     several = any(not isinstance(each, (str, KVLayout)) and each is not None for each in words)
     if several or any("layer" not in each.axes for each in given):
-        return None  # they are those of the tensors of single layers
+        return None  # the layouts are those of single layers' tensors
     if len(given) > 1:
         raise InvalidArgumentError("layouts", layouts, "one layout of the tensor of all layers")
     layout = next(iter(given), None)
@@ -205,7 +205,7 @@ def _read_cross_layer(
 
 
 def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...] | None:
-    """List the layers at each step of a layer axis; None if unknown."""
+    """List the layers at each index of a layer axis; None if unknown."""
     groups = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
     if sum(map(len, config.layer_positions)) != len(groups):
         return None
@@ -215,7 +215,7 @@ def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...
 
 
 def _is_one_tensor(kv_caches: KVCaches, config: KVCacheConfig) -> bool:
-    """Whether all entries are the same tensor, and it is not that of one layer among several."""
+    """Whether all entries are the same tensor, registered once or for every layer."""
     entries = [as_tensors(entry) for entry in kv_caches.values()]
     if any(len(tensors) != 1 for tensors in entries):
         return False

@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         members: Pages in the row; those of different groups may be the same bytes.
-        size_bytes: Bytes of a row: the whole block stride if it holds nothing else.
+        size_bytes: Bytes of a row: the whole block stride if that holds nothing else.
     """
 
     address: int
@@ -53,8 +53,8 @@ class Row:
 def join_rows(pages: Sequence[LayerPages]) -> list[Row]:
     """Join pages that touch or coincide in every block into rows; other pages are rows alone.
 
-    Pages touch when they have one block stride and no undeclared byte between them; a gap may be
-    used by the engine for something else, so it is never part of a row.
+    Pages touch if they have one block stride and no undeclared byte between them: the engine may
+    use a gap for something else, so a row never spans one.
     """
     _require_shared_wholly(pages)
     by_place = sorted(pages, key=lambda p: (p.block_stride_bytes, p.address, p.extent_bytes))
@@ -82,7 +82,7 @@ def _require_shared_wholly(pages: Sequence[LayerPages]) -> None:
 
 
 def _windows(pages: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Split pages, sorted by address, into those whose block 0 may lie in one row."""
+    """Group pages, sorted by address, whose block 0 may lie in one row."""
     windows: list[list[LayerPages]] = []
     for each in pages:
         first = windows[-1][0] if windows else each
@@ -96,10 +96,10 @@ def _windows(pages: Sequence[LayerPages]) -> list[list[LayerPages]]:
 
 
 def _require_same_or_apart(window: Sequence[LayerPages]) -> None:
-    """Refuse pages of one window that are neither the same nor apart.
+    """Refuse pages of one window that overlap without being the same.
 
-    Groups whose kernels use blocks of different sizes cut the same row differently: their
-    block ids are disjoint, so only pages of one group must be apart.
+    Groups whose kernels use blocks of different sizes cut the same row differently. Their block
+    ids are disjoint, so their pages may overlap.
     """
     spans = sorted((start, end, i) for i, p in enumerate(window) for start, end in p.fragments())
     reach: list[tuple[int, int]] = []
@@ -126,7 +126,7 @@ def _require_same_or_apart(window: Sequence[LayerPages]) -> None:
 def _same_pages(page: LayerPages, other: LayerPages) -> bool:
     """Whether two pages may share their bytes: equal in one group, equal starts across groups.
 
-    Two of one layer may not, nor two parts of several layers: keys are never values.
+    Pages of one layer may not, nor may different parts in one group: keys are never values.
     """
     if not set(page.layer_names).isdisjoint(other.layer_names):
         return False
@@ -193,7 +193,7 @@ def _require_rows_apart(rows: Sequence[Row]) -> None:
 
 
 def _overlap(first: Row, second: Row) -> bool:
-    """Whether any block of one row shares a byte with any block of the other, further on."""
+    """Whether any two blocks of the rows share a byte; `second` must not begin before `first`."""
     stride = first.block_stride_bytes
     if stride == second.block_stride_bytes:
         blocks, offset = divmod(second.address - first.address, stride)
