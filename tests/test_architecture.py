@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/explain": 852,
     "kvxfer/face": 421,
     "kvxfer/integrations": 10_039,
-    "kvxfer/kvcache": 5_306,
+    "kvxfer/kvcache": 5_308,
     "kvxfer/lending": 1_446,
     "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_565,

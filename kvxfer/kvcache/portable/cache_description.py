@@ -1,4 +1,4 @@
-"""Cache descriptions: the meaning of the bytes of a worker's blocks, told to other engines."""
+"""Cache descriptions: what the bytes of a worker's blocks mean, for other engines."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,16 +22,16 @@ from kvxfer.kvcache.portable.worker_shard import WorkerShard, is_state
 from kvxfer.text import printable
 
 MAX_DESCRIPTION_BYTES = 1 << 20
-"""Longest description that is decoded: 4000 boxes; a model of 126 layers has 252."""
+"""Maximum size of an encoded description: 4000 boxes; a model of 126 layers has 252."""
 
 MAX_PAYLOAD_BYTES = 1 << 40
-"""Largest block that may be described; offsets in it fit 64 bits in any sum."""
+"""Maximum size of a described block, so that any sum of offsets fits in 64 bits."""
 
 MAX_INDEX = 1 << 40
-"""Largest index of a head or a token, and number of workers."""
+"""Maximum index of a head or a token, and maximum number of workers."""
 
 STATE_TOKENS = MAX_INDEX
-"""Tokens that a block of states spans: it stands for all tokens before it, however many."""
+"""Tokens of a block of states, which stands for all tokens before it, however many."""
 
 MAX_NAME_CHARACTERS = 512
 MAX_DIGITS = 32
@@ -44,15 +44,15 @@ _DTYPES = {
 
 
 class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one block of a group on one worker; bounds are checked when it is made.
+    """Description of one block of a group on one worker; the constructor checks all bounds.
 
     Attributes:
-        tokens_per_block: Tokens that a block spans, over all workers that share its tokens; taken
-            as `STATE_TOKENS` for one of states.
+        tokens_per_block: Tokens that a block spans, over all workers that share its tokens;
+            always `STATE_TOKENS` for states.
         payload_size_bytes: Bytes of a block: the pages of the group's refs, one after the other.
         boxes: Boxes of elements in these bytes, with the worker's own indices of heads and tokens;
-            empty where they are unknown.
-        opaque: Where boxes are unknown, a text that names all that must be equal besides the rank:
+            empty if unknown.
+        opaque: If boxes are unknown, a text that names all that must be equal besides the rank:
             engine, release, layout, packing.
     """
 
@@ -87,9 +87,9 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-caches-1"):
     """Description of one worker's caches: what another engine needs to read its raw blocks.
 
-    The tag has the version of the format: other versions are refused. Within one, a release may add
-    fields whose defaults say what blocks were without them; a release that does not know a field
-    refuses it by name, because it cannot say whether it reads such blocks rightly.
+    The tag carries the version of the format: other versions are refused. Within a version, a
+    release may add fields whose defaults describe the blocks of older releases. A release refuses
+    a field that it does not know, by name, since it may misread such blocks.
     """
 
     shard: WorkerShard
@@ -104,11 +104,11 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
             require_integer(f"shard.{name}", getattr(shard, name), maximum=MAX_INDEX)
 
     def at_rank(self, rank: int) -> "CacheDescription":
-        """Describe another worker of the same engine, where all are alike."""
+        """Describe another worker of the same engine, whose workers must be alike."""
         return msgspec.structs.replace(self, shard=replace(self.shard, rank=rank))
 
     def encode(self) -> bytes:
-        """Encode for another process; `InvalidArgumentError`: it is too long for that."""
+        """Encode for another process; `InvalidArgumentError` if the result is too long."""
         encoded = msgspec.msgpack.encode(self, enc_hook=_encode_dtype)
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
@@ -117,12 +117,12 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
 
     @staticmethod
     def decode(encoded: bytes) -> "CacheDescription":
-        """Decode what another process has encoded, which may be anything.
+        """Decode untrusted bytes from another process.
 
         Raises:
-            InvalidArgumentError: It is no description of this version, or too long; or a value in
-                it is out of bounds.
-            CacheMismatchError: It has a field that this release does not know.
+            InvalidArgumentError: They are not a description of this version, or too long, or a
+                value is out of bounds.
+            CacheMismatchError: The description has a field that this release does not know.
         """
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
@@ -145,9 +145,9 @@ def describe_caches(
 ) -> CacheDescription:
     """Describe caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
 
-    Groups without boxes are described as bytes, for equal workers only, if `opaque` is a text
-    that names all that must be equal besides the rank: engine, release and layout. Without it
-    they are a `PageMappingError`.
+    Groups without boxes are described as plain bytes, for equal workers only, if `opaque` names
+    all that must be equal besides the rank: engine, release and layout. Without `opaque`, they
+    raise `PageMappingError`.
     """
     require_instance("caches", caches, CanonicalKVCaches)
     require_instance("shard", shard, WorkerShard)
@@ -175,7 +175,7 @@ def describe_caches(
 
 
 def _unknown_fields(words: Any, known: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each field of a message, and its value, that the decoded one does not have."""
+    """Yield name and value of each field of a message that its decoded form lacks."""
     if isinstance(known, dict):
         for field, value in words.items():
             inner = f"{name}.{field}" if name else f"{field}"
@@ -189,7 +189,7 @@ def _unknown_fields(words: Any, known: Any, name: str = "") -> Iterator[tuple[st
 
 
 def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
-    """Check that a box is well formed, and all its elements lie in the payload."""
+    """Check that a box is well formed and that all its elements lie in the payload."""
     texts = (box.layer_name, box.part, box.encoding, *(digit.axis for digit in box.digits))
     texts += tuple(axis for axis, _ in box.first)
     if max(map(len, texts)) > MAX_NAME_CHARACTERS:

@@ -19,11 +19,11 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableTensor:
-    """Tensor of a portable page, contiguous, row-major; axes are outermost first.
+    """Tensor of a portable page, contiguous and row-major; axes are outermost first.
 
     Attributes:
         name: Name of the tensor, e.g. `layers.3.k`.
-        first: Index of the first element along each axis: not all zero in a shard.
+        first: Index of the first element along each axis; in a shard, not always zero.
         encoding: See `PageBox`.
     """
 
@@ -48,7 +48,7 @@ class PortableTensor:
 
 @dataclass(frozen=True, slots=True)
 class PortablePage:
-    """Portable page: a block's tokens for all heads and layers, in shards with own keys."""
+    """Portable page: a block's tokens for all heads and layers, in shards with their own keys."""
 
     shards: tuple[tuple[PortableTensor, ...], ...]
 
@@ -92,15 +92,15 @@ def portable_page(
 ) -> PortablePage:
     """Derive the portable page of the whole model from the boxes of one worker.
 
-    Tensors are in the order of the numbers in their names. In every tensor the heads come first,
-    then tokens, then the inner axes, so that the heads of any worker are one piece of it.
+    Tensors are in natural order of their names. In every tensor, the heads are outermost, then the
+    tokens, then the inner axes, so that the heads of any worker are one contiguous piece.
 
     Args:
         boxes: Boxes of one block, with their indices in the whole model.
         shard: The worker.
         num_tokens: Tokens of a portable page.
-        num_shards: See `map_caches`; tensors without heads are in the first share.
-        axes: Order of the axes of some parts where all engines agree on another one, e.g.
+        num_shards: See `map_caches`; tensors without heads are in the first shard.
+        axes: Order of the axes of some parts, if all engines agree on an unusual one, e.g.
             `{"k": ("head", "dim", "token")}`.
     """
     parts: dict[str, list[PageBox]] = {}
@@ -147,10 +147,10 @@ def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTe
 
 
 def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
-    """Name the tensors of boxes in the same way for all engines: `layers.3.k`.
+    """Name the tensors of boxes in the same way for all engines, e.g. `layers.3.k`.
 
-    A layer is called by the number in its name, or by its name if that has no or several numbers,
-    or if another layer has the same number.
+    A layer is identified by the number in its name, or by the whole name if that has no number or
+    several, or if another layer has the same number.
     """
     layers = dict.fromkeys(box.layer_name for box in boxes)
     numbers = {name: [int(found) for found in _NUMBER.findall(name)] for name in layers}
@@ -163,6 +163,6 @@ def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
-    """Make a sort key by which layer 9 comes before layer 10."""
+    """Return a sort key that puts layer 9 before layer 10."""
     pieces = _NUMBER.split(name)
     return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name

@@ -1,4 +1,4 @@
-"""Page mappings: the correspondence of a worker's blocks and portable pages, byte by byte."""
+"""Page mappings: how a worker's blocks correspond to portable pages, byte by byte."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,16 +35,16 @@ from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
 from kvxfer.kvcache.spec import KVCacheSpec
 
 DIVISIBLE_AXES = frozenset({"head", "token"})
-"""Axes along which a worker's block may have another part than the portable page."""
+"""Axes along which a worker's block and a portable page may cover different ranges."""
 
 ROW = "row"
-"""Name of a layer's bytes where they are those of several layers."""
+"""Layer name of opaque bytes that may be those of several layers."""
 
 USUAL_PARTS = re.compile("k|v|latent|state[0-9]+")
-"""Parts of layers whose order of axes may be given although these caches have none of them."""
+"""Parts whose order of axes may be given even if the caches have no such part."""
 
 MAX_DIGEST = (1 << 128) - 1
-"""Largest digest of a key, a number of 128 bits."""
+"""Maximum digest of a key, a number of 128 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class CopyRun:
 class PageFragments:
     """Fragments that are contiguous both in a worker's blocks and in a portable page.
 
-    Sorted by their place in the page; int64, `(num_fragments,)` each. A block is an index among
-    the worker's blocks of the page, a local offset one in that block's payload.
+    Sorted by their place in the page; int64, `(num_fragments,)` each. `blocks` are indices among
+    the worker's blocks of the page, `local_offsets` are bytes into the payload of that block.
     """
 
     blocks: Offsets
@@ -128,7 +128,7 @@ class PageMapping:
         block_size_bytes: Bytes of the payload of one of the worker's blocks.
         blocks_per_page: Consecutive blocks that hold one page.
         pages: Fragments of each page that one block holds.
-        num_writers: Number of workers that hold these same bytes.
+        num_writers: Number of workers that hold the same bytes.
         writer_index: Index of this worker among them.
     """
 
@@ -169,7 +169,7 @@ class PageMapping:
         return tuple(held)
 
     def writes(self, number: int) -> bool:
-        """Whether it is this worker's turn to store the bytes that several hold.
+        """Whether it is this worker's turn to store the bytes that several workers hold.
 
         Args:
             number: A number that all workers share, such as the block's id if ids are shared, or a
@@ -201,22 +201,23 @@ def map_caches(
     Args:
         caches: Caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
         shard: Position of this worker in the model.
-        tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's, over all
-            workers that share its tokens, and no more than all blocks have; by default the same.
+        tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's tokens,
+            counted over all workers that share them, and at most those of all blocks. By default,
+            those of one block.
         num_shards: Equal shares of the heads, stored under separate keys. A worker must hold whole
-            shares, so choose the largest number of workers that will divide the heads.
-        state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
-            workers divide it; by default states can be mapped on a single worker only.
-        axes: See `portable_page`; all engines that share pages must give the same.
+            shares, so choose the largest number of workers among which heads will be divided.
+        state_heads: Axis (`s0`, `s1`, ...) along which workers divide each state of a recurrent
+            layer; by default, states can be mapped on a single worker only.
+        axes: See `portable_page`; all engines that share pages must pass the same.
         opaque: If given, groups that cannot be mapped are stored as plain bytes, for equal workers
-            only. The text names all that must be equal besides the rank, such as engine, release
-            and layout. The reason is added to the encoding of the stored tensors.
+            only. The text must name all that must be equal besides the rank, such as engine,
+            release and layout. The reason is added to the encoding of the stored tensors.
 
     Returns:
         One mapping per group.
 
     Raises:
-        PageMappingError: A group cannot be mapped, with the reason; never with `opaque`.
+        PageMappingError: A group cannot be mapped; the error says why. Never with `opaque`.
         InvalidArgumentError: The caches have no specs, the heads cannot be divided into
             `num_shards`, or a name in `axes` or `state_heads` is unknown.
     """
@@ -257,7 +258,7 @@ def map_caches(
 def _require_known_names(
     caches: CanonicalKVCaches, axes: Mapping[str, Sequence[str]], state_heads: Sequence[str | None]
 ) -> None:
-    """Refuse names of parts and of axes of states that are mistyped, and would have no effect."""
+    """Refuse mistyped names of parts and of state axes, which would have no effect."""
     require_instance("axes", axes, Mapping)
     parts = {box.part for refs in caches.group_data_refs for ref in refs for box in ref.boxes}
     for part, names in axes.items():
@@ -274,7 +275,7 @@ def _require_known_names(
 def _contents(
     spec: KVCacheSpec | None, refs: Sequence[CanonicalKVCacheRef], shard: WorkerShard
 ) -> str:
-    """Describe what opaque boxes say nothing of: encodings, layers in one row, shares of tokens."""
+    """Describe what opaque boxes leave out: encodings, layers of one row, shares of tokens."""
     forms = spec.cache_tensors if spec else ()
     contents = "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
     if any(len(ref.layer_names) > 1 for ref in refs):
@@ -298,9 +299,9 @@ def _map(
 
 
 def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
-    """List the boxes of the payload of a group's block: the pages of its refs, one by one.
+    """List the boxes of a group's payload, the pages of its refs back to back, layer by layer.
 
-    Layers that share the same bytes appear once: as the first by the number in its name.
+    Of layers that share the same bytes, only the first in natural order is listed.
     """
     boxes: list[PageBox] = []
     start = 0
@@ -354,17 +355,17 @@ def compile_mapping(
     """Compute the mapping of a worker's blocks to portable pages.
 
     Args:
-        boxes: Boxes of a block's payload; indices of heads are those in the whole model, and of
-            tokens those in the block of all workers together.
+        boxes: Boxes of a block's payload. Head indices are those in the whole model; token indices
+            are those in the block of all workers together.
         page: The portable page.
         tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
         payload_sizes: Bytes of the pieces of a payload; neighbouring bytes of the payload are
             contiguous in memory only within one piece.
-        max_fragments: Most fragments, where the boxes are not the caller's own.
+        max_fragments: Maximum number of fragments, for boxes that another process described.
 
     Raises:
-        PageMappingError: The page is no rearrangement of the boxes' elements; the error names the
-            axis or the tensor that prevents it.
+        PageMappingError: The page is not a rearrangement of the boxes' elements; the error names
+            the axis or the tensor that prevents it.
     """
     tokens = page.num_tokens or tokens_per_block
     cuts = np.cumsum(payload_sizes)
@@ -401,7 +402,7 @@ def compile_mapping(
 def verify_mappings(mappings: Sequence[PageMapping]) -> None:
     """Prove that the workers of a model together hold each byte of its portable pages once.
 
-    Every worker's fragments must be bytes of its blocks, none of them twice; and for each turn
+    Every worker's fragments must lie in its blocks, none overlapping another; and in each turn,
     the workers whose turn it is must tile the page exactly once. `compile_mapping` ensures that
     the fragments are all bytes of the blocks that carry data.
 
@@ -417,7 +418,7 @@ def verify_mappings(mappings: Sequence[PageMapping]) -> None:
     of_page: dict[PortablePage, list[PageMapping]] = {}
     for mapping in mappings:
         _require_disjoint(mapping)
-        of_page.setdefault(mapping.page, []).append(mapping)  # each opaque worker has its own
+        of_page.setdefault(mapping.page, []).append(mapping)  # opaque workers share no page
     for page, sharing in of_page.items():
         if len(counts := {mapping.pages_per_block for mapping in sharing}) > 1:
             raise PageMappingError("token", f"{sorted(counts)} pages per block", "one number")
@@ -431,7 +432,7 @@ def verify_mappings(mappings: Sequence[PageMapping]) -> None:
 
 
 def merge_bytes(parts: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
-    """Merge the bytes of a page that workers have; starts and lengths."""
+    """Merge the bytes of a page that several workers have; return starts and lengths."""
     starts = np.concatenate([np.zeros(0, np.int64), *(part.page_offsets for part in parts)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
     order = np.argsort(starts, kind="stable")
@@ -443,7 +444,7 @@ def merge_bytes(parts: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
 def _group_alike(
     boxes: Sequence[PageBox], page: PortablePage
 ) -> list[tuple[PageBox, PortableTensor, list[tuple[int, int]]]]:
-    """Group boxes that differ only in place: one, its tensor, and the places in block and page."""
+    """Group boxes that differ only in place: one, its tensor, and all (block, page) offsets."""
     named: dict[str, list[PageBox]] = {}
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
         named.setdefault(name, []).append(box)
@@ -468,8 +469,8 @@ def _place(
 ) -> list[PageFragments]:
     """Compute the fragments of the elements that a box and a portable tensor both have.
 
-    Both are at several places, `starts` in the block and in the page.
-    Several blocks are all inside of the page, so the first determines the places of the others.
+    `starts` lists every place of the pair: its offset in the block, and in the page. The blocks of
+    a page lie wholly inside it, so the first block determines the places of the others.
     """
     _require_same_elements(box, tensor)
     for axis, first, size in zip(tensor.axes, tensor.first, tensor.shape, strict=True):

@@ -29,17 +29,17 @@ from kvxfer.kvcache.portable.page_mapping import (
 from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
 MAX_FRAGMENTS = 1 << 22
-"""Fragments of a block; a block of 80 layers that is transposed element by element has more."""
+"""Maximum fragments of a block; transposing one of 80 layers element by element needs more."""
 
 MAX_PLACEMENTS = 1 << 16
-"""Boxes of a block times the pages in it, each placed by some lines of Python."""
+"""Maximum of a block's boxes times its pages; Python places each combination in a loop."""
 
 MOST_SHOWN_NAMES = 4
-"""Names of tensors in an error."""
+"""Maximum number of tensor names in an error."""
 
 BytePairs = tuple[Offsets, Offsets, Offsets]
-"""Bytes of a block of ours and of theirs that are equal: offset in the payload of our block and of
-theirs, and bytes; int64 `(n,)` each."""
+"""Equal ranges of bytes in a block of ours and one of theirs: offset in our payload, offset in
+theirs, length; int64 `(n,)` each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class PeerMapping:
     """Mapping of one group's blocks of another engine's workers to ours, by common pages.
 
     Attributes:
-        tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
-        is_direct: Whether a block of the only source is our block, byte by byte: read it in place.
+        tokens_per_page: Tokens of a common page; those of our block if pages are blocks.
+        is_direct: Whether the only source's block equals ours byte for byte and is read in place.
         ours: Mapping of our blocks to the common pages.
-        theirs: That of each of their workers that hold parts of our blocks, by rank.
+        theirs: Mapping of each of their workers that holds parts of our blocks, by rank.
     """
 
     tokens_per_page: int
@@ -66,7 +66,7 @@ class PeerMapping:
     def pairs(self, rank: int, first: int, their_first: int, num_pages: int) -> BytePairs:
         """Find the equal bytes of `num_pages` pages, by our offsets; neighbours are not joined.
 
-        The pages are in one block on both sides, from `first` on in ours.
+        On each side the pages are in one block, beginning at page `first` or `their_first` of it.
         """
         theirs = self.theirs[rank]
         found = [
@@ -81,8 +81,8 @@ class PeerMapping:
 class PeerBlocks:
     """Blocks of one group that another engine's workers keep, as sources of our blocks.
 
-    Its pages are equal parts of a block on both sides. States of recurrent layers have no tokens:
-    there a page is a block, and its index is whatever the caller counts on both sides.
+    Pages divide the blocks of both sides evenly. States of recurrent layers have no tokens: their
+    page is a block, and its index is whatever the caller counts on both sides.
     """
 
     def __init__(self, caches: CanonicalKVCaches, group: int, mapping: PeerMapping) -> None:
@@ -101,15 +101,15 @@ class PeerBlocks:
         first_page: int = 0,
         stop_page: int | None = None,
     ) -> tuple[Descriptors, Descriptors]:
-        """Describe the copy of staged blocks of one of their workers into our blocks.
+        """Describe the copy of one of their workers' staged blocks into our blocks.
 
-        Pages that are not in both are left out, and those of our null block. The fragments of both
-        sides are equal, so that any copy engine copies them as they are.
+        Pages that only one side has, and those of our null block, are left out. Both sides have
+        equal fragments, so any copy engine copies them as they are.
 
-        Their blocks are at indices of the prompt, `(n,)`, each once; each payload is in one piece
-        of host memory, at an address. `block_ids` are ours of the prompt, `(m,)`; the null block
-        any number of times. Returned are source and destination, one batch entry for each run of
-        pages within a block on both sides; the caller keeps the staged memory alive.
+        `their_indices`, `(n,)`, are the indices of their blocks in the prompt, each once; each
+        payload is one piece of host memory, at its address. `block_ids`, `(m,)`, are our blocks of
+        the prompt; the null block may repeat. Returns source and destination, with one batch entry
+        per run of pages within one block on both sides; the caller keeps the staged memory alive.
         """
         theirs = require_integers("their_indices", their_indices)
         staged = require_integers("addresses", addresses, dtype=np.uint64)
@@ -118,7 +118,7 @@ class PeerBlocks:
         return self._expand(rank, staged, ids, *wanted)
 
     def fragment_bytes(self, rank: int) -> float:
-        """Mean size of the pieces that lie together in a block of theirs and of ours."""
+        """Compute the mean size of the pieces that are contiguous in their blocks and in ours."""
         mapping = self.mapping
         num_pages = min(mapping.ours.pages_per_block, mapping.theirs[rank].pages_per_block)
         pieces, _ = self._template(rank, 0, 0, num_pages)
@@ -133,10 +133,10 @@ class PeerBlocks:
         first_page: int = 0,
         stop_page: int | None = None,
     ) -> tuple[Offsets, Descriptors]:
-        """Describe our memory as blocks of one of their workers, to read these without a copy.
+        """Describe our memory in the form of one of their workers' blocks, to read without a copy.
 
-        Returns the positions in `their_indices` of the blocks of which every byte has a place in
-        ours, `(k,)`, and for each of them the places of its bytes, in the order of its payload.
+        Returns the positions, `(k,)`, in `their_indices` of the blocks whose every byte has a place
+        in our blocks, and for each of them the places of its bytes, in the order of its payload.
         """
         theirs = require_integers("their_indices", their_indices)
         block_bytes = self.mapping.theirs[rank].block_size_bytes
@@ -154,10 +154,10 @@ class PeerBlocks:
             each[order] for each in (source.addresses, ours.addresses, ours.lengths)
         )
         block = (offsets // size).astype(np.int64)
-        follows = np.zeros(len(block), bool)  # another fragment of the same block
+        follows = np.zeros(len(block), bool)  # not the first fragment of its block
         touches = follows.copy()
         follows[1:], touches[1:] = block[1:] == block[:-1], touch(offsets, lengths)
-        fits = np.where(follows, touches, offsets % size == 0)  # nothing is left out before it
+        fits = np.where(follows, touches, offsets % size == 0)  # no byte is missing before it
         covered = np.bincount(block, lengths * fits, minlength=len(theirs))
         is_whole = covered == block_bytes
         kept = is_whole[block]
@@ -173,7 +173,7 @@ class PeerBlocks:
         )
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
-        """Check our block ids, and return which of them are not the null block."""
+        """Check our block ids, and return a mask of those that are not the null block."""
         ids = require_block_ids(self.group, block_ids, self._memory.num_blocks)
         null = self._caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
@@ -188,7 +188,7 @@ class PeerBlocks:
         first_page: int,
         stop_page: int | None,
     ) -> tuple[Offsets, Offsets, Offsets]:
-        """Choose wanted pages; return them in order, with the positions of both sides' blocks."""
+        """Choose the wanted pages, in order, each with the index of its block on both sides."""
         per_block = self._their_pages_per_block
         pages = (theirs[:, None] * per_block + np.arange(per_block)).reshape(-1)
         rows = np.arange(len(theirs)).repeat(per_block)
@@ -261,7 +261,7 @@ class PeerBlocks:
 def match_caches(
     caches: CanonicalKVCaches, ours: CacheDescription, theirs: CacheDescription
 ) -> tuple[PeerBlocks, ...]:
-    """Find out how another engine's blocks become ours, group by group; see `map_peers`."""
+    """Match another engine's blocks with ours, group by group; see `map_peers`."""
     sizes = [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs]
     mappings = map_peers(ours, theirs, sizes)
     return tuple(PeerBlocks(caches, group, each) for group, each in enumerate(mappings))
@@ -276,12 +276,12 @@ def map_peers(
 
     Args:
         mine: Our caches.
-        theirs: Caches of its worker of rank 0; its workers are alike.
-        payload_sizes: For each group the bytes of the pieces of our block's payload; neighbouring
-            bytes are contiguous in memory only within one piece. By default it is one piece.
+        theirs: Caches of the other engine's worker of rank 0; its workers are alike.
+        payload_sizes: For each group, the bytes of the pieces of our block's payload; neighbouring
+            bytes are contiguous in memory only within one piece. By default, it is one piece.
 
     Raises:
-        CacheMismatchError: Blocks of a group are no rearrangement of ours; the error names the
+        CacheMismatchError: Blocks of a group are not a rearrangement of ours; the error names the
             group, the field, and both values.
     """
     if len(mine.groups) != len(theirs.groups):
@@ -354,7 +354,7 @@ class _PeerMapper:
         )
 
     def _as_bytes(self) -> tuple[PageBox, ...]:
-        """Describe a block as bytes, whatever they are, for a worker that has equal ones."""
+        """Describe a block as plain bytes, for a worker whose blocks are equal."""
         return opaque_boxes(self._payload_sizes, [ROW] * len(self._payload_sizes))
 
     def _are_equal(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> bool:
@@ -366,7 +366,7 @@ class _PeerMapper:
         return sizes[0] == sizes[1] and same_number and _bytes_of(boxes) == _bytes_of(theirs)
 
     def _place_sources(self, boxes: Sequence[PageBox]) -> Iterator[tuple[int, tuple[PageBox, ...]]]:
-        """Yield their ranks that hold our heads, with the boxes that are theirs to give."""
+        """Yield the ranks of theirs that hold our heads, each with the boxes to read from it."""
         shard = self._engine.shard
         heads = max(1, shard.num_kv_heads // shard.tp_size)
         ranges = [
@@ -389,7 +389,7 @@ class _PeerMapper:
         return self._engine.at_rank(rank).shard.place(self._theirs.boxes)
 
     def _common_tokens(self, boxes: Sequence[PageBox]) -> int:
-        """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
+        """Find the tokens of a page that divides both blocks and fits their boxes' token digits."""
         ours, theirs = self._ours.tokens_per_block, self._theirs.tokens_per_block
         if ours == theirs:
             return ours // self._shard.num_token_shares
@@ -473,7 +473,7 @@ def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
 
 
 def _bytes_of(boxes: Sequence[PageBox]) -> set[tuple[object, ...]]:
-    """Describe where the elements of boxes are, whatever their layers are called."""
+    """Describe where the elements of boxes are, whatever the names of their layers."""
     return {
         (
             name,
@@ -488,7 +488,7 @@ def _bytes_of(boxes: Sequence[PageBox]) -> set[tuple[object, ...]]:
 
 
 def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
-    """Find the bytes of a page that both sides have, cut at the fragments of both."""
+    """Find the bytes of a page that both sides have, cut at the boundaries of their fragments."""
     our_ends, their_ends = ours.page_offsets + ours.lengths, theirs.page_offsets + theirs.lengths
     cuts = np.unique(np.concatenate((ours.page_offsets, our_ends, theirs.page_offsets, their_ends)))
     starts, lengths = cuts[:-1], np.diff(cuts)

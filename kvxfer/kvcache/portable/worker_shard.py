@@ -8,24 +8,25 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
 
 OPAQUE = "opaque"
-"""Prefix, before a number, of the names of parts that are plain bytes without axes."""
+"""Name of a part of plain bytes without axes; a number follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShard:
     """Shard of one worker among those that share the layers of a pipeline stage.
 
-    Workers are numbered as vLLM does: tensor parallelism innermost; decode context parallelism
+    Workers are numbered as in vLLM: tensor parallelism innermost; decode context parallelism
     divides tokens among workers that hold the same heads, prefill context parallelism among
     groups of `tp_size` workers.
 
     Attributes:
         rank: Rank of this worker, 0 to `tp_size * pcp_size - 1`.
         tp_size: Workers that divide the heads.
-        num_kv_heads: KV heads of the whole model; fewer than `tp_size` are kept several times.
+        num_kv_heads: KV heads of the whole model; if fewer than `tp_size`, several workers keep
+            each.
         pcp_size: Groups of workers that divide the tokens in prefill.
         dcp_size: Workers that divide the tokens among those that hold the same heads.
-        interleave_tokens: Neighbouring tokens of one worker, before those of the next.
+        interleave_tokens: Consecutive tokens of one worker before those of the next.
 
     Raises:
         InvalidArgumentError: A number is invalid, or does not fit the others; the error names it.
@@ -64,9 +65,9 @@ class WorkerShard:
         """Shift the boxes of this worker's block to their indices in the whole model.
 
         Raises:
-            PageMappingError: The boxes have another number of heads than such a worker keeps,
-                runs of tokens do not end where the worker's digits do, or it is not known how
-                workers divide a state.
+            PageMappingError: The number of heads is not that of such a worker, interleaved runs of
+                tokens do not end where the boxes' digits do, or it is not known how workers
+                divide a state.
         """
         require_instances("boxes", boxes, PageBox)
         kept = max(1, self.num_kv_heads // self.tp_size)
