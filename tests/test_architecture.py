@@ -54,7 +54,7 @@ BUDGETS = {
     "kvxfer/cli": 1_579,
     "kvxfer/copy_engine": 2_273,
     "kvxfer/doctor": 1_401,
-    "kvxfer/engine_side": 1_446,
+    "kvxfer/engine_side": 1_444,
     "kvxfer/explain": 852,
     "kvxfer/face": 421,
     "kvxfer/integrations": 10_039,

@@ -1,4 +1,4 @@
-"""What engines use and no data passes: block tables, attention metadata, layouts by release."""
+"""Tools for engines, off the data path: block tables, attention metadata, layouts by release."""
 
 from kvxfer.engine_side.attention_metadata import (
     AttentionMetadataBuilder,

@@ -1,6 +1,6 @@
-"""Adapter files: the digest of a LoRA adapter, and whether an engine may have other weights loaded.
+"""Adapter files: the digest of a LoRA adapter, and whether an engine may have loaded other weights.
 
-Engines name an adapter by its name and its folder, in which it may be trained anew.
+An engine knows an adapter by its name and folder, and retraining may overwrite the folder's files.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ HARMLESS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.*",),
 )
-"""Files of an adapter's folder that change no weight; tokens are in the keys of pages. Every other
-one counts, such as `adapter_config.json`, which has the scaling."""
+"""Files of an adapter's folder that change no weight; the tokenizer's do not count, because page
+keys contain the tokens. All others count, such as `adapter_config.json`, which has the scaling."""
 
 Stats = tuple[tuple[str | int, ...], ...]
 
@@ -28,14 +28,14 @@ Stats = tuple[tuple[str | int, ...], ...]
 class Adapter(NamedTuple):
     """Adapter of a request."""
 
-    number: int  # by which the engine knows what it has loaded
-    name: str  # by which requests ask for it
-    path: str  # folder of its files
-    loads_anew: bool = False  # the engine reads its files again, although it has them loaded
+    number: int  # the engine's id of the loaded adapter
+    name: str  # used by requests
+    path: str  # folder of the files
+    loads_anew: bool = False  # whether the engine rereads the files of a loaded adapter
 
 
 def digest_adapter(path: str) -> str:
-    """Hash names and bytes of all files of an adapter: equal ones in other folders are the same."""
+    """Hash names and bytes of an adapter's files; equal files in another folder hash the same."""
     stats, digest = _stats_of(path), hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, *_ in stats:
         digest.update(f"{len(str(name))} {name} ".encode(errors="surrogateescape"))
@@ -50,27 +50,26 @@ def digest_adapter(path: str) -> str:
 
 
 class LoadedAdapters:
-    """Adapters that an engine has loaded, of which only its requests tell.
+    """Adapters that an engine has loaded, inferred from its requests.
 
-    An engine reads an adapter when it needs it first, and again when it has put it aside or is told
-    to. So its weights are known as long as its files are those of the first request for it.
-    From the moment on in which they are not, its pages may be of other weights, in the engine's own
-    cache too: it has no digest any more, until the engine is started anew or the adapter comes from
-    another folder. Not noticed is only that files change before the first request for an adapter
-    which the engine had loaded earlier.
+    An engine reads an adapter's files when it first needs them, and again after unloading the
+    adapter or when told to. So the loaded weights are known while the files are those of the first
+    request. Once the files differ, pages may be of other weights, even in the engine's own cache:
+    the adapter has no digest until the engine restarts or loads it from another folder. One change
+    goes unnoticed: that of files that the engine had loaded before the adapter's first request.
 
-    For one thread. Each call looks at the folder's files, and reads them when they are new.
+    Not thread-safe. Each call stats the folder's files, and reads new ones.
     """
 
     def __init__(self) -> None:
-        self._stats: dict[tuple[str, str], Stats] = {}  # of each name and folder, at first
+        self._stats: dict[tuple[str, str], Stats] = {}  # at the first request, by name and folder
         self._digests: dict[Stats, str] = {}
-        self._whys: dict[tuple[str, str] | int, str] = {}  # of folders, and of numbers
-        self._places: dict[int, tuple[str, str]] = {}
-        self._anew: set[int] = set()  # numbers that were given to another folder
+        self._whys: dict[tuple[str, str] | int, str] = {}  # by name and folder, or by number
+        self._places: dict[int, tuple[str, str]] = {}  # name and folder, by number
+        self._anew: set[int] = set()  # numbers that were reassigned to another folder
 
     def note(self, adapter: Adapter) -> None:
-        """Note a request for an adapter; each one has to be noted, before it is computed."""
+        """Note a request for an adapter; call this for every request before it is computed."""
         place = adapter.name, adapter.path
         try:
             stats = _stats_of(adapter.path)
@@ -92,10 +91,10 @@ class LoadedAdapters:
             self._whys.setdefault(adapter.number, text)
 
     def digest(self, adapter: Adapter) -> str:
-        """Return the digest of an adapter's files, which are those that the engine has loaded.
+        """Return the digest of the files that the engine has loaded for an adapter.
 
         Raises:
-            InvalidArgumentError: That is not known; the error says why.
+            InvalidArgumentError: The loaded weights are not known; the error says why.
         """
         self.note(adapter)
         place = adapter.name, adapter.path
@@ -107,13 +106,13 @@ class LoadedAdapters:
         if stats not in self._digests:
             digest = digest_adapter(adapter.path)
             if _stats_of(adapter.path) != stats:
-                return self.digest(adapter)  # which refuses it
+                return self.digest(adapter)  # raises: the files have changed
             self._digests[stats] = digest
         return self._digests[stats]
 
 
 def _stats_of(path: str) -> Stats:
-    """Look at the files of a folder that count: names, and what changes when they are written."""
+    """Stat the files of a folder that count: names, and the fields that a write changes."""
     stats: list[tuple[str | int, ...]] = []
     try:
         with os.scandir(Path(path).expanduser()) as entries:
@@ -122,7 +121,7 @@ def _stats_of(path: str) -> Stats:
                     found = entry.stat()
                     place = entry.name, found.st_dev, found.st_ino
                     stats.append((*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    except (OSError, RuntimeError, ValueError) as exc:  # no such user, a NUL
+    except (OSError, RuntimeError, ValueError) as exc:  # the latter: unknown `~user`, a NUL
         raise _unreadable(path, exc) from exc
     return tuple(sorted(stats))
 

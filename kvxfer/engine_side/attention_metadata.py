@@ -26,12 +26,12 @@ M = TypeVar("M")
 
 
 class BatchOrderError(KVXferError, ValueError):
-    """KV-cache group whose attention backend needs a batch in an order that it cannot get.
+    """Batch order that a group's attention backend needs and cannot get.
 
     Attributes:
         group: The group.
         builder: Its metadata builder.
-        order: The required order: for each position the index of the request that belongs there.
+        order: The required order: for each position, the index of the request that belongs there.
     """
 
     def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
@@ -47,7 +47,7 @@ class TooManyGroupsError(InvalidArgumentError):
     """Model with more KV-cache groups than an attention backend supports.
 
     Attributes:
-        group: The group whose backend it is.
+        group: The group that uses the backend.
         builder: The backend's metadata builder.
         max_num_groups: Groups that the backend supports.
         num_groups: Groups of the model.
@@ -68,7 +68,7 @@ class TooManyGroupsError(InvalidArgumentError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """Batch of the tokens that one step computes, request after request; on the host.
+    """Tokens that one step computes, request after request; on the host.
 
     Attributes:
         query_start_loc: int64, `(num_requests + 1,)`: the tokens of request r are those from
@@ -76,7 +76,7 @@ class TokenBatch:
         positions: int64, `(num_tokens,)`: the index of each token within its request.
 
     Raises:
-        InvalidArgumentError: The tokens of requests do not follow each other from 0 to the end.
+        InvalidArgumentError: `query_start_loc` does not rise from 0 to the number of tokens.
     """
 
     query_start_loc: NDArray[np.int64]
@@ -89,7 +89,7 @@ class TokenBatch:
 
     @classmethod
     def of(cls, positions: Sequence[ArrayLike]) -> Self:
-        """Make a batch of the positions of each request's tokens."""
+        """Create a batch from the positions of each request's tokens."""
         require_sequence("positions", positions, "the positions of each request's tokens")
         places = [
             require_integers(f"positions[{request}]", of_one)
@@ -100,16 +100,16 @@ class TokenBatch:
 
     @property
     def num_requests(self) -> int:
-        """Requests of the batch."""
+        """Number of requests."""
         return len(self.query_start_loc) - 1
 
     @property
     def query_lens(self) -> NDArray[np.int64]:
-        """Tokens of each request that are computed, `(num_requests,)`."""
+        """Number of tokens that are computed for each request, `(num_requests,)`."""
         return np.diff(self.query_start_loc)
 
     def reorder(self, order: NDArray[np.int64]) -> "TokenBatch":
-        """Make the same batch with request `order[i]` at position i.
+        """Return the same batch with request `order[i]` at position i.
 
         Raises:
             InvalidArgumentError: `order` is not a permutation of the requests.
@@ -124,7 +124,7 @@ class TokenBatch:
 
 
 def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[np.int64]:
-    """Order requests of few tokens before the others, otherwise in their present order.
+    """Order requests of at most `max_decode_tokens` tokens first; otherwise keep their order.
 
     Returns:
         int64, `(num_requests,)`, as `AttentionMetadataBuilder.reorder` does.
@@ -140,11 +140,11 @@ def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[n
 class AttentionMetadataBuilder(ABC, Generic[M]):
     """Builder of the metadata that the kernels of one KV-cache group need for a batch.
 
-    Implementors must build from the arguments alone: the tensors are reused by the next batch.
+    Implementors must build from the arguments alone: the next batch overwrites the tensors.
 
     Attributes:
-        max_num_groups: KV-cache groups that the backend supports, None for any number; 1 for
-            backends that keep one block table per batch, as those for TPUs.
+        max_num_groups: Maximum number of KV-cache groups, None for no limit; 1 for backends that
+            keep one block table per batch, such as those for TPUs.
     """
 
     max_num_groups: int | None = None
@@ -202,7 +202,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
         """Let group 0 reorder the batch and the rows of the block tables.
 
         Returns:
-            The batch in its final order, and the order, by which the engine has to reorder its own
+            The batch in its final order, and that order, in which the engine must put its own
             per-request data.
 
         Raises:
@@ -258,8 +258,8 @@ def _is_sorted(order: NDArray[np.int64]) -> bool:
 
 def _swaps(order: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield the swaps of rows that bring row `order[i]` to row i."""
-    held = list(range(len(order)))  # by each place
-    place = held.copy()  # of each row
+    held = list(range(len(order)))  # row at each place
+    place = held.copy()  # place of each row
     for to, row in enumerate(order.tolist()):
         if (source := place[row]) != to:
             yield to, source

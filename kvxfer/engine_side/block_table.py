@@ -13,27 +13,27 @@ from kvxfer.kvcache.memory_region import HOST, require_device
 from kvxfer.kvcache.payload_memory import require_block_ids
 
 NULL_BLOCK_ID = 0
-"""Id of the null block, a placeholder where a request has no block, e.g. outside of a window."""
+"""Id of the null block, a placeholder where a request has no block, e.g. outside a window."""
 
 PAD_SLOT = -1
-"""Slot of a token whose keys and values are not to be written.
+"""Slot of a token whose keys and values must not be written.
 
 Source: `vllm/v1/attention/backends/utils.py`, `PAD_SLOT_ID`.
 """
 
 ROW_ALIGNMENT_TOKENS = 128
-"""Tokens that a kernel reads of a row in one step; a row is padded to whole steps.
+"""Tokens of a row that a kernel reads in one step; a row is padded to whole steps.
 
 Source: `vllm/v1/worker/block_table.py`, `get_block_table_width`.
 """
 
 
 class DeviceArray:
-    """Host array with a copy on a device, which changes at `commit` only; zeroed.
+    """Zeroed host array with a device copy that changes only at `commit`.
 
-    A commit does not wait for the device: it copies to a pinned staging buffer, so the host array
-    may be changed at once, and the device copies from there in the order of its stream. A commit
-    waits only for the copy of the commit before it.
+    A commit does not wait for the device: it copies to a pinned staging buffer, from which the
+    device copies in stream order, so the host array may be changed at once. A commit waits only
+    for the device copy of the previous commit.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class DeviceArray:
         shown = self.device[:stop]
         if self._copied is not None:
             self._copied.synchronize()
-        # By numpy: torch wakes threads for 100 KB, which is slow on a busy machine.
+        # numpy, because torch wakes threads for 100 KB, which is slow on a busy machine.
         np.copyto(self._staged_array[:stop], self.host[:stop])
         if self._copied is not None:
             shown.copy_(self._staged[:stop], non_blocking=True)
@@ -60,7 +60,7 @@ class DeviceArray:
 
 
 def require_starts(query_start_loc: NDArray[np.int64], num_tokens: int) -> None:
-    """Check that the tokens of requests follow each other, and are all tokens of a batch."""
+    """Check that the requests' tokens follow each other, from 0 to `num_tokens`."""
     steps = np.diff(query_start_loc, prepend=0, append=num_tokens)
     if not len(query_start_loc) or steps[0] or steps[-1] or (steps < 0).any():
         wanted = f"numbers that rise from 0 to {num_tokens}"
@@ -70,10 +70,10 @@ def require_starts(query_start_loc: NDArray[np.int64], num_tokens: int) -> None:
 class BlockTable:
     """Block table of one KV-cache group: the blocks of every request of a batch, one row each.
 
-    The table is written on the host; the device's copy changes at `commit` only. Where the
-    kernel's blocks are smaller than the block, the table has kernel blocks: block b is the
-    kernel blocks `b * ratio` to `b * ratio + ratio - 1`. Unused entries of a row are the null
-    block, so rows beyond the batch may be committed as padding.
+    The table is written on the host; the device copy changes only at `commit`. If the kernel's
+    blocks are smaller than the block, the table lists kernel blocks: block b is the kernel blocks
+    `b * ratio` to `b * ratio + ratio - 1`. Unused entries of a row name the null block, so rows
+    beyond the batch may be committed as padding.
 
     Args:
         tokens_per_block: Tokens of a block.
@@ -82,8 +82,8 @@ class BlockTable:
         max_tokens_per_request: Tokens that a row must have room for.
         max_num_batched_tokens: Tokens of the largest batch.
         tokens_per_kernel_block: Tokens of the kernel's blocks, `tokens_per_block` unless given.
-        row_alignment_tokens: Rows are padded to a multiple of so many tokens.
-        tokens_have_slots: False for recurrent layers, which keep states and no tokens.
+        row_alignment_tokens: Rows are padded to a multiple of this number of tokens.
+        tokens_have_slots: False for recurrent layers, which keep states instead of tokens.
         group: Index of the KV-cache group, for errors.
         device: Device of the kernel.
 
@@ -146,7 +146,7 @@ class BlockTable:
         self.slot_mapping.fill_(PAD_SLOT)
 
     def row(self, row_index: int) -> NDArray[np.int32]:
-        """Return a copy of the block ids of a row, in request order; not those of kernel blocks.
+        """Return a copy of a row's block ids (not kernel block ids), in request order.
 
         Raises:
             InvalidArgumentError: There is no such row; likewise in every method that takes one.
@@ -199,7 +199,7 @@ class BlockTable:
         self.truncate_row(row_index, 0)
 
     def add_row(self, block_ids: ArrayLike, row_index: int) -> None:
-        """Replace the blocks of a row; errors as `append_row`, on an empty row."""
+        """Replace the blocks of a row; raises as `append_row`, and then leaves the row empty."""
         self.clear_row(row_index)
         self.append_row(block_ids, row_index)
 
@@ -223,7 +223,7 @@ class BlockTable:
             Kernel block ids, int32, `(num_requests, num_columns)`: a view of `device_table`.
 
         Raises:
-            InvalidArgumentError: There are not so many rows.
+            InvalidArgumentError: The table has fewer rows.
         """
         return self._table.commit(
             require_integer("num_requests", num_requests, maximum=len(self._rows))
@@ -235,10 +235,9 @@ class BlockTable:
         """Compute the slots of a batch's keys and values, and copy them to the device.
 
         The tokens of request r are those from `query_start_loc[r]` to `query_start_loc[r + 1]`,
-        and its blocks those of row r as they are on the host. The slot of a token is its kernel
-        block's id times `tokens_per_kernel_block` plus its index in that block. A token in the
-        null block gets `PAD_SLOT`: nothing is ever written there. The rest of `slot_mapping` is
-        padded.
+        and its blocks are those of row r on the host. The slot of a token is its kernel block's id
+        times `tokens_per_kernel_block` plus its index in that block. A token in the null block
+        gets `PAD_SLOT`: nothing is ever written there. The rest of `slot_mapping` is padded.
 
         Args:
             query_start_loc: Integers, `(num_requests + 1,)`, rising from 0 to `num_tokens`.

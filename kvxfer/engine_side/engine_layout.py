@@ -16,17 +16,17 @@ Content = Literal["keys and values", "latents", "states"]
 class EngineLayout:
     """Layout of one engine's KV cache.
 
-    Axes are named as in `KVLayout`. Here `block` may be merged with the axis inside of it, if the
+    Axes are named as in `KVLayout`. Here, `block` may be merged with the axis inside it, if the
     engine has both in one dimension: `block*token` are token slots, `block*kernel` kernel blocks.
 
     Attributes:
         engine: Name of the engine.
-        releases: Releases of the engine, in words.
+        releases: Releases of the engine, as text.
         name: Name of the layout among the engine's users.
         shape: Axes of one registered tensor, in the order of its shape. Axes of `memory` that are
             missing here are steps from one registered tensor to the next.
         memory: Axes of one allocation, outermost first.
-        allocations: Axes of which each index is an allocation of its own, outermost first.
+        allocations: Axes whose every index is a separate allocation, outermost first.
         content: Content of a block.
         note: Further remarks.
     """
@@ -42,7 +42,7 @@ class EngineLayout:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Every axis by itself, allocations first, then outermost first in memory."""
+        """Every single axis: those of allocations first, then outermost first in memory."""
         axes = (*self.allocations.split(), *self.memory.split())
         return tuple(factor for axis in axes for factor in axis.split("*"))
 
@@ -55,9 +55,9 @@ class EngineLayout:
 
     @property
     def attention_layout(self) -> AttentionLayout | None:
-        """The attention backend that has this layout; None when it is not one tensor per layer.
+        """The attention backend that has this layout; None if it is not one tensor per layer.
 
-        A backend whose layers have allocations of their own takes no layer dimension.
+        A backend whose layers have separate allocations takes no layer dimension.
         """
         axes, memory = self.shape.split(), self.memory.split()
         per_layer = [axis for axis in axes if axis != "layer"]
@@ -75,7 +75,7 @@ class EngineLayout:
             sizes: Size of every axis but `block`.
 
         Raises:
-            InvalidArgumentError: An axis outside of the blocks has no size, or an invalid one.
+            InvalidArgumentError: An axis outside the blocks has no size, or an invalid one.
         """
         require_instance("sizes", sizes, Mapping)
         outer = self.order[: self.order.index("block")]

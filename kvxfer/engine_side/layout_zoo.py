@@ -6,8 +6,8 @@ from typing import get_args
 
 from kvxfer.engine_side.engine_layout import Content, EngineLayout
 
-# Of each layout the name and the releases; the axes of `shape` and of `memory` (`=` where they are
-# the same), of `allocations`, and the content where that is not keys and values; a note.
+# Each entry is `name: releases`; the axes of `shape`, of `memory` (`=` if they are the same) and of
+# `allocations` (`-` if there are none), and the content if it is not keys and values; and a note.
 _VLLM = """
 K and V first, NHD: 0.11 to 0.22
   kv block token head dim | = | layer
@@ -174,7 +174,7 @@ LAYOUT_ZOO = (
     *_read("transformers", _TRANSFORMERS),
     *_read("TensorRT-LLM", _TENSORRT_LLM),
 )
-"""Every engine's layout that is known to kvxfer.
+"""Every engine layout that kvxfer knows.
 
 Source: vLLM's packages 0.20 to 0.32, and its threads 27743 (blocks of all layers), 44455 (packed
 K/V) and 42082 (the six names); SGLang's `mem_cache/memory_pool.py` and `mem_cache/pool_host`, and

@@ -17,19 +17,19 @@ class MultiGroupBlockTable:
     """Block tables of all KV-cache groups; a request has the same row in each of them.
 
     Args:
-        config: The blocks, groups and specs; block 0 is taken for the null block.
-        tokens_per_kernel_block: Tokens of the kernel's blocks, for each group; by default those of
-            the group's own blocks.
+        config: The blocks, groups and specs; block 0 is the null block.
+        tokens_per_kernel_block: Tokens of each group's kernel blocks; by default those of its
+            blocks.
 
-    Other arguments as those of `BlockTable`.
+    The other arguments are those of `BlockTable`.
 
     Attributes:
         tables: The table of each group.
         max_num_requests: Number of rows.
 
     Raises:
-        InvalidArgumentError: As `BlockTable`, or there is not one kernel block per group, or the
-            null block is another one than `NULL_BLOCK_ID`.
+        InvalidArgumentError: As `BlockTable`; or there is not one kernel block per group, or the
+            config's null block is not `NULL_BLOCK_ID`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MultiGroupBlockTable:
             raise
 
     def add_row(self, block_ids: Sequence[ArrayLike], row_index: int) -> None:
-        """Replace the blocks of a row; errors as `append_row`, on an empty row."""
+        """Replace the blocks of a row; raises as `append_row`, and then leaves the row empty."""
         self.clear_row(row_index)
         self.append_row(block_ids, row_index)
 

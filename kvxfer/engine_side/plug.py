@@ -1,4 +1,4 @@
-"""Plugs: classes of ours that a serving engine makes, and what they refuse."""
+"""Plugs: kvxfer's classes that a serving engine instantiates, and the interfaces they refuse."""
 
 from typing import ClassVar, Self
 
@@ -7,17 +7,17 @@ from kvxfer.extras import installed_version
 
 
 class Plug:
-    """Base of a class that implements an engine's interface; it refuses one that has grown.
+    """Base of a class that implements an engine's interface; refuses one with unknown methods.
 
-    Implementors must name this base before that of the engine, and set the attributes: names
-    under which the engine is published, and releases that are supported, for people.
+    Implementors must list this base before the engine's, and set `packages`, the names under which
+    the engine is published, and `supported`, the supported releases as text.
     """
 
     packages: ClassVar[tuple[str, ...]]
     supported: ClassVar[str]
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Make the object, whose `__init__` has the arguments."""
+        """Refuse an interface that has abstract methods which the class does not implement."""
         unknown = sorted(getattr(cls, "__abstractmethods__", ()))
         if unknown:
             base = next(each for each in cls.__mro__ if not each.__module__.startswith("kvxfer."))

@@ -17,19 +17,19 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 HashName = Literal["sha256", "xxhash"]
 SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_SEED = "vllm-none-hash"
-"""Seed of SHA-256 without a `PYTHONHASHSEED`, from `DEFAULT_SEED_SINCE` on.
+"""vLLM's seed of SHA-256 if `PYTHONHASHSEED` is not set, since release `DEFAULT_SEED_SINCE`.
 
 Source: `vllm/v1/core/kv_cache_utils.py`, `DEFAULT_NONE_HASH_SEED`, `init_none_hash` and
 `hash_block_tokens`; `vllm/utils/hashing.py`.
 """
 DEFAULT_SEED_SINCE = "0.29"
-"""First release of vLLM with it; without the variable, every seed of earlier ones is random."""
+"""First release of vLLM with `DEFAULT_SEED`; before it, seeds without the variable are random."""
 DEFAULT_HASH: Final = "sha256"
 """Default of vLLM's `--prefix-caching-hash-algo` in every release that is supported."""
 HASHES_WITH_DEFAULT_SEED = ("sha256", "sha256_cbor")
-"""Values of `--prefix-caching-hash-algo` that have the seed; that of all others is random."""
+"""Values of `--prefix-caching-hash-algo` that use `DEFAULT_SEED`; all others' seeds are random."""
 PICKLE_PROTOCOL = 5
-"""The highest protocol of Python 3.8 to 3.14, which vLLM hashes."""
+"""Highest pickle protocol of Python 3.8 to 3.14; vLLM hashes values that are pickled with it."""
 
 _FUNCTIONS: dict[str, Callable[[bytes], bytes]] = {
     "sha256": lambda data: hashlib.sha256(data).digest(),
@@ -43,15 +43,15 @@ class VLLMKeys:
 
     Attributes:
         hash: vLLM's `--prefix-caching-hash-algo`.
-        seed: `PYTHONHASHSEED` of vLLM's processes; by default that of this process, or the seed
-            that vLLM uses without one from 0.29 on; before, its hashes are random then. As in
+        seed: `PYTHONHASHSEED` of vLLM's processes; by default that of this process or, if it is
+            not set, vLLM's own seed since 0.29; earlier releases then have random hashes. As in
             vLLM, an empty variable is a seed, too.
-        tokens_per_block: vLLM's `--block-size`, if chunks have several blocks; by default that of
-            a chunk.
+        tokens_per_block: vLLM's `--block-size`, if chunks have several blocks; by default, a chunk
+            is one block.
 
     Raises:
-        InvalidArgumentError: An attribute is of another type, or there is no such hash; or
-            `xxhash` has no seed, with which vLLM's hashes are random.
+        InvalidArgumentError: An attribute has the wrong type, or there is no such hash; or
+            `xxhash` has no seed, without which vLLM's hashes are random.
     """
 
     hash: HashName = DEFAULT_HASH
@@ -74,7 +74,7 @@ class VLLMKeys:
     def chunk_keys(
         self, tokens: ArrayLike, *, tokens_per_chunk: int, group: int = 0
     ) -> list[BlockKey]:
-        """Make the keys of all whole chunks of a prompt.
+        """Compute the keys of all whole chunks of a prompt.
 
         Args:
             tokens: Token ids, integers, `(num_tokens,)`.

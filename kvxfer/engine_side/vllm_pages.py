@@ -1,6 +1,6 @@
-"""Pages of vLLM: the namespace that an engine stores in, and a proof that it has our weights.
+"""vLLM's pages: the namespace in which vLLM stores them, and a proof that it has our weights.
 
-For engines that run a model of transformers; imported by them alone, since it needs transformers.
+For engines that run a model of transformers; imported only by them, since it needs transformers.
 """
 
 import json
@@ -26,12 +26,12 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.portable_backend import portable_namespace
 
 PLAIN = ("", "weights None, cache auto")
-"""What vLLM's namespaces say of weights and caches that are not quantized."""
+"""`quantization` of vLLM's namespaces if neither weights nor caches are quantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMPages:
-    """Pages of an engine: namespace, tokens of a page, order of the axes by part, and keys."""
+    """Pages of vLLM: namespace, tokens of a page, order of the axes by part, and keys."""
 
     namespace: Namespace
     tokens_per_page: int
@@ -40,17 +40,17 @@ class VLLMPages:
 
     @property
     def namespace_of_model(self) -> Namespace:
-        """The namespace without its groups, which follow from the pool."""
+        """The namespace without its groups, which follow from our caches."""
         return msgspec.structs.replace(self.namespace, groups=())
 
     def page_keys(self, tokens: ArrayLike) -> list[BlockKey]:
-        """Make the keys of all whole pages of a prompt; see `VLLMKeys.chunk_keys`."""
+        """Compute the keys of all whole pages of a prompt; see `VLLMKeys.chunk_keys`."""
         return self.keys.chunk_keys(tokens, tokens_per_chunk=self.tokens_per_page)
 
     def require_same_pages(
         self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]
     ) -> None:
-        """Check that pages of a pool are in every byte what the engine's are."""
+        """Check that the pages of our caches are those of vLLM in every byte."""
         complete = complete_namespace(self.namespace_of_model, caches, 1)
         self.namespace.require_same(portable_namespace(complete, mappings))
 
@@ -65,11 +65,11 @@ def find_vllm_pages(
 ) -> VLLMPages:
     """Find the namespace in which vLLM stores pages of these weights.
 
-    vLLM knows its weights by their files or commit. So what a model has in memory is compared with
+    vLLM identifies its weights by their files or commit. So the model in memory is compared with
     these files, tensor by tensor.
 
-    One tier of the backend is the store in files that vLLM has opened; `revision` is that of the
-    engine's arguments, and `fingerprint` chooses among several namespaces of these weights.
+    One tier of `backend` must be the file store that vLLM has opened. `revision` is that of vLLM's
+    arguments, and `fingerprint` chooses among several namespaces of these weights.
     """
     path = str(model.config.name_or_path)
     commit = getattr(model.config, "_commit_hash", None) or ""
@@ -100,7 +100,7 @@ def find_vllm_pages(
 
 
 def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:
-    """Read what pages of a namespace are: tokens, and the order of the axes of keys and values."""
+    """Read the format of a namespace's pages: tokens, and axis order of keys and values."""
     expected = "pages of one KV-cache group, with keys and values by name"
     if len(namespace.groups) != 1:
         raise InvalidArgumentError("namespace", f"{len(namespace.groups)} groups", expected)
@@ -118,7 +118,7 @@ def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:
 
 
 def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
-    """Check that configuration and parameters in memory are those of the files of vLLM."""
+    """Check that configuration and parameters in memory are those of the files that vLLM loads."""
     ours = config_facts(model.config)
     theirs = config_facts(type(model.config).from_pretrained(path, revision=revision or "main"))
     if ours != theirs:

@@ -1,4 +1,4 @@
-"""Weight files: the revision of a checkpoint by its files, as all engines of a machine name it."""
+"""Weight files: a checkpoint's revision by its files, the same for all engines of a machine."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 import xxhash
 
 OF_NO_VALUE = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
-"""Fields of a model's configuration that say where it came from, or that a namespace has itself."""
+"""Configuration fields that say where a model came from, or that a namespace has itself."""
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *("quant_config.json", "quantize_config.json", "quant_cfg.json", ".py"),
 )
-"""Ends of the names of files that say what is computed, besides `config.json`: weights, how they
-are quantized, and code of the model's own."""
+"""Name suffixes of files that determine what is computed, besides `config.json`: weights,
+quantization settings, and the model's own code."""
 
 
 def find_weights_revision(path: str, *, revision: str = "", commit: str = "") -> str:
     """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
 
-    The files of a local folder are hashed by size and time, not by content, which would read the
-    whole model again. So a copy of the folder is another revision, unless `revision` is given.
-    Empty when there is none.
+    The files of a local folder are hashed by size and time, since hashing their content would read
+    the whole model again. So a copy of the folder is another revision, unless `revision` is given.
+    Empty if nothing identifies the weights.
     """
     place = Path(path)
     if not path or not place.exists():
@@ -35,11 +35,11 @@ def find_weights_revision(path: str, *, revision: str = "", commit: str = "") ->
 
 
 def config_facts(config: Any) -> dict[str, Any]:
-    """Collect what may change keys and values of a configuration of transformers, as JSON types."""
+    """Collect fields of a transformers configuration that may change keys and values, as JSON."""
     facts = {key: value for key, value in config.to_dict().items() if key not in OF_NO_VALUE}
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 
 
 def hash_text(text: str) -> str:
-    """Hash a text, 32 hexadecimal digits."""
+    """Hash a text to 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
