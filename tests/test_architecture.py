@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_731,
-    "kvxfer/telemetry": 1_533,
+    "kvxfer/telemetry": 1_532,
     "kvxfer/testing": 6_098,
     "kvxfer/tiering": 1_616,
     "kvxfer/transfer": 1_995,

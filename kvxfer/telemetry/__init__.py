@@ -1,1 +1,1 @@
-"""Telemetry: observers that make metrics and spans of what happens to blocks."""
+"""Telemetry: observers that turn events of blocks into metrics, spans, KV events and a journal."""

@@ -24,9 +24,9 @@ EXPORTERS_VARIABLE = "OTEL_TRACES_EXPORTER"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 TIMEOUT_S = 5.0
-"""Time for which a client may be silent."""
+"""How long a client of the metrics server may be silent."""
 MAX_PROCESSES = 64
-"""Ports that processes with the same endpoint share out among them."""
+"""Maximum number of processes with the same endpoint; each takes a port of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +35,20 @@ _opening = threading.Lock()
 
 
 def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Observer]:
-    """Make the observers that the environment asks for: a journal, metrics, spans.
+    """Create the observers that the environment asks for: a journal, metrics, spans.
 
-    Variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`. A misspelt name
-    is a warning.
+    The variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`. A misspelt
+    name is logged as a warning.
 
-    `KVXFER_METRICS=host:port` shows the metrics of this process there. Of several processes, as of
-    an engine's workers, each takes the next port that is free.
+    `KVXFER_METRICS=host:port` serves the metrics of this process there. Of several processes, such
+    as an engine's workers, each takes the next free port.
 
     Args:
         namespace: Namespace of the blocks that are observed.
         engine: Name of their engine in the journal; see `Journal.observer`.
 
     Raises:
-        InvalidArgumentError: `KVXFER_METRICS` is no endpoint.
+        InvalidArgumentError: `KVXFER_METRICS` is not an endpoint.
         MissingExtraError: prometheus_client is not installed.
         BackendUnavailableError: No port is free, or the address is not one of this machine.
     """
@@ -57,10 +57,10 @@ def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Obs
 
 
 def span_observers() -> list[Observer]:
-    """Make the observer for spans, where OpenTelemetry's own variables ask for spans.
+    """Create the observer for spans, if OpenTelemetry's own variables ask for spans.
 
-    Spans go to the tracer provider of the program, such as `opentelemetry-instrument` makes it from
-    the same variables. Where OpenTelemetry is not installed there are none.
+    Spans go to the program's tracer provider, such as the one that `opentelemetry-instrument` sets
+    up from the same variables. There are no spans if OpenTelemetry is not installed.
 
     Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
     """
@@ -80,7 +80,7 @@ def span_observers() -> list[Observer]:
 def _metrics_of_process() -> list["Metrics"]:
     if not (text := os.environ.get(VARIABLE, "")):
         return []
-    opened = text, os.getpid()  # a fork has no thread of its parent
+    opened = text, os.getpid()  # a forked child does not have its parent's server thread
     with _opening:
         if opened not in _opened:
             _opened[opened] = _show_metrics(Endpoint.parse(VARIABLE, text))
@@ -98,7 +98,7 @@ def _show_metrics(first: Endpoint) -> "Metrics":
     for port in range(first.port, last + 1):
         try:
             found = socket.getaddrinfo(first.host, port, type=socket.SOCK_STREAM)
-            with next(listen_here(found)) as free:  # at the first address that is here
+            with next(listen_here(found)) as free:  # at the first address of this machine
                 host = free.getsockname()[0]
             server, _ = start_http_server(port, host, metrics.registry)
         except OSError as exc:
@@ -106,7 +106,7 @@ def _show_metrics(first: Endpoint) -> "Metrics":
                 text = f"{VARIABLE}: cannot listen at {first}: {exc}"
                 raise BackendUnavailableError(text) from exc
         else:
-            # Without it a client that sends half a request has a thread and a descriptor for ever.
+            # Without a timeout, half a request would occupy a thread and a descriptor forever.
             handler: Any = server.RequestHandlerClass
             server.RequestHandlerClass = type("Handler", (handler,), {"timeout": TIMEOUT_S})
             logger.info("metrics at %s", Endpoint(first.host, server.server_port))

@@ -1,4 +1,4 @@
-"""Events: an observer that publishes which blocks come and go, in the form of vLLM's KV events."""
+"""Events: an observer that publishes added and removed blocks in the form of vLLM's KV events."""
 
 import contextlib
 import logging
@@ -22,33 +22,33 @@ from kvxfer.telemetry.places import place_of
 
 DEFAULT_BUFFER_BATCHES = 10_000
 """Batches that are kept for replay, as many as in vLLM."""
-INT_MAX = (1 << 31) - 1  # of ZMQ
+INT_MAX = (1 << 31) - 1  # ZMQ's options are C ints
 BLOCKS_PER_BATCH = 100
-"""Blocks in one batch at most, so that the buffer is bounded in bytes, too."""
+"""Maximum blocks in a batch, so that the buffer is bounded in bytes, too."""
 CLOSE_S = 1.0
-"""How long `close` waits for subscribers to be sent the last batches, as in vLLM."""
+"""How long `close` waits for the last batches to reach subscribers, as in vLLM."""
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_REQUEST_BYTES = 64
-"""Bytes of a part of a request for replay, which is a sequence number."""
+"""Maximum bytes in each part of a replay request, which holds a sequence number."""
 
 MAX_SUBSCRIPTION_BYTES = 4096
-"""Most bytes of a subscriber's message, which names a topic; a longer one ends its connection."""
+"""Maximum bytes of a subscription, which names a topic; a longer one closes the connection."""
 
 MAX_REPLAYS = 16
-"""Subscribers that are sent a replay at one time; further ones wait for their turn."""
+"""Maximum number of concurrent replays; further subscribers wait for their turn."""
 MAX_QUEUED_MESSAGES = 64
-"""Messages that wait in memory for one subscriber of a replay, some 20 kB each."""
+"""Maximum messages that wait in memory for one subscriber of a replay, some 20 kB each."""
 BATCHES_PER_TURN = 64
-"""Batches that a subscriber is sent before it is the turn of others, and of new events."""
+"""Batches sent to one subscriber before other subscribers and new events get their turn."""
 REPLAY_TIMEOUT_S = 10.0
-"""Time after which a subscriber that takes nothing gets no more of its replay."""
+"""How long a subscriber may accept no message before its replay ends."""
 REPLAY_PAUSE_MS = 5
 """Delay before retrying a subscriber whose queue was full."""
 
 HashForm: TypeAlias = Literal["int64", "bytes"]
-"""Form of hashes: the last 8 bytes as a number, as vLLM has them by default, or all bytes."""
+"""Form of hashes: the last 8 bytes as a number, which is vLLM's default, or all bytes."""
 
 Hash: TypeAlias = int | bytes
 
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Block that a tier took.
+    """Block that a tier stored.
 
-    A tier knows the hash of a block and not its tokens, so all fields about tokens are empty, as
-    vLLM leaves them for blocks of which it knows no more. Several hashes would be those of a
-    chain, so there is one.
+    A tier knows the hash of a block but not its tokens, so all fields about tokens are empty, as
+    in vLLM for blocks whose tokens it does not know. Several hashes would mean a chain, so there
+    is one.
 
     Source: `vllm/distributed/kv_events.py`, as for all names of fields here.
     """
@@ -88,7 +88,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Sign that what was told before is void: the first event of every publisher."""
+    """Event that voids all events before it; the first event of every publisher."""
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +97,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         ts: Seconds since the epoch.
         events: The events, in order.
-        data_parallel_rank: Rank of the publisher, where there are several.
+        data_parallel_rank: Rank of the publisher, if there are several.
     """
 
     ts: float
@@ -106,7 +106,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Noted(NamedTuple):
-    """Change of a tier that is yet to be published."""
+    """Change of a tier that has not been published yet."""
 
     sequence: int
     ts: float
@@ -116,7 +116,7 @@ class _Noted(NamedTuple):
 
 @dataclass(slots=True)
 class _Replay:
-    """Replay to one subscriber, of what was sent before it asked."""
+    """Replay to one subscriber of the batches that were sent before its request."""
 
     next_sequence: int
     last_sequence: int
@@ -124,25 +124,25 @@ class _Replay:
 
 
 def pack(sequence: int) -> bytes:
-    """Write a sequence number as in messages."""
+    """Encode a sequence number in the form of the messages."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
 class EventPublisher(Observer):
-    """Publisher of blocks that come and go, for routers that send requests to where blocks are.
+    """Publisher of added and removed blocks, for routers that send requests to where blocks are.
 
-    It observes one engine or backend, so that the names of tiers are clear. Messages are those of
-    vLLM: topic, sequence number, and a batch in msgpack. `note` only appends to a buffer; a thread
-    encodes and sends. Sequence numbers have no gap here: one that a subscriber sees was lost on
-    the way, and the buffer can be asked for it. If more than a buffer of changes comes before the
-    thread can send them, the oldest are lost; their numbers are missing then, in replays, too.
+    It observes one engine or backend, so that the names of tiers are unambiguous. Messages are
+    those of vLLM: topic, sequence number, and a batch in msgpack. `note` only appends to a buffer;
+    a thread encodes and sends. Sequence numbers have no gaps: a number that a subscriber misses was
+    lost on the way, and can be replayed from the buffer. If changes overflow the buffer before the
+    thread can send them, the oldest are lost, and their numbers are missing, in replays, too.
 
-    Blocks of other namespaces, which a store in files also evicts, are not told.
+    Blocks of other namespaces, which a file store also evicts, are not published.
 
     Args:
         endpoint: Address that subscribers connect to, such as `tcp://127.0.0.1:5557`; port 0
             chooses a free port.
-        replay: Address at which to ask for batches again, of the same form; empty for none.
+        replay: Address for requests to replay batches, of the same form; empty for none.
         topic: Topic of all messages.
         hashes: Form of the hashes.
         buffer_batches: Batches that are kept, each of at most `BLOCKS_PER_BATCH` blocks.
@@ -152,7 +152,7 @@ class EventPublisher(Observer):
         endpoint, replay: As given, with the port that was chosen.
 
     Raises:
-        InvalidArgumentError: An address or a parameter is of no use.
+        InvalidArgumentError: An address or a parameter is invalid.
         BackendUnavailableError: An address is in use, or not one of this machine.
     """
 
@@ -177,7 +177,7 @@ class EventPublisher(Observer):
         self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
         self._lock = runtime.lock()
         self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
-        # Batches that were sent last, and the sequence number of each, without a gap.
+        # The batches that were sent last, with sequence numbers that have no gap.
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
         self._next_sequence = 0
         self._closing = False
@@ -185,7 +185,7 @@ class EventPublisher(Observer):
         self._encoder = msgspec.msgpack.Encoder()
         self._asked: zmq.Socket[bytes] | None = None
         self._replays: dict[bytes, _Replay] = {}  # by subscriber
-        with contextlib.ExitStack() as opened:  # and closed again where not all can be opened
+        with contextlib.ExitStack() as opened:  # closes everything if a later step fails
             self._wakes, self._wake = os.pipe()
             opened.callback(self._close_pipe)
             os.set_blocking(self._wakes, False)
@@ -198,7 +198,7 @@ class EventPublisher(Observer):
             self.replay = ""
             if replay:
                 self._asked = self._context.socket(zmq.ROUTER)
-                # A message that a subscriber has no room for is an error, and is not dropped.
+                # A message to a subscriber with a full queue must raise, not be dropped.
                 self._asked.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._asked.set_hwm(MAX_QUEUED_MESSAGES)
                 self._asked.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -212,7 +212,7 @@ class EventPublisher(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the publisher."""
         self.close()
 
     def note(self, event: Event) -> None:
@@ -223,7 +223,7 @@ class EventPublisher(Observer):
                 self._append(event, event.keys[start : start + BLOCKS_PER_BATCH])
 
     def close(self) -> None:
-        """Send what was noted, as far as `CLOSE_S` allow, and end; may be called again."""
+        """Send the noted events, as far as `CLOSE_S` allows, and end; may be called again."""
         with self._lock:
             if self._closing:
                 return
@@ -249,7 +249,7 @@ class EventPublisher(Observer):
             os.write(self._wake, b"\0")
 
     def _run(self) -> None:
-        """Send batches and replays until the end; the sockets belong to this thread."""
+        """Send batches and replays until closed; only this thread uses the sockets."""
         poller = zmq.Poller()
         poller.register(self._wakes, zmq.POLLIN)
         asked, is_last = self._asked, False
@@ -269,10 +269,10 @@ class EventPublisher(Observer):
         self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _begin_replay(self, asked: "zmq.Socket[bytes]") -> None:
-        """Receive a request for the batches from a number on; it replaces an earlier one."""
+        """Receive a request to replay from a number on; it replaces the subscriber's last one."""
         try:
             parts = asked.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError as exc:  # whoever asked is gone
+        except zmq.ZMQError as exc:  # the subscriber is gone
             logger.debug("a request for replay cannot be read: %s", exc)
             return
         if len(parts) != 3:
@@ -283,7 +283,7 @@ class EventPublisher(Observer):
         self._replays[client] = _Replay(int.from_bytes(start, "big"), self._sent[-1][0], stop_s)
 
     def _has_ended(self, asked: "zmq.Socket[bytes]", client: bytes, replay: _Replay) -> bool:
-        """Send a subscriber some batches; return whether it has got all of them, or is gone."""
+        """Send a subscriber some batches; return whether it has all of them, or is gone."""
         first = self._sent[0][0]
         begin = max(first, replay.next_sequence)
         end = min(begin + BATCHES_PER_TURN, replay.last_sequence + 1)
@@ -305,7 +305,7 @@ class EventPublisher(Observer):
         return True
 
     def _publish(self) -> bool:
-        """Send what was noted; return whether there will be no more."""
+        """Send the noted events; return whether the publisher is closing."""
         with self._lock:
             os.read(self._wakes, 1)
             self._is_woken = False
@@ -316,7 +316,7 @@ class EventPublisher(Observer):
             if each.sequence != expected:
                 text = "%d batches of events were lost: they came faster than they are sent"
                 logger.warning(text, each.sequence - expected)
-                self._sent.clear()  # a replay has no gap, and begins later than it was asked for
+                self._sent.clear()  # replays have no gaps: they begin after the lost batches
             payload = self._encoder.encode(self._batch(each))
             self._publishing.send_multipart([self._topic, pack(each.sequence), payload])
             self._sent.append((each.sequence, payload))
@@ -365,14 +365,14 @@ def _place_fields(tier: str) -> dict[str, Any]:
 
 
 def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:
-    """Bind a socket to an address; return the address with the port that was chosen."""
+    """Bind a socket to an address; return the address with the chosen port."""
     scheme, _, place = require_text(argument, address).partition("://")
     if scheme == "tcp":
         host = Endpoint.parse(argument, place.replace("*", "0.0.0.0", 1)).host  # noqa: S104 - asked
         socket.setsockopt(zmq.IPV6, ":" in host)
     elif scheme != "ipc" or not place:
         raise InvalidArgumentError(argument, address, "such as 'tcp://127.0.0.1:5557'")
-    elif not place.startswith("@"):  # a path, which ZMQ takes whatever is there
+    elif not place.startswith("@"):  # a path, at which ZMQ would replace whatever is there
         try:
             remove_abandoned(Path(place))
         except (OSError, ValueError) as exc:  # ValueError: a NUL in the path

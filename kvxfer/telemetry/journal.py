@@ -1,4 +1,4 @@
-"""Journal: what happens to blocks, which an observer writes into files for `kvxfer explain`."""
+"""Journal: events of blocks, written to files by an observer and read by `kvxfer explain`."""
 
 import atexit
 import contextlib
@@ -41,32 +41,32 @@ VARIABLE = "KVXFER_JOURNAL"
 """Environment variable: folder of the journal."""
 
 Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
-"""Seconds since the epoch, which have a date."""
+"""Seconds since the epoch, within the range of dates."""
 
 SUFFIX = ".journal"
 VERSION = 2
 LENGTH_BYTES = 4
-"""Bytes of the length in front of each record, big-endian."""
+"""Bytes of the length before each record, big-endian."""
 MAX_RECORD_BYTES = 64 << 20
 ALIVE_S = 86400.0
-"""Time without any sign of its process after which a file counts as left behind, where the file
-system has no locks."""
+"""How long a file must be untouched before its process counts as ended, on file systems without
+locks."""
 
 MAX_BYTES = 32 << 20
-"""Bytes of a process's files: some hundred thousand blocks that are stored, evicted and missed."""
+"""Maximum bytes of a process's files: some hundred thousand blocks stored, evicted and missed."""
 NUM_PARTS = 4
 MAX_PROCESSES = 32
-"""Processes that have ended and whose files are kept."""
+"""Maximum number of ended processes whose files are kept."""
 MAX_WAITING_KEYS = 500_000
-"""Keys of the events that wait to be written, some 40 MB; an event counts as one more. Further ones
-are lost, and counted; one that has more than that alone is taken where no other waits."""
+"""Maximum keys of events that wait to be written, some 40 MB; an event counts as one more. Further
+events are lost, and counted; a larger event is taken only if no other waits."""
 MAX_KEYS_PER_RECORD = 10_000
-"""Keys in one record of blocks that come or go, so that files are bounded however many do."""
+"""Maximum keys in a record of added or removed blocks, so that files are bounded."""
 WRITE_S = 0.5
-"""Time between two writes, and what a process that is killed loses of its journal."""
+"""Interval between writes; a killed process loses at most this much of its journal."""
 CLOSE_TIMEOUT_S = 2.0
 TOLD_BY_TIERS = frozenset({Status.DONE, Status.MISSING, Status.CORRUPT})
-"""Statuses of an engine's batch that say no more than those of its tiers."""
+"""Statuses of an engine's batch that add nothing to those of its tiers."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     """First record of every file.
 
     Attributes:
-        process: Host and number of the process, and the time at which it began.
-        part: Number of this file among those of the process; the first are removed in time.
+        process: Host and number of the process, and the time at which its journal began.
+        part: Number of this file among those of the process, of which the oldest are removed.
     """
 
     version: int
@@ -86,13 +86,13 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
 
 
 class Source(msgspec.Struct, frozen=True, tag="source"):
-    """Source of further records: a backend or an engine that is observed.
+    """Source of later records: an observed backend or engine.
 
     Attributes:
         number: Number of the source in this process.
-        engine: Name of the engine that it is a part of, where that has several processes.
-        namespace: Namespace of the blocks, if it is known.
-        tiers: Names of the tiers that are known by now, fastest first.
+        engine: Name of the engine that it is a part of, if that has several processes.
+        namespace: Namespace of the blocks, if known.
+        tiers: Names of the tiers known so far, fastest first.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Source(msgspec.Struct, frozen=True, tag="source"):
 
 
 class Noted(msgspec.Struct, frozen=True, tag="event"):
-    """Event of an observer. If all blocks of a batch have one outcome or tier, it stands once."""
+    """Event of an observer. An outcome or a tier that all blocks of a batch have is there once."""
 
     at_s: Time
     source: int
@@ -111,7 +111,7 @@ class Noted(msgspec.Struct, frozen=True, tag="event"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """Events that the journal could not take, since the first of them."""
+    """Events that the journal could not take; `at_s` is the time of the first."""
 
     at_s: Time
     num_events: int
@@ -128,16 +128,15 @@ class JournalFile:
     began: Began
 
     def records(self) -> Iterator[Record]:
-        """Read the records after the first one, as far as they are whole and understood.
+        """Read the records after the first, up to one that is incomplete or cannot be decoded.
 
-        A file that is being written, or whose process was killed, ends within a record; what is
-        before it counts.
+        The last record is incomplete while it is being written, or if the process was killed.
         """
         return itertools.islice(_read(self.path), 1, None)
 
 
 def list_files(folder: Path) -> list[JournalFile]:
-    """List the files of a journal, those of a process in order."""
+    """List the files of a journal, by process and in order."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
     except OSError as exc:
@@ -150,9 +149,9 @@ def list_files(folder: Path) -> list[JournalFile]:
 
 
 def remove_ended(folder: Path, *, num_kept: int) -> None:
-    """Remove the files of the processes that ended first, but for the last `num_kept`.
+    """Remove the files of ended processes, except of the `num_kept` that ended last.
 
-    What cannot be removed, such as the files of another user, stays.
+    Files that cannot be removed, such as those of another user, stay.
     """
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     last_parts = {path.name.rsplit(".", 2)[0]: path for path in paths}
@@ -168,8 +167,8 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether no process has its newest file locked, or has touched it where there are no locks."""
-    with path.open("r+b") as file:  # NFS locks only what may be written
+    """Whether no process has a lock on its newest file or, without locks, has touched it lately."""
+    with path.open("r+b") as file:  # NFS locks only files that are open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -186,7 +185,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:
-    """Append data; of what is written in part nothing stays, unless others appended behind it."""
+    """Append all of `data` or raise; a partial write is undone, unless others appended after it."""
     written = file.write(data)
     if written < len(data):
         end = file.tell()
@@ -209,7 +208,7 @@ def _read(path: Path) -> Iterator[Record]:
                     record = msgspec.structs.replace(record, event=event)
                 yield record
     except (OSError, msgspec.MsgspecError, ValueError, KeyError, RecursionError):
-        return  # removed meanwhile, or no more of it is understood
+        return  # the file was removed, or the rest cannot be decoded
 
 
 def _refuse(folder: Path, expected: str) -> InvalidArgumentError:
@@ -223,13 +222,13 @@ _EVENTS = {kind.__name__: kind for kind in get_args(Event)}
 class Journal:
     """Journal of a process: a few files of bounded size in a folder that processes share.
 
-    What is observed is noted in memory; a thread writes it. Nothing raises or waits for a disk:
-    what comes too fast, or does not fit on the disk, is counted, and the count is written where
-    events are missing. A file is whole up to the last write, however its process ends.
+    Events are noted in memory, and a thread writes them. Noting never raises or waits for a disk:
+    events that come too fast, or do not fit on the disk, are counted, and the count is written
+    where they are missing. A file is intact up to the last write, however its process ends.
 
     Args:
-        folder: The folder; made if need be.
-        max_bytes: Bytes of this process's files.
+        folder: The folder; created if missing.
+        max_bytes: Maximum bytes of this process's files.
     """
 
     def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -243,7 +242,7 @@ class Journal:
         self._sources: dict[int, Source] = {}
         self._numbers = itertools.count()
         self._observers = WeakValueDictionary[int, JournalObserver]()
-        self._telling: set[tuple[int, str]] = set()  # tiers that tell what they have stored
+        self._telling: set[tuple[int, str]] = set()  # tiers that report what they have added
         self._file: IO[bytes] | None = None
         self._num_bytes = self._part = 0
         self._has_failed = self._is_closing = self._is_closed = False
@@ -254,9 +253,9 @@ class Journal:
     def observer(
         self, namespace: Namespace | None = None, *, engine: str = ""
     ) -> "JournalObserver":
-        """Make the observer of one backend and the engine on top of it.
+        """Create the observer of one backend and the engine on top of it.
 
-        An engine that has several processes gives its name to each.
+        `engine` names an engine that has several processes, all of which pass the same name.
         """
         with self._lock:
             number = next(self._numbers)
@@ -266,7 +265,7 @@ class Journal:
         return observer
 
     def append(self, observer: "JournalObserver", event: Event | None) -> None:
-        """Note an event; None for a change of what is known of the observer."""
+        """Note an event, or None if the observer's source has changed."""
         at_s, num_keys = runtime.wall_time(), 1 + (0 if event is None else len(event.keys))
         with self._lock:
             has_room = self._num_waiting_keys + num_keys <= MAX_WAITING_KEYS or not self._waiting
@@ -288,13 +287,13 @@ class Journal:
         self.append(observer, None)
 
     def flush(self) -> None:
-        """Write what was noted so far; blocks for the disk."""
+        """Write everything noted so far; blocks until the system calls return."""
         with self._flushing:
             if not self._is_closed:
                 self._write_noted()
 
     def close(self) -> None:
-        """Write what was noted, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
+        """Write everything noted, waiting at most `CLOSE_TIMEOUT_S`; may be called again."""
         self._is_closing = True
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -302,7 +301,7 @@ class Journal:
     def _run(self) -> None:
         while not self._wake.wait(WRITE_S):
             self.flush()
-            with self._flushing, contextlib.suppress(OSError):  # another flush may begin a file
+            with self._flushing, contextlib.suppress(OSError):  # a `flush` could replace the file
                 file = self._file
                 if file and runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
                     os.utime(file.fileno())
@@ -336,9 +335,9 @@ class Journal:
                 self._num_lost += lost.num_events + len(times)
 
     def _parts(self, number: int, event: Event) -> Iterator[Event]:
-        """Shorten an event: what all blocks have once, and a bounded number of keys.
+        """Shorten an event: common outcomes and tiers once, and a bounded number of keys.
 
-        A batch that says no more than other events of its source is left out.
+        A batch that adds nothing to other events of its source is left out.
         """
         if isinstance(event, Added):
             self._telling.add((number, event.tier))
@@ -355,20 +354,20 @@ class Journal:
             yield replace(event, keys=event.keys[start : start + MAX_KEYS_PER_RECORD])
 
     def _is_told(self, number: int, event: Moved | Ended, outcome: Outcome) -> bool:
-        """Whether other events tell what a batch says, all of whose blocks have one outcome."""
+        """Whether other events say that all blocks of a batch have this outcome."""
         if isinstance(event, Ended):
             return outcome.status in TOLD_BY_TIERS
         if event.operation is Operation.STORE:
             return outcome.done and (number, event.tier) in self._telling
-        return outcome.done and event.cause is Cause.WRITE_BACK  # the tier below tells of the copy
+        return outcome.done and event.cause is Cause.WRITE_BACK  # the tier below reports the copy
 
     def _write(self, records: Sequence[Record]) -> bool:
-        """Write records; whether that was possible."""
+        """Write records; return whether that was possible."""
         data: list[bytes] = []
         num_bytes = self._num_bytes
         try:
             if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-                num_bytes = self._max_part_bytes + 1  # it was removed, so another one is begun
+                num_bytes = self._max_part_bytes + 1  # the file was removed: begin another
             for index, record in enumerate(records):
                 if self._file is None or num_bytes > self._max_part_bytes:
                     if self._file is not None:
@@ -381,7 +380,7 @@ class Journal:
                 num_bytes += len(data[-1])
             assert self._file is not None
             self._append(self._file, b"".join(data))
-        except (OSError, ValueError, TypeError) as exc:  # a disk, or an id that is no text
+        except (OSError, ValueError, TypeError) as exc:  # the disk, or a request id that is no text
             if not self._has_failed:
                 logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
             self._has_failed = True
@@ -394,14 +393,14 @@ class Journal:
         self._num_bytes += len(data)
 
     def _open_part(self, began_s: float) -> None:
-        """Begin a file, and remove the oldest of this process, and of processes that ended."""
+        """Begin a file; remove this process's oldest and, the first time, those of ended ones."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._part == 0:
             remove_ended(self._folder, num_kept=MAX_PROCESSES)
         began = Began(VERSION, began_s, self._process, self._part)
         with self._lock:
             for number in self._sources.keys() - self._observers.keys():
-                del self._sources[number]  # nothing notes its events any more
+                del self._sources[number]  # its observer is gone, and with it all further events
             sources = list(self._sources.values())
         first: list[Record] = [began, *sources]
         data = b"".join(map(encode_record, first))
@@ -409,9 +408,9 @@ class Journal:
         file = path.open("x+b", buffering=0)
         try:
             with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shows that we are alive
             append_whole(file, data)
-        except BaseException:  # a file that does not say whose it is would be of no use
+        except BaseException:  # without its first records, the file would be useless
             file.close()
             path.unlink(missing_ok=True)
             raise
@@ -450,20 +449,20 @@ def _are_equal(values: Sequence[object]) -> bool:
 def journal_observers(
     namespace: Namespace | None = None, *, engine: str = ""
 ) -> list[JournalObserver]:
-    """Make the observer of the journal that `KVXFER_JOURNAL` names; none if it names none."""
+    """Create the observer of the journal that `KVXFER_JOURNAL` names; none if it is not set."""
     journal = _journal_of_process()
     return [] if journal is None else [journal.observer(namespace, engine=engine)]
 
 
 def flush_journal() -> None:
-    """Write what was noted so far in the journal of the process, for at most `CLOSE_TIMEOUT_S`."""
+    """Write everything noted so far to this process's journal; waits at most `CLOSE_TIMEOUT_S`."""
     if (journal := _journal_of_process()) is not None:
         flushing = runtime.begin_aside("kvxfer-journal-flush", journal.flush)
         runtime.wait_futures([flushing], CLOSE_TIMEOUT_S)
 
 
 def journal_folder() -> str:
-    """Return the folder that `KVXFER_JOURNAL` names; empty without one."""
+    """Return the folder that `KVXFER_JOURNAL` names; empty if it is not set."""
     return os.environ.get(VARIABLE, "")
 
 
@@ -473,7 +472,7 @@ def _journal_of_process() -> Journal | None:
         with _OPENING:
             if (folder, pid) not in _OPENED:
                 for (_, opener), journal in _OPENED.items():
-                    if opener == pid:  # a fork has no thread of its parent
+                    if opener == pid:  # a forked child does not have its parent's thread
                         journal.close()
                 _OPENED.clear()
                 _OPENED[folder, pid] = journal = Journal(folder)

@@ -1,4 +1,4 @@
-"""Metrics of Prometheus about blocks: an observer that counts into a registry."""
+"""Prometheus metrics: an observer that counts events of blocks in a registry."""
 
 import logging
 from collections import Counter as Tally
@@ -39,7 +39,7 @@ from kvxfer.storage.observer import (
 PREFIX = "kvxfer_"
 NO_TIER = "none"
 """Tier of a miss."""
-HITS = ("miss", "hit")  # by whether it was found
+HITS = ("miss", "hit")  # indexed by whether the block was found
 
 SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of the buckets of durations: from a block in memory to a disk that stalls."""
@@ -48,7 +48,7 @@ WORST_FIRST = (
     *(Status.CORRUPT, Status.FAILED, Status.TIMED_OUT),
     *(Status.CANCELLED, Status.MISSING, Status.DONE),
 )
-"""Statuses of blocks: a batch has the outcome of its worst block."""
+"""Statuses of blocks, worst first: a batch has the outcome of its worst block."""
 
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "store_blocks": ("Blocks passed to a tier to be stored.", ("tier", "cause", "outcome")),
@@ -63,7 +63,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "not_loaded_blocks": ("Blocks that are computed, since a load would take longer.", ("tier",)),
     "not_written_back_blocks": ("Blocks that a tier is too slow to get.", ("tier",)),
 }
-"""Counters: their meaning and labels. Prometheus shows each with `_total` at the end."""
+"""Counters: their meaning and labels. Prometheus appends `_total` to each name."""
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[str]]] = {
     "store_seconds": ("Time of a tier for a batch to store.", ("tier", "cause", "outcome")),
@@ -98,13 +98,13 @@ GAUGES: Mapping[Gauge, str] = {
 """Gauges: their meaning. Each has the label `tier`."""
 
 FLAGS = frozenset({Gauge.BREAKER_OPEN, Gauge.SUSPENDED, Gauge.DISCOVERY_FAILING})
-"""Gauges that are 1 or 0: 1 if one of several tiers of the same name has 1."""
+"""Gauges that are 1 or 0; of several tiers with one name, 1 if any tier has 1."""
 
 logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """What an event adds to one of `COUNTERS` or `HISTOGRAMS`: a number, bytes or seconds."""
+    """Value that an event adds to one of `COUNTERS` or `HISTOGRAMS`: a count, bytes or seconds."""
 
     name: str
     value: float
@@ -112,7 +112,7 @@ class Sample(NamedTuple):
 
 
 def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for each kind of event
-    """Find what an event adds to metrics."""
+    """Yield the samples that an event adds to the metrics."""
     match event:
         case Moved():
             yield from _samples_of_move(event)
@@ -138,14 +138,14 @@ def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for eac
         case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
             yield Sample("batch_seconds", seconds, (operation.value,))
             yield Sample("queue_wait_seconds", waited_s, (operation.value,))
-        case Added() | Requested():  # counted as moved, and as looked up
+        case Added() | Requested():  # counted by `Moved` and by `LookedUp`
             pass
 
 
 def counters_of_alarms(tier: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """List the counters that alarms watch, and their labels, to be shown as 0 from the beginning.
+    """Yield the counters that alarms watch, and their labels, to be shown as 0 from the beginning.
 
-    Prometheus sees no increase in one that begins with the first trouble.
+    Prometheus sees no increase in a counter that first appears with the first failure.
 
     Source: https://prometheus.io/docs/practices/instrumentation/#avoid-missing-metrics.
     """
@@ -170,10 +170,10 @@ def _samples_of_move(event: Moved) -> Iterator[Sample]:
 
 
 class Metrics(Observer, Collector):
-    """Metrics of everything that is observed, in a registry of Prometheus.
+    """Observer that counts events in a registry of Prometheus.
 
-    One of them may observe any number of engines and backends. It shows the sums of their numbers,
-    and a 1 for each of `FLAGS` that is 1 in any of them.
+    It may observe any number of engines and backends, and shows the sums of their numbers, and a 1
+    for each of `FLAGS` that is 1 in any of them.
 
     Args:
         registry: Registry to count in; a new one by default. No other `Metrics` may be in it.
@@ -182,7 +182,7 @@ class Metrics(Observer, Collector):
         registry: As given.
 
     Raises:
-        InvalidArgumentError: It is no registry, or has metrics of the same names.
+        InvalidArgumentError: `registry` is not a registry, or has metrics of the same names.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -209,7 +209,7 @@ class Metrics(Observer, Collector):
             raise InvalidArgumentError("registry", registry, f"one without {PREFIX}*") from exc
 
     def text(self) -> bytes:
-        """Format everything in Prometheus' text format."""
+        """Format all metrics of the registry in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def note(self, event: Event) -> None:
@@ -223,7 +223,7 @@ class Metrics(Observer, Collector):
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
         for name, labels in counters_of_alarms(tier):
-            self._counters[name].labels(*labels)  # shows it
+            self._counters[name].labels(*labels)  # shows the counter as 0
         with self._lock:
             self._asked.append((tier, ask))
 
@@ -250,9 +250,9 @@ class Metrics(Observer, Collector):
 def ask_all(
     asked: Sequence[tuple[str, AskGauges]], forget: Callable[[AskGauges], None] = lambda _: None
 ) -> dict[tuple[Gauge, str], float]:
-    """Ask for the state of tiers; add up the numbers of each, and take the largest of `FLAGS`.
+    """Ask tiers for their gauges; add up those of tiers with one name, or take the largest flag.
 
-    A tier that tells nothing is gone: `forget` it.
+    A tier that returns no gauge is gone, and is passed to `forget`.
     """
     values: dict[tuple[Gauge, str], float] = defaultdict(float)
     for tier, ask in asked:

@@ -1,14 +1,14 @@
-"""Places of tiers, in the words of vLLM's KV events."""
+"""Places of tiers, in the terms of vLLM's KV events."""
 
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where the blocks of a tier are, in vLLM's words.
+    """Location of a tier's blocks, in vLLM's terms.
 
     Attributes:
         medium: "CPU" for memory, or "STORAGE".
-        locality: "LOCAL" or "REMOTE", as seen by the publisher; None if that is not known.
+        locality: "LOCAL" or "REMOTE", as seen by the publisher; None if unknown.
     """
 
     medium: str
@@ -17,11 +17,11 @@ class Place(NamedTuple):
 
 _PLACES = {
     "host": Place("CPU", "LOCAL"),
-    "nixl": Place("CPU", "LOCAL"),  # of peers, a tier tells the blocks that it holds for them
+    "nixl": Place("CPU", "LOCAL"),  # the tier's events are of blocks that it holds for peers
     "file": Place("STORAGE", "LOCAL"),
 }
 
 
 def place_of(tier: str) -> Place:
-    """Tell where the blocks of a tier are, by its name, such as "file" or "file_2"."""
+    """Return the place of a tier's blocks, by the tier's name, such as "file" or "file_2"."""
     return _PLACES.get(tier.rstrip("0123456789").rstrip("_"), Place("STORAGE", None))

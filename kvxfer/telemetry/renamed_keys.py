@@ -1,4 +1,4 @@
-"""Renamed keys: observers of a backend that knows blocks by other names than they do."""
+"""Renamed keys: events of a backend whose keys are not those that its observers know."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed, 
 
 
 class RenamedKeys(Observer):
-    """Observer that tells others of events, with the names that they know blocks by.
+    """Observer that forwards events to other observers with the keys that they know.
 
     Args:
-        observers: The others.
-        rename: Makes the names of blocks, without those that are of no concern to them. Events
-            that have one of these are not told, but for blocks that come and go.
+        observers: The observers to forward to.
+        rename: Translates keys, and leaves out those that do not concern the observers. An event
+            with such a key is dropped, unless it is `Added` or `Removed` and has other keys.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: an observer that makes one of each batch, move and lookup."""
+"""OpenTelemetry spans: an observer that creates one for each batch, move and lookup."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +13,13 @@ _ERRORS = frozenset({Status.CORRUPT, Status.FAILED, Status.TIMED_OUT})
 
 
 class Spans(Observer):
-    """Spans of what has ended: a batch, its moves in each tier, a lookup.
+    """Observer that creates a span for each batch, for its moves in each tier, and each lookup.
 
-    Each is made when it is over, with the time at which it began, as a child of the span in which
-    the engine was called.
+    A span is created when its operation has ended, with the time at which that began, as a child
+    of the span in which the engine was called.
 
     Args:
-        tracer_provider: Makes the tracer; by default that of the program.
+        tracer_provider: Provider of the tracer; by default that of the program.
     """
 
     def __init__(self, tracer_provider: TracerProvider | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Recorder of traces: writes the requests of a live engine to a file, in the background."""
+"""Trace recorder: writes the requests of a live engine to a file, in the background."""
 
 import contextlib
 import logging
@@ -22,16 +22,16 @@ Source: https://github.com/kvcache-ai/Mooncake, `FAST25-release/traces`.
 """
 
 MAX_TOKENS_PER_BLOCK = 10**9
-"""Most tokens of a block: those of all prompts together fit in 64 bits."""
+"""Maximum tokens of a block, so that those of all prompts together fit in 64 bits."""
 
 VARIABLE = "KVXFER_TRACE"
 """Environment variable: file to which an engine appends its requests."""
 
 MAX_WAITING = 10_000
-"""Requests that wait to be written; further ones are left out."""
+"""Maximum number of requests that wait to be written; further ones are left out."""
 
 MAX_BYTES = 1 << 30
-"""Size at which a file is left as it is, so that a forgotten recording fills no disk."""
+"""Size at which recording to a file stops, so that a forgotten recording fills no disk."""
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -49,7 +49,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
         input_length: Tokens of the prompt.
         output_length: Tokens that were generated.
         hash_ids: Number of each block of the prompt. Equal numbers are equal prefixes up to there.
-        tokens_per_block: Tokens of a block; our own field, 512 where it is missing.
+        tokens_per_block: Tokens of a block; kvxfer's own field, 512 if it is missing.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -65,7 +65,7 @@ class RecordedRequest:
 
     Attributes:
         arrival_s: Time of its arrival, in seconds since the epoch.
-        block_hashes: Hash of each whole block of the prompt, chained, so equal for equal prefixes.
+        block_hashes: Hash of each whole block of the prompt, chained: equal for equal prefixes.
     """
 
     arrival_s: float
@@ -75,13 +75,13 @@ class RecordedRequest:
 
 
 class TraceRecorder:
-    """Recorder that appends requests to a file, a line each, from a thread of its own.
+    """Recorder that appends requests to a file, one per line, from a thread of its own.
 
-    Nothing that it does raises, waits for a disk, or grows without bounds: what cannot be written
-    is left out, and the log says so. Several engines may append to one file.
+    It never raises, makes its caller wait for a disk, or grows without bounds: requests that cannot
+    be written are left out, and the log says so. Several engines may append to one file.
 
     Args:
-        path: The file, in Mooncake's format; made if need be.
+        path: The file, in Mooncake's format; created if missing.
         max_bytes: Size at which nothing more is appended.
     """
 
@@ -95,19 +95,19 @@ class TraceRecorder:
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """Open the recorder of the file that `KVXFER_TRACE` names; None if it names none."""
+        """Open the recorder of the file that `KVXFER_TRACE` names; None if it is not set."""
         path = os.environ.get(VARIABLE)
         return cls(path) if path else None
 
     def record(self, request: RecordedRequest) -> None:
-        """Have a request written; it is left out where too many wait."""
+        """Queue a request to be written; it is left out if too many wait."""
         if self._has_ended or self._waiting.qsize() >= MAX_WAITING:
-            self._num_left_out += not self._has_ended  # the log has said that it has
+            self._num_left_out += not self._has_ended  # a recording's end is in the log
         else:
             self._waiting.put(request)
 
     def close(self) -> None:
-        """Write what waits, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
+        """Write all waiting requests, for at most `CLOSE_TIMEOUT_S`; may be called again."""
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._num_left_out:
@@ -122,12 +122,12 @@ class TraceRecorder:
         except Exception as exc:  # noqa: BLE001 - an engine goes on without its trace
             logger.warning("%s: no requests are recorded: %s", self._path, exc)
         self._has_ended = True
-        with contextlib.suppress(Empty):  # an engine may live for long, and has more of them
+        with contextlib.suppress(Empty):  # queued requests would stay in memory with the engine
             while True:
                 self._waiting.get_nowait()
 
     def _append(self, file: IO[bytes]) -> None:
-        """Append requests until there are no more; whatever waits together in one write."""
+        """Append requests until closed; those that wait at one time take one write."""
         is_last = False
         while not is_last:
             requests = [self._waiting.get()]
@@ -146,7 +146,7 @@ def _line(request: RecordedRequest) -> bytes:
         timestamp=round(request.arrival_s * 1000, 3),
         input_length=request.num_tokens,
         output_length=0,
-        # 63 bits, as other readers of the format take numbers to be signed.
+        # 63 bits, because other readers of the format take numbers as signed.
         hash_ids=[xxhash.xxh3_64_intdigest(each) >> 1 for each in request.block_hashes],
         tokens_per_block=request.tokens_per_block,
     )
