@@ -1,4 +1,4 @@
-"""Explanation of misses: why blocks were not found, and where those that were came from."""
+"""Explanation of misses: why blocks were not found, and which tiers gave those that were."""
 
 from kvxfer.explain.answer import Answer
 from kvxfer.explain.report import Report, Run, explain

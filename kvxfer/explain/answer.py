@@ -13,7 +13,7 @@ from kvxfer.text import printable
 
 MAX_FIELDS = 3
 MAX_CHARACTERS = 100
-"""Most fields, and characters of a value, that are shown where namespaces differ."""
+"""Maximum fields, and characters of a value, that are shown if namespaces differ."""
 
 
 class Answer(StrEnum):
@@ -36,7 +36,7 @@ class Answer(StrEnum):
 
 
 class Cause(NamedTuple):
-    """Cause in one tier, or in none, at a moment in seconds since the epoch, if there is one."""
+    """Cause of an answer, in a tier or in none, at a time in seconds since the epoch or unknown."""
 
     answer: Answer
     tier: str
@@ -46,7 +46,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Block that is explained, by a cause in each tier; the slowest, which had it last, answers."""
+    """Explained block, with a cause in each tier; the slowest, which had it last, answers."""
 
     key: BlockKey
     answer: Answer
@@ -73,9 +73,9 @@ class _Tier:
     """State of a block in one tier, at a certain time.
 
     Attributes:
-        stored_s: When it came there, None if it is not there.
-        trouble: Why the last lookup or load did not get it, whether or not it is there.
-        removal: Why it was removed since it was stored last. A lookup that began before may
+        stored_s: When the block came there; None if it is not there.
+        trouble: Why the last lookup or load did not get the block, whether or not it is there.
+        removal: Why the block was removed since it was last stored. A lookup that began before may
             still have found it.
     """
 
@@ -86,7 +86,7 @@ class _Tier:
     removal: Cause | None = None
 
     def note(self, each: Happening) -> None:
-        """Apply what happened next."""
+        """Apply the next happening."""
         match each.kind:
             case Kind.STORED:
                 self.stored_s = each.at_s
@@ -116,7 +116,7 @@ class _Tier:
                 self._lose(each, Answer.BACK_PRESSURE, text)
 
     def cause(self) -> Cause | None:
-        """Return why the block was not got from here; None if nothing is known."""
+        """Return why the tier did not give the block; None if nothing is known."""
         if known := self.absence or self.trouble or self.removal:
             return known
         if self.stored_s is None:
@@ -175,7 +175,7 @@ def _how(each: Happening) -> str:
 
 @dataclass(slots=True)
 class Explainer:
-    """Explainer of the blocks that the engine of a place looked for in its tiers."""
+    """Explainer of the blocks that the engine at a place looked up in its tiers."""
 
     history: History
     place: Place
@@ -187,7 +187,7 @@ class Explainer:
     def explain(self, key: BlockKey, until_s: float, *, since_s: float = 0.0) -> Explained:
         """Explain why a block was missed by a lookup at `until_s`.
 
-        What failed before the lookup at `since_s`, the one before, was of no effect on this one.
+        Failures up to `since_s`, the time of the previous lookup, did not affect this one.
         """
         tiers = {name: _Tier(name) for name in self._tiers_with_those_behind()}
         later: dict[str, Happening] = {}
@@ -214,7 +214,7 @@ class Explainer:
         return Explained(key, cause.answer, (cause,))
 
     def giver(self, key: BlockKey, tier: str, at_s: float) -> str:
-        """Name the tier that gave a block, where an engine only knows that it is a lower one."""
+        """Name the tier that gave a block, if the engine knows only that it was a lower one."""
         if tier in self.tiers:
             return tier
         found = [
@@ -228,7 +228,7 @@ class Explainer:
         return found[-1] if found else tier
 
     def _in_other_namespace(self, key: BlockKey) -> Cause | None:
-        """Find the namespace nearest to this engine's in which another one stored a block."""
+        """Find the namespace, nearest to this engine's, in which another engine stored a block."""
         ours = self.history.namespace_of(self.place)
         found: list[tuple[Sequence[Difference], Happening]] = []
         for each in self.history.happenings[key]:
@@ -250,7 +250,7 @@ class Explainer:
         return Cause(Answer.OTHER_NAMESPACE, "", text, None)
 
     def _tiers_with_those_behind(self) -> Iterator[str]:
-        """Name this engine's tiers, and behind that of a holder those of the holder."""
+        """Yield this engine's tiers; after one that is a holder, the tiers of that holder."""
         for name in self.tiers:
             yield name
             for place in self.history.sources:
@@ -258,7 +258,7 @@ class Explainer:
                     yield from (_behind(each, name) for each in self.history.tiers_of(place))
 
     def _is_alike(self, place: Place, namespace: str = "") -> bool:
-        """Whether the blocks of a place are of the namespace of this engine."""
+        """Whether the blocks of a place are in this engine's namespace."""
         ours = self.history.namespace_of(self.place)
         theirs = self.history.namespace_of(place)
         if ours is None or theirs is None:
@@ -266,9 +266,9 @@ class Explainer:
         return (namespace or theirs.fingerprint) == ours.fingerprint
 
     def _name_of_tier(self, each: Happening) -> str:
-        """Name the tier in which something happened that concerns this engine; else empty.
+        """Name the tier of a happening that concerns this engine; empty if none does.
 
-        It is one of its own, one of a holder behind it, or one that it shares with another engine.
+        It is a tier of the engine, of a holder behind it, or one shared with another engine.
         """
         if self.history.is_same(self.place, each.place):
             return "" if each.namespace else each.tier
@@ -281,19 +281,19 @@ class Explainer:
         return each.tier if is_change and each.tier.startswith(self._shared()) else ""
 
     def _shared(self) -> tuple[str, ...]:
-        """Beginnings of the names of tiers that this engine may share with others."""
+        """Return the name prefixes of the tiers that this engine may share with others."""
         known = len(self.tiers) > 1
         has_files = any(tier.startswith(_FILE) for tier in self.tiers)
         return (LENT,) if known and not has_files else (_FILE, LENT)
 
 
 def _behind(tier: str, held_as: str) -> str:
-    """Name the tier of a holder, as seen by an engine that has all of it as one tier."""
+    """Name a tier of a holder, as seen by an engine for which the holder is one tier."""
     return f"{tier} of {held_as}"
 
 
 def _is_told_by_holder(cause: Cause, causes: Sequence[Cause]) -> bool:
-    """Whether it is not known what a tier did with a block, but what its holder did."""
+    """Whether a cause is unknown in a tier, but known in the holder that is that tier."""
     return cause.answer is Answer.UNKNOWN and any(
         each.tier.endswith(_behind("", cause.tier)) for each in causes
     )

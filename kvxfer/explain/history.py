@@ -30,12 +30,12 @@ from kvxfer.storage.observer import (
 from kvxfer.telemetry.journal import TOLD_BY_TIERS, JournalFile, Lost, Noted, Source, list_files
 
 QUEUED = "queued"
-"""Status of a batch of an engine whose deadline passed before it was begun."""
+"""Status of an engine's batch whose deadline passed before it was begun."""
 
 T = TypeVar("T")
 
 _HELD = ("nixl",), ("pool",)
-"""Tiers as which engines have the blocks of a holder."""
+"""Tiers of a holder's source, by which engines reach the holder's blocks."""
 
 
 class Place(NamedTuple):
@@ -62,12 +62,12 @@ class Kind(Enum):
 
 
 class Happening(NamedTuple):
-    """Thing that happened to one block.
+    """Event in the life of one block.
 
     Attributes:
-        what: Status, operation, reason of a removal, or name of the event that tells of a lookup.
-        reason: Reason in words.
-        namespace: Fingerprint of its namespace, where it is another one than the source's.
+        what: Status, operation, reason of a removal, or name of the event that reports a lookup.
+        reason: Reason as text.
+        namespace: Fingerprint of the block's namespace, if it is not the source's.
     """
 
     at_s: float
@@ -80,7 +80,7 @@ class Happening(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Request of an engine, as it was noted."""
+    """Request of an engine, as the journal has it."""
 
     at_s: float
     place: Place
@@ -88,7 +88,7 @@ class Request(NamedTuple):
 
 
 _KINDS = (Kind.LOADED, Kind.NOT_LOADED), (Kind.STORED, Kind.NOT_STORED)
-"""Kinds of a load and of a store, that is done and that is not."""
+"""Kinds of a load, done or not, and of a store, done or not."""
 
 
 @dataclass(slots=True)
@@ -96,10 +96,10 @@ class History:
     """History of some requests and blocks.
 
     Attributes:
-        begins_s: Time from which on the journal of each process is complete, if nothing was lost.
+        begins_s: Time since when the journal of each process is complete, unless events were lost.
         ends_s: Time of the last record.
-        requests: Those that were asked for, in order of time.
-        happenings: What happened to each block that was asked for, in order of time.
+        requests: The requests asked for, in order of time.
+        happenings: What happened to each block asked for, in order of time.
     """
 
     begins_s: dict[str, float] = field(default_factory=dict)
@@ -111,23 +111,23 @@ class History:
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
     def know(self, place: Place) -> None:
-        """Take a place for one of its own where the journal lost what it is."""
+        """Add a place of its own, with no engine, if the journal lost its source."""
         self.sources.setdefault(place, Source(place.source, "", None, ()))
 
     def namespace_of(self, place: Place) -> Namespace | None:
-        """Namespace of the blocks in a place; that of its engine where its own is not known."""
+        """Return the namespace of a place's blocks; that of its engine if its own is unknown."""
         source = self.sources[place]
         same = [each for other, each in self.sources.items() if self.is_same(place, other)]
         known = [each.namespace for each in (source, *same) if each.namespace is not None]
         return known[0] if known else None
 
     def is_same(self, one: Place, other: Place) -> bool:
-        """Whether two places are of one engine."""
+        """Whether two places belong to one engine."""
         engine = self.sources[one].engine
         return one == other or (bool(engine) and engine == self.sources[other].engine)
 
     def failed_s(self, key: BlockKey, place: Place, at_s: float) -> float | None:
-        """When the load of a block failed that had been found at `at_s`; None if it did not."""
+        """Return when the load of a block found at `at_s` failed; None if it did not fail."""
         failed_s = None
         for each in self.happenings[key]:
             if each.at_s <= at_s or not self.is_same(place, each.place):
@@ -139,14 +139,14 @@ class History:
         return failed_s
 
     def tiers_of(self, place: Place) -> list[str]:
-        """Tiers of an engine, fastest first."""
+        """List the tiers of an engine, fastest first."""
         places = [other for other in self.sources if self.is_same(place, other)]
         return list(dict.fromkeys(tier for each in places for tier in self.sources[each].tiers))
 
     def held_as(self, place: Place) -> str:
-        """Tier as which others have the blocks of a place, of a holder; empty for an engine's own.
+        """Return the tier by which others reach the blocks of a holder; empty for an engine.
 
-        A holder is a source of its process that has no namespace, and no engine.
+        The source of a holder, in the process of the place, has no namespace and no engine.
         """
         for other, source in self.sources.items():
             is_holder = source.namespace is None and not source.engine and source.tiers in _HELD
@@ -158,9 +158,9 @@ class History:
 def read_history(
     folder: Path, *, request: str = "", keys: Collection[BlockKey] = frozenset()
 ) -> History:
-    """Read what the journals of a folder say of blocks, and of a request and its blocks.
+    """Read what the journals of a folder say about blocks, and about a request and its blocks.
 
-    The request is named by a part of its name where no name is equal.
+    `request` is the name of a request or, if no name is equal, a part of it.
     """
     history, files = History(), list_files(folder)
     telling = _read_frame(history, files, request)
@@ -186,12 +186,12 @@ def read_history(
 def _happenings(  # noqa: C901 - a case for each kind of event
     at_s: float, place: Place, event: Event
 ) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
-    """List what an event says of blocks; those that were not looked up are left out."""
+    """Yield what an event says about blocks; those that were not looked up are left out."""
     here = partial(Happening, at_s, place)
     keys = event.keys
     match event:
         case Moved(operation=Operation.LOAD, cause=Cause.WRITE_BACK):
-            pass  # nobody asked for it
+            pass  # no engine asked for this load
         case Moved() | Ended():
             yield from _of_outcomes(here, event)
         case LookedUp() | Requested():
@@ -212,14 +212,14 @@ def _happenings(  # noqa: C901 - a case for each kind of event
             yield keys, here(Kind.TOO_SLOW, event.tier)
         case NotWrittenBack():
             yield keys, here(Kind.NOT_WRITTEN_BACK, event.tier)
-        case Asked():  # how long a tier took for its answer
+        case Asked():  # only says how long a tier took to answer
             pass
 
 
 def _of_outcomes(
     here: Callable[..., Happening], event: Moved | Ended
 ) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
-    """List what a batch says of its blocks; that of an engine, what no tier has told."""
+    """Yield what a batch says about its blocks; of an engine's, only what its tiers do not say."""
     is_store = event.operation is Operation.STORE
     for outcome, some in _groups(event.keys, event.outcomes):
         what, tier = outcome.status.value, ENGINE
@@ -236,7 +236,7 @@ def _of_outcomes(
 def _groups(
     keys: Sequence[BlockKey], values: Sequence[T]
 ) -> Iterable[tuple[T, Iterable[BlockKey]]]:
-    """Group keys by their values, of which there is one if all have that."""
+    """Group keys by their values; a single value is that of all keys."""
     if len(values) == 1:
         return [(values[0], keys)]
     groups: dict[T, list[BlockKey]] = defaultdict(list)
@@ -248,7 +248,7 @@ def _groups(
 def _read_frame(
     history: History, files: Sequence[JournalFile], wanted: str
 ) -> set[tuple[Place, str]]:
-    """Read everything but what happened to blocks; return the tiers that tell what they add."""
+    """Read everything but what happened to blocks; return the tiers that report `Added`."""
     exact: list[Request] = []
     alike: list[Request] = []
     telling: set[tuple[Place, str]] = set()

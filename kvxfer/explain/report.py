@@ -16,7 +16,7 @@ from kvxfer.text import printable
 
 MAX_CHARACTERS = 200
 MAX_NAMES = 4
-"""Requests of different names that are reported: vLLM gives one of a client another name in each
+"""Maximum number of request names in a report: vLLM gives a client's request another name in each
 engine."""
 
 _BEFORE = "not looked up: in the engine's own cache, or not needed"
@@ -29,10 +29,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Run of blocks with equal answers.
 
     Attributes:
-        first, last: Positions of the first and the last one in the group, or among the keys.
-        tier: Tier that gave them; empty for others.
-        text: The answer in words.
-        keys: Their keys in hexadecimal digits.
+        first, last: Positions of the first and the last block in the group, or among the keys.
+        tier: Tier that gave the blocks; empty if they were not found.
+        text: The answer as text.
+        keys: Keys of the blocks, in hexadecimal digits.
     """
 
     group: int
@@ -49,10 +49,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request: Name of the request; empty for keys.
-        at_s: Time at which it was scheduled; of keys that of the last record.
-        found: Blocks that each tier gave.
-        missed: Blocks that were missed, by answer.
-        notes: What is to be known of the journal.
+        at_s: Time at which the request was scheduled; for keys, time of the last record.
+        found: Number of blocks that each tier gave.
+        missed: Number of blocks that were missed, by answer.
+        notes: Remarks, such as on what the journal lacks.
     """
 
     request: str
@@ -69,7 +69,7 @@ def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
     """Explain a request by a part of its name, or blocks by their keys in hexadecimal digits.
 
     Returns:
-        A report for each time that the request was seen, such as in several engines; one for keys.
+        A report for each time the request was scheduled, such as in several engines; one for keys.
     """
     keys = [_parse_key(each) for each in arguments]
     if len(arguments) == 1:
@@ -144,11 +144,11 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
             blocks.append(_plain(key, Answer.NEVER_STORED, "", text))
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
-        happened = asked or happened  # what engines ask a holder is no lookup of its own
+        happened = asked or happened  # lookups that engines make in a holder are not its own
         marks = [each for each in happened if each.kind in _MARKS]
         last = (marks or happened)[-1]
         places.append(last.place)
-        # A request tells again of the lookups that were made for it, and other engines of theirs.
+        # Not other engines' lookups, nor both event types: `Requested` repeats its `LookedUp`.
         alike = [each for each in marks[:-1] if (each.place, each.what) == (last.place, last.what)]
         since_s = alike[-1].at_s if alike else 0.0
         until_s = last.at_s if marks else history.ends_s
@@ -225,7 +225,7 @@ def _signature(explained: Explained) -> tuple[object, ...]:
 
 
 def _texts(run: Sequence[Explained]) -> Iterator[str]:
-    """Say each cause of a run, with the times from the first to the last."""
+    """Yield each cause of a run, with the time, or the first and last time, at which it acted."""
     for causes in zip(*(each.causes for each in run), strict=True):
         text = printable(causes[0].text, MAX_CHARACTERS * 4)
         times = [cause.at_s for cause in causes if cause.at_s is not None]
@@ -240,7 +240,7 @@ def _between(first_s: float, last_s: float) -> str:
 
 
 def _notes(history: History, blocks: Sequence[Explained], places: Sequence[Place]) -> list[str]:
-    """Say what cannot be known: before the journal begins, and where events are missing."""
+    """List what cannot be known: events before the journal begins, and those that it lost."""
     processes = dict.fromkeys(place.process for place in places) or history.begins_s
     begins_s = max(history.begins_s[process] for process in processes)
     notes = []
