@@ -45,7 +45,7 @@ def digest_adapter(path: str) -> str:
         except OSError as exc:
             raise _unreadable(path, exc) from exc
     if not stats or _stats_of(path) != stats:
-        raise _unreadable(path, "there are none, or they are being written")
+        raise _unreadable(path, "it has none, or they are being written")
     return digest.hexdigest()
 
 
@@ -77,17 +77,17 @@ class LoadedAdapters:
             stats = ()
             self._whys.setdefault(place, str(exc))
         if self._stats.setdefault(place, stats) != stats:
-            self._whys.setdefault(place, f"the files in {adapter.path} were changed")
+            self._whys.setdefault(place, f"the files in {adapter.path} have changed")
         before = self._places.setdefault(adapter.number, place)
         if before != place and adapter.loads_anew:
-            self._whys.setdefault(before, f"{adapter.path} was loaded in its place")
+            self._whys.setdefault(before, f"{adapter.path} replaced it")
             self._places[adapter.number] = place
             self._anew.add(adapter.number)
         elif before != place:
-            text = f"number {adapter.number} stands for {before[1]} and for {adapter.path}"
+            text = f"number {adapter.number} is used for {before[1]} and for {adapter.path}"
             self._whys.setdefault(adapter.number, text)
         elif adapter.number in self._anew and not adapter.loads_anew:
-            text = f"only some requests have {adapter.path} loaded in place of another one"
+            text = f"only some requests for {adapter.path} say that it replaces another adapter"
             self._whys.setdefault(adapter.number, text)
 
     def digest(self, adapter: Adapter) -> str:

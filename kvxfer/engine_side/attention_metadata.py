@@ -39,7 +39,7 @@ class BatchOrderError(KVXferError, ValueError):
         self.builder = builder
         self.order = tuple(order)
         super().__init__(
-            f"group {group}: {builder} wants the requests in the order {order!r}; {detail}"
+            f"group {group}: {builder} needs the requests in the order {order!r}; {detail}"
         )
 
 
@@ -61,8 +61,7 @@ class TooManyGroupsError(InvalidArgumentError):
         super().__init__(
             "num_groups",
             num_groups,
-            f"at most {max_num_groups}: that is all that {builder}, the "
-            f"metadata builder of group {group}, serves",
+            f"at most {max_num_groups}, the limit of {builder}, the builder of group {group}",
         )
 
 

@@ -21,7 +21,7 @@ class Plug:
         unknown = sorted(getattr(cls, "__abstractmethods__", ()))
         if unknown:
             base = next(each for each in cls.__mro__ if not each.__module__.startswith("kvxfer."))
-            detail = f"its {base.__name__} wants {' and '.join(unknown)}"
+            detail = f"its {base.__name__} requires {' and '.join(unknown)}"
             engine, version = cls.packages[0], installed_version(*cls.packages)
             raise UnsupportedEngineError(engine, version, cls.supported, detail)
         return super().__new__(cls)

@@ -64,7 +64,7 @@ class VLLMKeys:
             raise InvalidArgumentError("hash", self.hash, known)
         seed = require_text("seed", self.seed) or os.environ.get(SEED_VARIABLE)
         if seed is None and self.hash not in HASHES_WITH_DEFAULT_SEED:
-            wanted = f"the {SEED_VARIABLE} of vLLM, whose hashes are random without"
+            wanted = f"vLLM's {SEED_VARIABLE}, without which its hashes are random"
             raise InvalidArgumentError("seed", self.seed, wanted)
         object.__setattr__(self, "seed", DEFAULT_SEED if seed is None else seed)
         if self.tokens_per_block is not None:

@@ -92,7 +92,7 @@ def find_vllm_pages(
         ]
         rule = (
             f"a store with one namespace of revision {wanted!r} and {dtype}, not quantized and "
-            "without --hf-overrides or settings that choose weights, opened by vLLM once"
+            "without --hf-overrides or settings that choose weights, which vLLM has opened before"
         )
         raise InvalidArgumentError("backend", backend, f"{rule}; it has {there or 'none'}")
     _require_weights_of_files(model, path, commit or revision)
@@ -124,8 +124,8 @@ def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
     if ours != theirs:
         names = ours.keys() | theirs.keys()
         differs = sorted(name for name in names if ours.get(name) != theirs.get(name))
-        found = f"a configuration with another {', '.join(differs)}"
-        raise InvalidArgumentError("model", found, f"that of {path}")
+        found = f"a configuration that differs in {', '.join(differs)}"
+        raise InvalidArgumentError("model", found, f"the configuration of {path}")
     expected = f"the weights of {path}, which vLLM loads, unchanged and without adapters"
     left = {name: tensor.detach() for name, tensor in model.named_parameters()}
     for file in _weight_files(path, revision):
@@ -134,9 +134,10 @@ def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
                 tensor = left.pop(name)
                 same = stored.get_tensor(name).to(tensor.device, tensor.dtype)
                 if not torch.equal(same, tensor):
-                    raise InvalidArgumentError("model", f"with another {name}", expected)
+                    raise InvalidArgumentError("model", f"one that differs in {name}", expected)
     if left:
-        raise InvalidArgumentError("model", f"with {min(left)}, which is in no file", expected)
+        found = f"one with {min(left)}, which is in no file"
+        raise InvalidArgumentError("model", found, expected)
 
 
 def _weight_files(path: str, revision: str) -> list[Path]:

@@ -59,8 +59,8 @@ _REMOVALS = {
     Removal.LOW_PRIORITY: (Answer.EVICTED, "evicted from {} by its low priority"),
     Removal.CORRUPT: (Answer.CORRUPT, "corrupt in {}"),
     Removal.DELETED: (Answer.REMOVED, "deleted from {}"),
-    Removal.CLEARED: (Answer.REMOVED, "gone from {}: all were cleared"),
-    Removal.LEASE_OVER: (Answer.REMOVED, "not {} any more: its lease was over"),
+    Removal.CLEARED: (Answer.REMOVED, "cleared from {} with all its blocks"),
+    Removal.LEASE_OVER: (Answer.REMOVED, "no longer {}: its lease ended"),
     Removal.VANISHED: (Answer.REMOVED, "removed from {} by another process"),
 }
 _FILE = "file"
@@ -109,7 +109,7 @@ class _Tier:
                 text = f"{self.name} was suspended after a missed deadline, and got no {each.what}"
                 self._fail(each, Answer.PAUSED, text, is_asked=each.what in _ASKING)
             case Kind.TOO_SLOW:
-                text = f"in {self.name}, whose load would take longer than computing it"
+                text = f"in {self.name}, but loading it would take longer than computing it"
                 self._fail(each, Answer.TOO_SLOW, text)
             case Kind.NOT_WRITTEN_BACK if self.stored_s is None:
                 text = f"not in {self.name}: back-pressure (not written back)"
@@ -121,7 +121,7 @@ class _Tier:
             return known
         if self.stored_s is None:
             return None
-        text = f"stored in {self.name}, and not found there: no cause was noted"
+        text = f"stored in {self.name} but not found there: no cause was recorded"
         return Cause(Answer.UNKNOWN, self.name, text, self.stored_s)
 
     def _miss_store(self, each: Happening) -> None:
@@ -144,7 +144,7 @@ class _Tier:
     def _miss_load(self, each: Happening) -> None:
         if each.what == Status.MISSING.value and each.reason != PARTIAL.reason:
             if self.stored_s is not None and not self.trouble:
-                text = f"gone from {self.name} when it was to be loaded"
+                text = f"gone from {self.name} before it was loaded"
                 self._fail(each, Answer.REMOVED, text)
         elif each.what == Status.CORRUPT.value:
             self._lose(each, Answer.CORRUPT, f"corrupt in {self.name}")
@@ -246,7 +246,7 @@ class Explainer:
         if (more := len(differences) - MAX_FIELDS) > 0:
             texts.append(f"{more} more fields differ")
         where = f"{there.tier} of process {there.place.process}"
-        text = f"in another namespace, of {where}: {'; '.join(texts)}"
+        text = f"in another namespace, that of {where}: {'; '.join(texts)}"
         return Cause(Answer.OTHER_NAMESPACE, "", text, None)
 
     def _tiers_with_those_behind(self) -> Iterator[str]:
@@ -306,7 +306,7 @@ def _note_waiting(tiers: dict[str, _Tier], later: dict[str, Happening]) -> None:
         after = later.get(name)
         waited = after is not None and after.kind in (Kind.NOT_WRITTEN_BACK, Kind.STORED)
         if was_stored and waited and tier.cause() is None:
-            text = f"not in {name}: back-pressure (it waited to be written back)"
+            text = f"not in {name}: back-pressure (waiting to be written back)"
             tier.absence = Cause(Answer.BACK_PRESSURE, name, text, None)
         was_stored |= tier.stored_s is not None or tier.absence is not None
 

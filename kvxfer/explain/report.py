@@ -20,7 +20,7 @@ MAX_NAMES = 4
 engine."""
 
 _BEFORE = "not looked up: in the engine's own cache, or not needed"
-_BEHIND = "not looked up: behind a block that was missed"
+_BEHIND = "not looked up: after a missed block"
 
 _MARKS = frozenset({Kind.FOUND, Kind.MISSED})
 
@@ -100,7 +100,7 @@ def _require_few_names(history: History, argument: str) -> None:
     names = list(dict.fromkeys(each.event.request_id for each in history.requests))
     if len(names) > MAX_NAMES:
         some = ", ".join(names[:MAX_NAMES])
-        rule = f"a part of the names of {MAX_NAMES} requests at most, not of {some}, ..."
+        rule = f"a part of the names of at most {MAX_NAMES} requests, not of {some}, ..."
         raise InvalidArgumentError("argument", argument, rule)
 
 
@@ -128,7 +128,7 @@ def _of_request(history: History, seen: Request) -> Report:
     name = printable(request.request_id, MAX_CHARACTERS)
     report = _report(history, name, at_s, blocks, [place])
     if not request.keys:
-        why = request.reason or "no whole block of it is known, as of a short prompt"
+        why = request.reason or "it has no whole block, as for a short prompt"
         report.notes.append(printable(why, MAX_CHARACTERS))
     return report
 
@@ -140,7 +140,7 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
         happened = history.happenings[key]
         if not happened:
             text = "never stored, and never looked up"
-            text += ", nor is it in the name of a request" * (len(keys) == 1)
+            text += ", nor part of a request's name" * (len(keys) == 1)
             blocks.append(_plain(key, Answer.NEVER_STORED, "", text))
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
@@ -245,7 +245,7 @@ def _notes(history: History, blocks: Sequence[Explained], places: Sequence[Place
     begins_s = max(history.begins_s[process] for process in processes)
     notes = []
     if any(each.answer in (Answer.NEVER_STORED, Answer.UNKNOWN) for each in blocks):
-        notes.append(f"the journal begins {_between(begins_s, begins_s)}: nothing is known before")
+        notes.append(f"the journal begins {_between(begins_s, begins_s)}: nothing earlier is known")
     notes += [
         f"the journal lost {each.num_events} events {_between(each.at_s, each.at_s)}"
         for each in history.lost

@@ -270,9 +270,9 @@ def allocate_canonical(
     """
     device, pinned = require_device("device", device), require_flag("pinned", pinned)
     if pinned and device.type != "cpu":
-        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
+        raise InvalidArgumentError("pinned", pinned, f"False: {device} is not host memory")
     if pinned and not torch.cuda.is_available():
-        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")
+        raise InvalidArgumentError("pinned", pinned, "False: only CUDA can pin memory")
     request = _Request(config, backends, tokens_per_kernel_block)
     refusals = request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
     if refusals:
@@ -283,7 +283,7 @@ def allocate_canonical(
     try:
         buffer = torch.zeros(num_bytes, dtype=torch.int8, device=device, pin_memory=pinned)
     except (RuntimeError, TypeError) as exc:  # TypeError: a size beyond torch's integers
-        expected = f"blocks of {row_bytes} bytes for which {device} has room"
+        expected = f"as many blocks of {row_bytes} bytes as fit into the memory of {device}"
         raise InvalidArgumentError("config.num_blocks", config.num_blocks, expected) from exc
     rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
     views = {name: _view(buffer, request, group, name) for group, name, _ in request.layers}
@@ -329,7 +329,7 @@ def _refusals_of_layers(request: _Request) -> Iterator[AllocationRefusal]:
             condition, found = AllocationCondition.ATTENTION, type(spec).__name__
             yield AllocationRefusal(condition, found, "an AttentionSpec", group, name)
         if (size := spec.page_size_bytes) != first.page_size_bytes:
-            expected = f"{first.page_size_bytes} like layer {first_name!r}"
+            expected = f"{first.page_size_bytes}, like layer {first_name!r}"
             yield AllocationRefusal(AllocationCondition.ONE_PAGE_SIZE, size, expected, group, name)
 
 
@@ -369,7 +369,7 @@ def _refusals_of_backends(request: _Request) -> Iterator[AllocationRefusal]:
             continue
         found, (first_group, first) = repr(" ".join(axes)), stated[0]
         if axes != first:
-            expected = f"{' '.join(first)!r} like group {first_group}"
+            expected = f"{' '.join(first)!r}, like group {first_group}"
             yield AllocationRefusal(AllocationCondition.ONE_ORDER, found, expected, group)
         if axes[0] != "block":
             condition, expected = AllocationCondition.BLOCK_OUTERMOST, "'block' first"

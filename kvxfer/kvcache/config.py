@@ -37,7 +37,7 @@ class KVCacheGroup:
         object.__setattr__(self, "layer_names", require_texts("layer_names", self.layer_names))
         if not self.layer_names or find_repeated(self.layer_names) is not None:
             raise InvalidArgumentError(
-                "layer_names", self.layer_names, "at least one layer, each of them once"
+                "layer_names", self.layer_names, "at least one layer, each layer once"
             )
         for layer_name in self.layer_names:
             self.spec.for_layer(layer_name)

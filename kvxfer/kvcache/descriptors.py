@@ -138,7 +138,7 @@ class Descriptors:
         if are_equal(blocks, np.arange(self.num_blocks)):
             return self
         if (blocks.view(np.uint64) >= self.num_blocks).any():  # as uint64, negatives are huge
-            raise InvalidArgumentError("blocks", blocks, f"indices from 0, below {self.num_blocks}")
+            raise InvalidArgumentError("blocks", blocks, f"0 <= index < {self.num_blocks}")
         counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         rows = np.repeat(self.block_offsets[:-1][blocks], counts) + concatenated_ranges(counts)
@@ -201,7 +201,7 @@ class Descriptors:
         require_instances("batches", batches, Descriptors, at_least_one=True)
         places = {(batch.device, batch.after) for batch in batches}
         if len(places) != 1:
-            raise InvalidArgumentError("batches", places, "blocks on one device, after one mark")
+            raise InvalidArgumentError("batches", places, "one device and one mark for all")
         counts = [np.diff(batch.block_offsets) for batch in batches]
         return cls(
             addresses=np.concatenate([batch.addresses for batch in batches]),

@@ -99,7 +99,7 @@ class KVLayout:
         if "block" not in self.axes:
             raise InvalidArgumentError("axes", self.axes, "an axis 'block' of its own")
         if find_repeated(factors) is not None or not all(f.isidentifier() for f in factors):
-            raise InvalidArgumentError("axes", self.axes, "names of axes, each of them once")
+            raise InvalidArgumentError("axes", self.axes, "names of axes, each name once")
 
     @classmethod
     def parse(cls, layout: "str | KVLayout", *, name: str = "layout") -> "KVLayout":

@@ -72,7 +72,7 @@ def span_observers() -> list[Observer]:
     try:
         from kvxfer.telemetry.spans import Spans
     except ImportError as exc:
-        logger.info("no spans: OpenTelemetry is not installed: %s", exc)
+        logger.info("no spans, because OpenTelemetry is not installed: %s", exc)
         return []
     return [Spans()]
 
@@ -109,6 +109,6 @@ def _show_metrics(first: Endpoint) -> "Metrics":
             # Without a timeout, half a request would occupy a thread and a descriptor forever.
             handler: Any = server.RequestHandlerClass
             server.RequestHandlerClass = type("Handler", (handler,), {"timeout": TIMEOUT_S})
-            logger.info("metrics at %s", Endpoint(first.host, server.server_port))
+            logger.info("serving metrics at %s", Endpoint(first.host, server.server_port))
             return metrics
     raise BackendUnavailableError(f"{VARIABLE}: no port from {first} to {last} is free")

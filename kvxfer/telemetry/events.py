@@ -273,10 +273,10 @@ class EventPublisher(Observer):
         try:
             parts = asked.recv_multipart(zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the subscriber is gone
-            logger.debug("a request for replay cannot be read: %s", exc)
+            logger.debug("cannot read a request for a replay: %s", exc)
             return
         if len(parts) != 3:
-            logger.debug("a request for replay has %d parts, not 3", len(parts))
+            logger.debug("ignoring a request for a replay: it has %d parts, not 3", len(parts))
             return
         client, _, start = parts
         stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
@@ -300,7 +300,7 @@ class EventPublisher(Observer):
         except zmq.ZMQError as exc:
             is_full = exc.errno == zmq.EAGAIN and runtime.monotonic() < replay.stop_s
             if not is_full:
-                logger.debug("a replay ends, since whoever asked is gone or reads nothing: %s", exc)
+                logger.debug("ending a replay: its subscriber is gone or reads nothing: %s", exc)
             return not is_full
         return True
 
@@ -314,7 +314,7 @@ class EventPublisher(Observer):
         for each in noted:
             expected = self._sent[-1][0] + 1 if self._sent else each.sequence
             if each.sequence != expected:
-                text = "%d batches of events were lost: they came faster than they are sent"
+                text = "lost %d batches of KV events: they came too fast for `buffer_batches`"
                 logger.warning(text, each.sequence - expected)
                 self._sent.clear()  # replays have no gaps: they begin after the lost batches
             payload = self._encoder.encode(self._batch(each))
@@ -371,7 +371,7 @@ def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:
         host = Endpoint.parse(argument, place.replace("*", "0.0.0.0", 1)).host  # noqa: S104 - asked
         socket.setsockopt(zmq.IPV6, ":" in host)
     elif scheme != "ipc" or not place:
-        raise InvalidArgumentError(argument, address, "such as 'tcp://127.0.0.1:5557'")
+        raise InvalidArgumentError(argument, address, "an address such as 'tcp://127.0.0.1:5557'")
     elif not place.startswith("@"):  # a path, at which ZMQ would replace whatever is there
         try:
             remove_abandoned(Path(place))

@@ -144,7 +144,7 @@ def list_files(folder: Path) -> list[JournalFile]:
     firsts = [(path, next(_read(path), None)) for path in paths]
     files = [JournalFile(p, f) for p, f in firsts if isinstance(f, Began) and f.version == VERSION]
     if not files:
-        raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX}) in it")
+        raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX})")
     return sorted(files, key=lambda file: (file.began.process, file.began.part))
 
 
@@ -382,7 +382,7 @@ class Journal:
             self._append(self._file, b"".join(data))
         except (OSError, ValueError, TypeError) as exc:  # the disk, or a request id that is no text
             if not self._has_failed:
-                logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
+                logger.warning("cannot write the journal in %s: %s", self._folder, exc)
             self._has_failed = True
             return False
         self._has_failed = False

@@ -53,22 +53,22 @@ WORST_FIRST = (
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "store_blocks": ("Blocks passed to a tier to be stored.", ("tier", "cause", "outcome")),
     "store_bytes": ("Bytes of blocks passed to a tier.", ("tier", "cause", "outcome")),
-    "load_blocks": ("Blocks asked of a tier.", ("tier", "cause", "outcome")),
-    "load_bytes": ("Bytes of blocks asked of a tier.", ("tier", "cause", "outcome")),
+    "load_blocks": ("Blocks requested from a tier.", ("tier", "cause", "outcome")),
+    "load_bytes": ("Bytes of blocks requested from a tier.", ("tier", "cause", "outcome")),
     "lookup_blocks": ("Blocks looked up, by the tier that finally gave them.", ("tier", "outcome")),
     "lookup_bytes": ("Bytes of blocks looked up by engines.", ("tier", "outcome")),
     "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
-    "skipped_blocks": ("Blocks that a suspended tier was not called for.", ("tier", "operation")),
-    "not_loaded_blocks": ("Blocks that are computed, since a load would take longer.", ("tier",)),
-    "not_written_back_blocks": ("Blocks that a tier is too slow to get.", ("tier",)),
+    "skipped_blocks": ("Blocks that were not asked of a suspended tier.", ("tier", "operation")),
+    "not_loaded_blocks": ("Blocks computed because a load would take longer.", ("tier",)),
+    "not_written_back_blocks": ("Blocks not copied to a tier, which is too slow.", ("tier",)),
 }
 """Counters: their meaning and labels. Prometheus appends `_total` to each name."""
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "store_seconds": ("Time of a tier for a batch to store.", ("tier", "cause", "outcome")),
-    "load_seconds": ("Time of a tier for a batch to load.", ("tier", "cause", "outcome")),
-    "lookup_seconds": ("Time of a tier for a lookup; of all, as `engine`.", ("tier", "outcome")),
+    "store_seconds": ("Time that a tier took to store a batch.", ("tier", "cause", "outcome")),
+    "load_seconds": ("Time that a tier took to load a batch.", ("tier", "cause", "outcome")),
+    "lookup_seconds": ("Time of a lookup in a tier; in all, as `engine`.", ("tier", "outcome")),
     "batch_seconds": ("Time of a batch in the engine, its queue included.", ("operation",)),
     "queue_wait_seconds": ("Time that a batch waited for its turn.", ("operation",)),
 }
@@ -76,24 +76,24 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[str]]] = {
 
 GAUGES: Mapping[Gauge, str] = {
     Gauge.CAPACITY_BYTES: "Bytes that fit into a tier.",
-    Gauge.USED_BYTES: "Bytes taken in a tier.",
+    Gauge.USED_BYTES: "Bytes in use in a tier.",
     Gauge.STORED_BLOCKS: "Blocks in a tier.",
     Gauge.QUARANTINED_BLOCKS: "Corrupt files that were kept.",
-    Gauge.QUARANTINED_BYTES: "Memory that late reads may still change.",
+    Gauge.QUARANTINED_BYTES: "Bytes of memory that late reads may still change.",
     Gauge.BREAKER_OPEN: "Whether writing is paused after repeated errors.",
-    Gauge.SUSPENDED: "Whether a tier is not called, since it missed a deadline.",
+    Gauge.SUSPENDED: "Whether a tier is not called because it missed a deadline.",
     Gauge.WRITE_BACK_BLOCKS: "Blocks that wait to be copied to a tier.",
     Gauge.QUEUED_BATCHES: "Parts of batches that wait for their turn.",
-    Gauge.BYTES_IN_FLIGHT: "Bytes handed to the backend at this moment.",
-    Gauge.PEERS: "Peers that are connected, either way.",
+    Gauge.BYTES_IN_FLIGHT: "Bytes that the backend is moving.",
+    Gauge.PEERS: "Peers that are connected, in either direction.",
     Gauge.PEERS_KNOWN: "Peers that discovery has found.",
     Gauge.DISCOVERY_FAILING: "Whether discovery gets no answers.",
-    Gauge.PINS: "Batches that peers hold in place.",
+    Gauge.PINS: "Batches that stay in place while peers read them.",
     Gauge.LEASES: "Tickets whose blocks are lent.",
-    Gauge.REQUESTS: "Requests to object storage, or calls of Mooncake, since the tier was opened.",
-    Gauge.SENT_BYTES: "Bytes of objects that were sent since then.",
-    Gauge.RECEIVED_BYTES: "Bytes of objects that were received since then.",
-    Gauge.SCRUBBED_BYTES: "Bytes in memory that were read for changes since it was opened.",
+    Gauge.REQUESTS: "Requests to object storage or Mooncake Store since the tier was opened.",
+    Gauge.SENT_BYTES: "Bytes of objects sent since the tier was opened.",
+    Gauge.RECEIVED_BYTES: "Bytes of objects received since the tier was opened.",
+    Gauge.SCRUBBED_BYTES: "Bytes of memory checked for changes since the tier was opened.",
 }
 """Gauges: their meaning. Each has the label `tier`."""
 
@@ -259,7 +259,7 @@ def ask_all(
         try:
             found = ask()
         except Exception:
-            logger.exception("the state of %s cannot be told", tier)
+            logger.exception("cannot read the gauges of %s", tier)
             continue
         if not found:
             forget(ask)

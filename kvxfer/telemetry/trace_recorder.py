@@ -111,8 +111,8 @@ class TraceRecorder:
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._num_left_out:
-            text = "%s: %d requests were left out of the trace"
-            logger.warning(text, self._path, self._num_left_out)
+            text = "left %d requests out of the trace %s: they came too fast"
+            logger.warning(text, self._num_left_out, self._path)
             self._num_left_out = 0
 
     def _write_all(self) -> None:
@@ -120,7 +120,7 @@ class TraceRecorder:
             with open(self._path, "ab", buffering=0) as file:  # noqa: PTH123 - a name, from outside
                 self._append(file)
         except Exception as exc:  # noqa: BLE001 - an engine goes on without its trace
-            logger.warning("%s: no requests are recorded: %s", self._path, exc)
+            logger.warning("not recording requests in %s: %s", self._path, exc)
         self._has_ended = True
         with contextlib.suppress(Empty):  # queued requests would stay in memory with the engine
             while True:
@@ -136,7 +136,8 @@ class TraceRecorder:
             is_last = None in requests
             lines = b"".join(_line(request) for request in requests if request is not None)
             if file.tell() + len(lines) > self._max_bytes:
-                logger.warning("%s: the trace has its %d bytes", self._path, self._max_bytes)
+                text = "stopped recording requests in %s: it has reached %d bytes"
+                logger.warning(text, self._path, self._max_bytes)
                 return
             append_whole(file, lines)
 

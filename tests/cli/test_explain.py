@@ -94,13 +94,13 @@ def gone(reason: Removal) -> Removed:
 FULL = moved(STORE, Status.FAILED, f"{NO_ROOM_REASON} at all")
 IN_QUEUE = Ended(STORE, KEY, [Outcome(Status.TIMED_OUT)], 0, 0.1, 0.1)
 ANSWERS: list[tuple[list[Event], str, str]] = [
-    ([HERE], "unknown", "stored in file, and not found there: no cause was noted"),
+    ([HERE], "unknown", "stored in file but not found there: no cause was recorded"),
     ([HERE, gone(Removal.DELETED)], "removed", "deleted from file at "),
-    ([HERE, gone(Removal.CLEARED)], "removed", "gone from file: all were cleared at "),
+    ([HERE, gone(Removal.CLEARED)], "removed", "cleared from file with all its blocks at "),
     ([HERE, gone(Removal.VANISHED)], "removed", "removed from file by another process at "),
     # A lookup that began before still finds what was evicted.
     ([HERE, gone(Removal.EVICTED), LookedUp(KEY, ["file"], 0.1)], "evicted", "by capacity at "),
-    ([HERE, moved(LOAD, Status.MISSING)], "removed", "gone from file when it was to be loaded"),
+    ([HERE, moved(LOAD, Status.MISSING)], "removed", "gone from file before it was loaded"),
     ([HERE, moved(LOAD, Status.CORRUPT)], "corrupt", "corrupt in file at "),
     ([HERE, moved(LOAD, Status.TIMED_OUT)], "deadline", "file missed the deadline of a load"),
     ([HERE, moved(LOAD, Status.FAILED, "x")], "failed", "from file: the load failed: x"),
@@ -164,7 +164,7 @@ def test_names_cannot_give_orders_to_the_terminal(tmp_path: Path, note: Note, ru
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["cmpl"], "argument is 'cmpl'; expected a part of the names of 4 requests at most"),
+        (["cmpl"], "argument is 'cmpl'; expected a part of the names of at most 4 requests"),
         ([KEYS[0].hex(), "xyz"], "arguments[1] is 'xyz'; expected a key"),
         (["a", "--journal", "/nowhere"], "journal is '/nowhere'; expected a folder"),
     ],

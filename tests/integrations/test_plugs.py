@@ -51,7 +51,7 @@ def test_a_method_that_an_engine_added_is_named(
 ) -> None:
     pytest.importorskip(package)
     plug: Any = getattr(importlib.import_module(module), name)
-    sentence = rf"^{package} \S+ is not supported \(its {base} wants {NAME}\); supported: \d"
+    sentence = rf"^{package} \S+ is not supported \(its {base} requires {NAME}\); supported: \d"
     with grown(plug), pytest.raises(UnsupportedEngineError, match=sentence):
         plug(WITHOUT_BACKEND, None)
     assert not plug.__abstractmethods__

@@ -279,17 +279,17 @@ class InMemory(LoRARequest):  # type: ignore[misc] # vLLM is not typed
 @pytest.mark.parametrize(
     ("do", "why"),
     [
-        (train_anew, "the files in .* were changed"),
-        (partial(train_anew, load_inplace=True), "the files in .* were changed"),
-        (train_anew_before_one_is_handed_over, "the files in .* were changed"),
-        (give_its_number_to_another, "number 1 stands for .*/one and for .*/other"),
-        (load_another_in_its_place, "other was loaded in its place"),
-        (ask_for_both_loads_at_once, "only some requests have .*/other loaded in place"),
+        (train_anew, "the files in .* have changed"),
+        (partial(train_anew, load_inplace=True), "the files in .* have changed"),
+        (train_anew_before_one_is_handed_over, "the files in .* have changed"),
+        (give_its_number_to_another, "number 1 is used for .*/one and for .*/other"),
+        (load_another_in_its_place, "other replaced it"),
+        (ask_for_both_loads_at_once, "only some requests for .*/other say that it replaces"),
         *(
             (lambda *_, path=path: LoRARequest("a", 1, path), "a folder whose files can be read")
             for path in ("organisation/adapter", "~nobody_at_all/adapter", "a\0b")
         ),
-        (have_no_files, "there are none"),
+        (have_no_files, "it has none"),
         (
             lambda _, path: InMemory("a", 1, path, lora_tensors={"weight": 1}),
             r"lora_request\.lora_tensors is 'a'",

@@ -116,12 +116,12 @@ def train_a_weight(model: Any) -> None:
     [
         (changing("model.layers.1.self_attn.scaling", 9.0), r"another model\.layers\.1\.self_attn"),
         (lambda model: model.train(), "with another training"),
-        (train_a_weight, r"with another model\.layers\.2\.mlp\.down_proj"),
+        (train_a_weight, r"one that differs in model\.layers\.2\.mlp\.down_proj"),
         (
             changing("model.layers.0.self_attn.extra", torch.nn.Linear(2, 2)),
             r"self_attn\.extra\.\w+, which is in no file",
         ),
-        (changing("config.rms_norm_eps", 0.5), "a configuration with another rms_norm_eps"),
+        (changing("config.rms_norm_eps", 0.5), "a configuration that differs in rms_norm_eps"),
     ],
 )
 def test_a_model_that_is_not_that_of_the_files_finds_nothing_and_is_refused(
@@ -200,7 +200,7 @@ def test_keys_are_those_of_vllm(
     else:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
     if seed is None and hash_name == "xxhash":
-        with pytest.raises(InvalidArgumentError, match="whose hashes are random without"):
+        with pytest.raises(InvalidArgumentError, match="without which its hashes are random"):
             VLLMKeys(hash=hash_name)
         return
     if seed is None and not hasattr(kv_cache_utils, "resolve_none_hash_seed"):

@@ -123,8 +123,8 @@ def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
     d.moving.reports.tell(Moved("nixl", Operation.LOAD, wanted.keys[0], missing, {}, 0.1))
     report = ask("cmpl-1")
     assert answers(report) == [(0, 2, "removed", "")]
-    assert "gone from nixl when it was to be loaded" in report["runs"][0]["text"]
-    assert "its lease was over" in report["runs"][0]["text"]
+    assert "gone from nixl before it was loaded" in report["runs"][0]["text"]
+    assert "its lease ended" in report["runs"][0]["text"]
     d.add("refused", ticket_params())
     d.asking.asked[LEASE].set_exception(TimeoutError("no answer of P"))
     d.step()

@@ -203,7 +203,7 @@ def test_the_second_run_computes_the_rest_only_and_all_with_another_configuratio
         (("--backend", "foo://", "1"), "backend is 'foo'; expected one of: "),
         (("--backend", HOST, "--tokens", "0", "1"), "1 + 0 tokens: 1 to 8064 in all"),
         (("--backend", HOST, ""), "0 + 32 tokens: 1 to 8064 in all"),
-        (("--backend", HOST, "--with-vllm", "1"), "opened by vLLM once; it has none"),
+        (("--backend", HOST, "--with-vllm", "1"), "which vLLM has opened before; it has none"),
         (("--backend", HOST, "--model", "/nowhere", "1"), "--model is '/nowhere'; expected a fold"),
         (("--backend", HOST, "--model", "{}/gpt2", "1 2"), "GPT2LMHeadModel does not say what its"),
     ],

@@ -154,7 +154,7 @@ def test_nothing_needs_opentelemetry(tmp_path: Path) -> None:
     (tmp_path / "opentelemetry.py").write_text("raise ImportError('no OpenTelemetry here')\n")
     for exporters, told in (
         ({}, ""),
-        ({"OTEL_TRACES_EXPORTER": "console"}, "no spans: OpenTelemetry is not installed"),
+        ({"OTEL_TRACES_EXPORTER": "console"}, "no spans, because OpenTelemetry is not installed"),
     ):
         printed, logged = told_by_engine(FIRST=str(tmp_path), **exporters)
         assert printed == "ready False\n"

@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     lost = [(e.num_events, e.at_s < warning.created) for e in found if isinstance(e, Lost)]
     assert lost == [(3, True)]
     assert [each for each in found if isinstance(each, Source)]
-    assert "cannot be written" in warning.message
+    assert "cannot write the journal" in warning.message
 
 
 def test_a_journal_that_is_removed_while_it_is_written_begins_anew(tmp_path: Path) -> None:

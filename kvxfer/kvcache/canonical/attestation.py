@@ -119,11 +119,11 @@ def _attest_block(
     found = _changed_bytes(refs, before, after)
     expected = torch.cat(written)
     if (num_found := found.numel()) != expected.numel():
-        detail = f"{num_found} of its {expected.numel()} bytes are in the block's canonical pages"
+        detail = f"{expected.numel()} bytes were written, but {num_found} changed in its pages"
         raise AttestationError(layer.layer_name, block_id, detail)
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
-        detail = f"byte {first} of the page is not as written"
+        detail = f"byte {first} of its canonical pages is not the one that was written"
         raise AttestationError(layer.layer_name, block_id, detail)
 
 

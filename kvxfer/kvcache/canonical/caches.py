@@ -97,7 +97,7 @@ class CanonicalKVCaches:
         require_instances("tensors", self.tensors, CanonicalKVCacheTensor)
         require_sequence("group_data_refs", self.group_data_refs, "the refs of each group")
         if not len(self.group_data_refs):
-            raise InvalidArgumentError("group_data_refs", self.group_data_refs, "a group or more")
+            raise InvalidArgumentError("group_data_refs", self.group_data_refs, "one group or more")
         for group, refs in enumerate(self.group_data_refs):
             name = f"group_data_refs[{group}]"
             require_instances(name, refs, CanonicalKVCacheRef, at_least_one=True)

@@ -138,7 +138,7 @@ def _layouts_of_tensors(
 ) -> Sequence[str | KVLayout | None]:
     if layout is None or isinstance(layout, (str, KVLayout)):
         if layout is not None and len({form.layouts for form in forms}) > 1:
-            raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
+            raise InvalidArgumentError(f"layouts[{name!r}]", layout, "one per tensor: they differ")
         return [layout] * len(forms)
     expected = f"a layout, or one for each of {len(forms)} tensors"
     require_sequence(f"layouts[{name!r}]", layout, expected)
@@ -180,7 +180,7 @@ def _read_cross_layer(
     if several or any("layer" not in each.axes for each in given):
         return None  # the layouts are those of single layers' tensors
     if len(given) > 1:
-        raise InvalidArgumentError("layouts", layouts, "one layout of the tensor of all layers")
+        raise InvalidArgumentError("layouts", layouts, "one layout for the tensor of all layers")
     layout = next(iter(given), None)
     found = fitting_readings(
         tensor,

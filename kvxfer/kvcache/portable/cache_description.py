@@ -75,13 +75,13 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_states:
             msgspec.structs.force_setattr(self, "tokens_per_block", STATE_TOKENS)
         if bool(self.boxes) == bool(self.opaque):
-            expected = "text where there are no boxes, and only there"
+            expected = "a text if there are no boxes, else an empty one"
             raise InvalidArgumentError("opaque", self.opaque, expected)
         for index, box in enumerate(self.boxes):
             _require_inside(f"boxes[{index}]", box, self.payload_size_bytes)
         if any(is_state(box) != self.has_states for box in self.boxes):
             parts = sorted({box.part for box in self.boxes})
-            raise InvalidArgumentError("has_states", self.has_states, f"what {parts} are")
+            raise InvalidArgumentError("has_states", has_states, f"the one that fits {parts}")
 
 
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-caches-1"):
@@ -153,7 +153,7 @@ def describe_caches(
     require_instance("shard", shard, WorkerShard)
     opaque = require_text("opaque", opaque)
     if len(caches.group_specs) != len(caches.group_data_refs):
-        raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
+        raise InvalidArgumentError("caches", "without group_specs", "caches made by canonicalize")
     groups = []
     for spec, refs in zip(caches.group_specs, caches.group_data_refs, strict=True):
         boxes: Sequence[PageBox] = ()
@@ -192,8 +192,9 @@ def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
     """Check that a box is well formed and that all its elements lie in the payload."""
     texts = (box.layer_name, box.part, box.encoding, *(digit.axis for digit in box.digits))
     texts += tuple(axis for axis, _ in box.first)
-    if max(map(len, texts)) > MAX_NAME_CHARACTERS:
-        raise InvalidArgumentError(name, "long texts", f"at most {MAX_NAME_CHARACTERS} characters")
+    if (longest := max(map(len, texts))) > MAX_NAME_CHARACTERS:
+        found = f"a text of {longest} characters"
+        raise InvalidArgumentError(name, found, f"at most {MAX_NAME_CHARACTERS} characters")
     if len(box.digits) > MAX_DIGITS or len(dict(box.first)) != len(box.first):
         expected = f"at most {MAX_DIGITS} digits, and each axis once in `first`"
         raise InvalidArgumentError(name, f"{len(box.digits)} digits, {box.first}", expected)
@@ -220,5 +221,5 @@ def _encode_dtype(value: Any) -> str:
 def _decode_dtype(_kind: type, value: Any) -> torch.dtype:
     dtype = _DTYPES.get(value) if isinstance(value, str) else None
     if dtype is None:
-        raise InvalidArgumentError("dtype", value, "a data type of torch")
+        raise InvalidArgumentError("dtype", value, "the name of a torch dtype")
     return dtype

@@ -229,7 +229,7 @@ def map_caches(
     if tokens_per_page is not None:
         tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
     if not caches.group_specs and not opaque:
-        raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
+        raise InvalidArgumentError("caches", "without group_specs", "caches made by canonicalize")
     mappings = []
     for group, refs in enumerate(caches.group_data_refs):
         spec = caches.group_specs[group] if caches.group_specs else None

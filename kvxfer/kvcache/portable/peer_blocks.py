@@ -456,8 +456,8 @@ class _PeerMapper:
             there = PageFragments(held[0], held[0], held[0], held[1])
             found = int(_intersect(wanted, there)[-1].sum())
             if found != int(needed[1].sum()):
-                what = f"{int(needed[1].sum())} bytes of a page"
-                raise CacheMismatchError(self._group, "boxes", what, f"{found} of them")
+                needs = f"{int(needed[1].sum())} bytes of a page"
+                raise CacheMismatchError(self._group, "boxes", needs, f"{found} of them")
 
 
 def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
