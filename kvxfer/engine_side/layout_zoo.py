@@ -14,7 +14,7 @@ K and V first, NHD: 0.11 to 0.22
     FlashAttention and FlexAttention; ROCm attention until 0.28.
 K and V first, HND: 0.11 to 0.22
   kv block token head dim | kv block head token dim | layer
-    FlashAttention. The shape is that of NHD; only the strides tell.
+    FlashAttention. The shape is that of NHD; only the strides differ.
 K and V first, heads in the shape: 0.11 to 0.22
   kv block head token dim | = | layer
     The CPU backend.
@@ -36,12 +36,12 @@ Packed K/V, HND: 0.26 to 0.28
     instruction set.
 Kernel blocks: 0.11 to 0.25
   block*kernel kv token head dim | = | layer
-    Any backend whose kernel takes smaller blocks than the block table has.
+    Any backend whose kernel takes smaller blocks than those of the block table.
 Kernel blocks, K and V first: 0.11 to 0.22
   kv block*kernel token head dim | = | layer
 MLA: 0.11 to 0.33
   block token dim | = | layer | latents
-    From 0.29 with a dimension of one head after the blocks.
+    Since 0.29 with a dimension of one head after the blocks.
 Packed DeepSeek rows: 0.20 to 0.33
   block token dim | block layer token dim | - | latents
     Every layer is a view whose blocks are further apart than its pages; layers of other widths
@@ -49,11 +49,11 @@ Packed DeepSeek rows: 0.20 to 0.33
 Mamba states: 0.11 to 0.26
   block | block state | layer | states
     A list of tensors for each layer, side by side in one page. The dimensions of a state follow
-    those that are shown.
+    those shown.
 Mamba states, as bytes: 0.27 to 0.33
   block state | = | layer | states
-    One tensor for each layer, with two dimensions of one between those that are shown. Register
-    what is not padding as a state of bytes.
+    One tensor for each layer, with two dimensions of size 1 between those shown. Register all but
+    the padding as a state of bytes.
 All layers, K and V first in the shape, NHD: 0.12 to 0.22
   layer kv block token head dim | block layer kv token head dim | -
     FlashAttention, when the connector prefers blocks of all layers.
@@ -82,20 +82,20 @@ All layers, MLA: 0.24 to 0.28
   layer block token dim | block layer token dim | - | latents
 LBHNC: 0.29 to 0.33
   block head token kv*dim | layer block head token kv*dim | -
-    The order of the CPU backend. HND until the names came.
+    The order of the CPU backend. Formerly called HND.
 LBNHC: 0.29 to 0.33
   block head token kv*dim | layer block token head kv*dim | -
-    The default. NHD until the names came.
+    The default. Formerly called NHD.
 LHBNC: 0.29 to 0.33
   block head token kv*dim | layer head block token kv*dim | -
-    ROCm kernels. A block is in one piece for each layer and head.
+    ROCm kernels. A block has one piece for each layer and head.
 BLHNC: 0.29 to 0.33
   block head token kv*dim | block layer head token kv*dim | -
 BLNHC: 0.29 to 0.33
   block head token kv*dim | block layer token head kv*dim | -
 BHLNC: 0.29 to 0.33
   block head token kv*dim | block head layer token kv*dim | -
-    A layer's page is not in one piece; the block is, once all layers are registered.
+    A layer's page is not contiguous; the block is, once all layers are registered.
 """
 
 _SGLANG = """
@@ -121,7 +121,7 @@ Host pool, page_head: as of November 2026
   kv block head token layer dim | = | -
 Host pool, page_unified: as proposed in September 2026
   block layer kv token head dim | = | -
-    With one group of heads; a page with several has one such piece for each.
+    With one group of heads; a page of several groups has one such piece for each.
 Host pool, layer_first, MLA: as of November 2026
   layer block*token head dim | = | - | latents
 Host pool, page_first, MLA: as of November 2026
@@ -133,15 +133,15 @@ Host pool, page_first_direct, MLA: as of November 2026
 _TRANSFORMERS = """
 DynamicLayer: 5
   head block*token dim | = | layer kv
-    Of one sequence of the batch, keys[i]. Tokens have no pages, so blocks are what the tokens
-    are cut into; every forward pass makes new tensors.
+    One sequence of the batch, keys[i]. Tokens have no pages, so they are cut into blocks; every
+    forward pass creates new tensors.
 StaticLayer: 5
   head block*token dim | = | layer kv
-    Of one sequence of the batch. The tensors stay where they are.
+    One sequence of the batch. The tensors stay where they are.
 DynamicSlidingWindowLayer: 5
   head block*token dim | = | layer kv
-    Of one sequence of the batch: the last window - 1 tokens of a longer tensor, so heads are
-    further apart than their tokens.
+    One sequence of the batch: the last window - 1 tokens of a longer tensor, so heads are further
+    apart than their tokens.
 """
 
 _TENSORRT_LLM = """
