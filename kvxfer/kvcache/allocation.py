@@ -127,8 +127,7 @@ class AllocationRefusal:
     """Unmet condition, with the group, layer or tensor that does not meet it.
 
     Attributes:
-        condition: The condition.
-        found: Value that violates it.
+        found: Value that violates the condition.
         expected: Value that would meet it.
         group: Index of the KV-cache group concerned, if any.
         layer_name: Name of the layer concerned, if any.

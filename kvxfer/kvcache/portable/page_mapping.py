@@ -247,6 +247,7 @@ def map_caches(
         except PageMappingError as exc:
             if not opaque:
                 raise
+            # The encoding is part of the namespace: rewording a `PageMappingError` hides old pages.
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
             encoding += _contents(spec, refs, shard)
             names = [r.layer_names[0] if len(r.layer_names) == 1 else ROW for r in refs]
