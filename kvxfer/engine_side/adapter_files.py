@@ -64,9 +64,9 @@ class LoadedAdapters:
     def __init__(self) -> None:
         self._stats: dict[tuple[str, str], Stats] = {}  # at the first request, by name and folder
         self._digests: dict[Stats, str] = {}
-        self._whys: dict[tuple[str, str] | int, str] = {}  # by name and folder, or by number
+        self._reasons: dict[tuple[str, str] | int, str] = {}  # by name and folder, or by number
         self._places: dict[int, tuple[str, str]] = {}  # name and folder, by number
-        self._anew: set[int] = set()  # numbers that were reassigned to another folder
+        self._reassigned: set[int] = set()  # numbers that now mean another folder
 
     def note(self, adapter: Adapter) -> None:
         """Note a request for an adapter; call this for every request before it is computed."""
@@ -75,20 +75,20 @@ class LoadedAdapters:
             stats = _stats_of(adapter.path)
         except InvalidArgumentError as exc:
             stats = ()
-            self._whys.setdefault(place, str(exc))
+            self._reasons.setdefault(place, str(exc))
         if self._stats.setdefault(place, stats) != stats:
-            self._whys.setdefault(place, f"the files in {adapter.path} have changed")
+            self._reasons.setdefault(place, f"the files in {adapter.path} have changed")
         before = self._places.setdefault(adapter.number, place)
         if before != place and adapter.loads_anew:
-            self._whys.setdefault(before, f"{adapter.path} replaced it")
+            self._reasons.setdefault(before, f"{adapter.path} replaced it")
             self._places[adapter.number] = place
-            self._anew.add(adapter.number)
+            self._reassigned.add(adapter.number)
         elif before != place:
             text = f"number {adapter.number} is used for {before[1]} and for {adapter.path}"
-            self._whys.setdefault(adapter.number, text)
-        elif adapter.number in self._anew and not adapter.loads_anew:
+            self._reasons.setdefault(adapter.number, text)
+        elif adapter.number in self._reassigned and not adapter.loads_anew:
             text = f"only some requests for {adapter.path} say that it replaces another adapter"
-            self._whys.setdefault(adapter.number, text)
+            self._reasons.setdefault(adapter.number, text)
 
     def digest(self, adapter: Adapter) -> str:
         """Return the digest of the files that the engine has loaded for an adapter.
@@ -98,10 +98,10 @@ class LoadedAdapters:
         """
         self.note(adapter)
         place = adapter.name, adapter.path
-        why = self._whys.get(place) or self._whys.get(adapter.number)
-        if why:
+        reason = self._reasons.get(place) or self._reasons.get(adapter.number)
+        if reason:
             wanted = "the weights that were loaded first"
-            raise InvalidArgumentError("lora_request", adapter.name, f"{wanted}: {why}")
+            raise InvalidArgumentError("lora_request", adapter.name, f"{wanted}: {reason}")
         stats = self._stats[place]
         if stats not in self._digests:
             digest = digest_adapter(adapter.path)
@@ -126,5 +126,5 @@ def _stats_of(path: str) -> Stats:
     return tuple(sorted(stats))
 
 
-def _unreadable(path: str, why: Any) -> InvalidArgumentError:
-    return InvalidArgumentError("adapter", path, f"a folder whose files can be read ({why})")
+def _unreadable(path: str, reason: Any) -> InvalidArgumentError:
+    return InvalidArgumentError("adapter", path, f"a folder whose files can be read ({reason})")

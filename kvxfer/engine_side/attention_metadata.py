@@ -213,10 +213,10 @@ class MultiGroupMetadataBuilder(Generic[M]):
         limit = self._block_tables.max_num_requests
         if batch.num_requests > limit:
             raise InvalidArgumentError("batch", batch.num_requests, f"at most {limit} requests")
-        order = self._wanted(0, batch)
+        order = self._checked_order(0, batch)
         reordered = batch.reorder(order)
         for group in range(1, len(self._builders)):
-            wanted = self._wanted(group, reordered)
+            wanted = self._checked_order(group, reordered)
             if not _is_sorted(wanted):
                 raise self._refusal(group, wanted, "only group 0 may reorder the batch")
         for first, second in _swaps(order):
@@ -241,7 +241,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
             )
         ]
 
-    def _wanted(self, group: int, batch: TokenBatch) -> NDArray[np.int64]:
+    def _checked_order(self, group: int, batch: TokenBatch) -> NDArray[np.int64]:
         order = require_integers(f"order of group {group}", self._builders[group].reorder(batch))
         if len(order) != batch.num_requests or not _is_sorted(np.sort(order)):
             raise self._refusal(group, order, f"not an order of {batch.num_requests} requests")

@@ -189,7 +189,7 @@ class Explainer:
 
         Failures up to `since_s`, the time of the previous lookup, did not affect this one.
         """
-        tiers = {name: _Tier(name) for name in self._tiers_with_those_behind()}
+        tiers = {name: _Tier(name) for name in self._tiers_with_holders()}
         later: dict[str, Happening] = {}
         for each in self.history.happenings[key]:
             name = self._name_of_tier(each)
@@ -206,7 +206,7 @@ class Explainer:
         _note_waiting(tiers, later)
         causes = tuple(cause for tier in tiers.values() if (cause := tier.cause()) is not None)
         if causes:
-            causes = tuple(cause for cause in causes if not _is_told_by_holder(cause, causes))
+            causes = tuple(cause for cause in causes if not _is_known_in_holder(cause, causes))
             known = [cause.answer for cause in causes if cause.answer is not Answer.UNKNOWN]
             return Explained(key, known[-1] if known else Answer.UNKNOWN, causes)
         never = Cause(Answer.NEVER_STORED, "", "never stored", None)
@@ -249,15 +249,15 @@ class Explainer:
         text = f"in another namespace, that of {where}: {'; '.join(texts)}"
         return Cause(Answer.OTHER_NAMESPACE, "", text, None)
 
-    def _tiers_with_those_behind(self) -> Iterator[str]:
+    def _tiers_with_holders(self) -> Iterator[str]:
         """Yield this engine's tiers; after one that is a holder, the tiers of that holder."""
         for name in self.tiers:
             yield name
             for place in self.history.sources:
-                if self.history.held_as(place) == name and self._is_alike(place):
-                    yield from (_behind(each, name) for each in self.history.tiers_of(place))
+                if self.history.held_as(place) == name and self._is_same_namespace(place):
+                    yield from (_holder_tier(each, name) for each in self.history.tiers_of(place))
 
-    def _is_alike(self, place: Place, namespace: str = "") -> bool:
+    def _is_same_namespace(self, place: Place, namespace: str = "") -> bool:
         """Whether the blocks of a place are in this engine's namespace."""
         ours = self.history.namespace_of(self.place)
         theirs = self.history.namespace_of(place)
@@ -272,30 +272,30 @@ class Explainer:
         """
         if self.history.is_same(self.place, each.place):
             return "" if each.namespace else each.tier
-        if not each.tier or not self._is_alike(each.place, each.namespace):
+        if not each.tier or not self._is_same_namespace(each.place, each.namespace):
             return ""
         held_as = self.history.held_as(each.place)
         if held_as in self.tiers:
-            return _behind(each.tier, held_as)
+            return _holder_tier(each.tier, held_as)
         is_change = each.kind in (Kind.STORED, Kind.REMOVED)
-        return each.tier if is_change and each.tier.startswith(self._shared()) else ""
+        return each.tier if is_change and each.tier.startswith(self._shared_prefixes()) else ""
 
-    def _shared(self) -> tuple[str, ...]:
+    def _shared_prefixes(self) -> tuple[str, ...]:
         """Return the name prefixes of the tiers that this engine may share with others."""
         known = len(self.tiers) > 1
         has_files = any(tier.startswith(_FILE) for tier in self.tiers)
         return (LENT,) if known and not has_files else (_FILE, LENT)
 
 
-def _behind(tier: str, held_as: str) -> str:
+def _holder_tier(tier: str, held_as: str) -> str:
     """Name a tier of a holder, as seen by an engine for which the holder is one tier."""
     return f"{tier} of {held_as}"
 
 
-def _is_told_by_holder(cause: Cause, causes: Sequence[Cause]) -> bool:
+def _is_known_in_holder(cause: Cause, causes: Sequence[Cause]) -> bool:
     """Whether a cause is unknown in a tier, but known in the holder that is that tier."""
     return cause.answer is Answer.UNKNOWN and any(
-        each.tier.endswith(_behind("", cause.tier)) for each in causes
+        each.tier.endswith(_holder_tier("", cause.tier)) for each in causes
     )
 
 

@@ -27,14 +27,14 @@ from kvxfer.storage.observer import (
     Requested,
     Skipped,
 )
-from kvxfer.telemetry.journal import TOLD_BY_TIERS, JournalFile, Lost, Noted, Source, list_files
+from kvxfer.telemetry.journal import TIER_STATUSES, JournalFile, Lost, Noted, Source, list_files
 
 QUEUED = "queued"
 """Status of an engine's batch whose deadline passed before it was begun."""
 
 T = TypeVar("T")
 
-_HELD = ("nixl",), ("pool",)
+_HOLDERS = ("nixl",), ("pool",)
 """Tiers of a holder's source, by which engines reach the holder's blocks."""
 
 
@@ -110,7 +110,7 @@ class History:
     requests: list[Request] = field(default_factory=list)
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
-    def know(self, place: Place) -> None:
+    def add_place(self, place: Place) -> None:
         """Add a place of its own, with no engine, if the journal lost its source."""
         self.sources.setdefault(place, Source(place.source, "", None, ()))
 
@@ -149,7 +149,7 @@ class History:
         The source of a holder, in the process of the place, has no namespace and no engine.
         """
         for other, source in self.sources.items():
-            is_holder = source.namespace is None and not source.engine and source.tiers in _HELD
+            is_holder = source.namespace is None and not source.engine and source.tiers in _HOLDERS
             if other.process == place.process and is_holder:
                 return source.tiers[0]
         return ""
@@ -163,7 +163,7 @@ def read_history(
     `request` is the name of a request or, if no name is equal, a part of it.
     """
     history, files = History(), list_files(folder)
-    telling = _read_frame(history, files, request)
+    reporting = _read_requests_and_sources(history, files, request)
     wanted = {key for each in history.requests for key in each.event.keys} | set(keys)
     found: dict[BlockKey, list[Happening]] = defaultdict(list)
     for file in files:
@@ -172,12 +172,12 @@ def read_history(
                 continue
             place = Place(file.began.process, record.source)
             for concerned, happening in _happenings(record.at_s, place, record.event):
-                is_told = happening.kind is Kind.STORED and not isinstance(record.event, Added)
-                if is_told and (place, happening.tier) in telling:
+                is_reported = happening.kind is Kind.STORED and not isinstance(record.event, Added)
+                if is_reported and (place, happening.tier) in reporting:
                     continue
                 for key in wanted.intersection(concerned):
                     found[key].append(happening)
-                    history.know(place)
+                    history.add_place(place)
     for key in wanted:
         history.happenings[key] = sorted(found[key], key=lambda each: each.at_s)
     return history
@@ -225,7 +225,7 @@ def _of_outcomes(
         what, tier = outcome.status.value, ENGINE
         if isinstance(event, Moved):
             tier = event.tier
-        elif outcome.status in TOLD_BY_TIERS:
+        elif outcome.status in TIER_STATUSES:
             continue
         elif outcome.status is Status.TIMED_OUT and outcome.memory_safe:
             what = QUEUED
@@ -245,13 +245,13 @@ def _groups(
     return groups.items()
 
 
-def _read_frame(
+def _read_requests_and_sources(
     history: History, files: Sequence[JournalFile], wanted: str
 ) -> set[tuple[Place, str]]:
     """Read everything but what happened to blocks; return the tiers that report `Added`."""
     exact: list[Request] = []
     alike: list[Request] = []
-    telling: set[tuple[Place, str]] = set()
+    reporting: set[tuple[Place, str]] = set()
     for file in files:
         process = file.began.process
         history.begins_s.setdefault(process, file.began.at_s)
@@ -266,13 +266,13 @@ def _read_frame(
             elif isinstance(record, Noted):
                 place = Place(process, record.source)
                 if isinstance(record.event, Added):
-                    telling.add((place, record.event.tier))
+                    reporting.add((place, record.event.tier))
                 elif isinstance(record.event, Requested):
                     history.num_requests += 1
-                    history.know(place)
+                    history.add_place(place)
                     name = record.event.request_id
                     if wanted and wanted in name:
                         each = Request(record.at_s, place, record.event)
                         (exact if name == wanted else alike).append(each)
     history.requests = sorted(exact or alike, key=lambda each: each.at_s)
-    return telling
+    return reporting

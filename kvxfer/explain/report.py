@@ -20,9 +20,9 @@ MAX_NAMES = 4
 engine."""
 
 _BEFORE = "not looked up: in the engine's own cache, or not needed"
-_BEHIND = "not looked up: after a missed block"
+_AFTER_MISS = "not looked up: after a missed block"
 
-_MARKS = frozenset({Kind.FOUND, Kind.MISSED})
+_LOOKUP_KINDS = frozenset({Kind.FOUND, Kind.MISSED})
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +111,8 @@ def _of_request(history: History, seen: Request) -> Report:
     asked: set[int] = set()  # groups
     for key, tier in zip(request.keys, request.tiers, strict=True):
         if tier is None:
-            is_behind = group_of(key) in asked
-            text = _BEHIND if is_behind else _BEFORE
+            is_after_miss = group_of(key) in asked
+            text = _AFTER_MISS if is_after_miss else _BEFORE
             blocks.append(_plain(key, Answer.NOT_LOOKED_UP, "", request.reason or text))
             continue
         asked.add(group_of(key))
@@ -145,13 +145,13 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
         happened = asked or happened  # lookups that engines make in a holder are not its own
-        marks = [each for each in happened if each.kind in _MARKS]
-        last = (marks or happened)[-1]
+        lookups = [each for each in happened if each.kind in _LOOKUP_KINDS]
+        last = (lookups or happened)[-1]
         places.append(last.place)
         # Not other engines' lookups, nor both event types: `Requested` repeats its `LookedUp`.
-        alike = [each for each in marks[:-1] if (each.place, each.what) == (last.place, last.what)]
-        since_s = alike[-1].at_s if alike else 0.0
-        until_s = last.at_s if marks else history.ends_s
+        same = [each for each in lookups[:-1] if (each.place, each.what) == (last.place, last.what)]
+        since_s = same[-1].at_s if same else 0.0
+        until_s = last.at_s if lookups else history.ends_s
         if last.kind is Kind.FOUND:
             failed_s = history.failed_s(key, last.place, last.at_s)
             if failed_s is None:
@@ -161,7 +161,7 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
                 continue
             since_s, until_s = last.at_s, failed_s
         explained = Explainer(history, last.place).explain(key, until_s, since_s=since_s)
-        if not marks:
+        if not lookups:
             held = [cause for cause in explained.causes if cause.answer is Answer.UNKNOWN]
             if held:
                 text = f"in {held[0].tier}, and never looked up"

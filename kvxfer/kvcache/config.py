@@ -86,14 +86,14 @@ class KVCacheConfig:
         )
         object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
         names = self.layer_names
-        if (twice := find_repeated(names)) is not None:
-            raise InvalidArgumentError("groups", twice, "each layer in one group only")
+        if (repeated := find_repeated(names)) is not None:
+            raise InvalidArgumentError("groups", repeated, "each layer in one group only")
         shared = [name for names in self.shared_tensors for name in names]
         if unknown := set(shared).difference(names):
             name = next(name for name in shared if name in unknown)
             raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
-        if (twice := find_repeated(shared)) is not None:
-            raise InvalidArgumentError("shared_tensors", twice, "each layer at most once")
+        if (repeated := find_repeated(shared)) is not None:
+            raise InvalidArgumentError("shared_tensors", repeated, "each layer at most once")
         if sizes and len(sizes) != len(self.shared_tensors):
             expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
             raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)

@@ -51,12 +51,12 @@ class BlockDescriber:
         self.overlaid_groups = _overlaid_groups(caches)
         groups = range(len(caches.group_data_refs))
         self._groups = tuple(_BlockTemplate(PayloadMemory(caches, group)) for group in groups)
-        most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
+        max_blocks = INT64_MAX // max(each.block_size_bytes for each in self._groups)
         self.blocks_per_chunk = require_integer(
             "blocks_per_chunk",
             blocks_per_chunk,
             minimum=1,
-            maximum=1 if mappings else most,
+            maximum=1 if mappings else max_blocks,
             expected="1, since pages say how many blocks they have" if mappings else "",
         )
         for group, mapping in enumerate(mappings):
@@ -181,9 +181,9 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
         raise InvalidArgumentError(f"block_ids[{group}]", block_ids, "at least one block id")
     if len(ids) > 1:
         in_order = np.sort(ids)  # counting by id would take an array as long as the cache
-        twice = in_order[1:][in_order[1:] == in_order[:-1]]
-        if len(twice):
-            raise DuplicateError(f"block_ids[{group}]", int(twice[0]))
+        repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+        if len(repeated):
+            raise DuplicateError(f"block_ids[{group}]", int(repeated[0]))
     return ids
 
 
@@ -254,10 +254,10 @@ class _PageTemplate:
             raise InvalidArgumentError("first_block_index", first_block_index, expected)
         if len(ids) % per_page:
             raise InvalidArgumentError("block_ids", len(ids), f"a multiple of {per_page} blocks")
-        most = len(ids) // per_page * per_block
-        count = most if num_pages is None else num_pages
-        if not most - per_block < count <= most:
-            expected = f"{most - per_block + 1} to {most} for {len(ids)} blocks"
+        max_pages = len(ids) // per_page * per_block
+        count = max_pages if num_pages is None else num_pages
+        if not max_pages - per_block < count <= max_pages:
+            expected = f"{max_pages - per_block + 1} to {max_pages} for {len(ids)} blocks"
             raise InvalidArgumentError("num_pages", count, expected)
         grouped = ids.astype(np.uint64).reshape(-1, per_page)
         addresses = np.concatenate([each.at(grouped, of) for each, of in self._pages], axis=1)

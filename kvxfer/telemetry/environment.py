@@ -83,11 +83,11 @@ def _metrics_of_process() -> list["Metrics"]:
     opened = text, os.getpid()  # a forked child does not have its parent's server thread
     with _opening:
         if opened not in _opened:
-            _opened[opened] = _show_metrics(Endpoint.parse(VARIABLE, text))
+            _opened[opened] = _serve_metrics(Endpoint.parse(VARIABLE, text))
         return [_opened[opened]]
 
 
-def _show_metrics(first: Endpoint) -> "Metrics":
+def _serve_metrics(first: Endpoint) -> "Metrics":
     require_extra("metrics", "prometheus_client", what=VARIABLE)
     from prometheus_client import start_http_server
 

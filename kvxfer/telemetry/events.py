@@ -105,7 +105,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
-class _Noted(NamedTuple):
+class _Change(NamedTuple):
     """Change of a tier that has not been published yet."""
 
     sequence: int
@@ -176,33 +176,33 @@ class EventPublisher(Observer):
         rank = data_parallel_rank
         self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
         self._lock = runtime.lock()
-        self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
+        self._pending: deque[_Change] = deque(maxlen=buffer_batches)
         # The batches that were sent last, with sequence numbers that have no gap.
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
         self._next_sequence = 0
         self._closing = False
         self._is_woken = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._asked: zmq.Socket[bytes] | None = None
+        self._replay_socket: zmq.Socket[bytes] | None = None
         self._replays: dict[bytes, _Replay] = {}  # by subscriber
         with contextlib.ExitStack() as opened:  # closes everything if a later step fails
-            self._wakes, self._wake = os.pipe()
+            self._wake_reader, self._wake_writer = os.pipe()
             opened.callback(self._close_pipe)
-            os.set_blocking(self._wakes, False)
+            os.set_blocking(self._wake_reader, False)
             self._context = zmq.Context()
             opened.callback(self._context.destroy, linger=0)
-            self._publishing = self._context.socket(zmq.PUB)
-            self._publishing.set_hwm(buffer_batches)
-            self._publishing.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
-            self.endpoint = _bind("endpoint", self._publishing, endpoint)
+            self._publish_socket = self._context.socket(zmq.PUB)
+            self._publish_socket.set_hwm(buffer_batches)
+            self._publish_socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
+            self.endpoint = _bind("endpoint", self._publish_socket, endpoint)
             self.replay = ""
             if replay:
-                self._asked = self._context.socket(zmq.ROUTER)
+                self._replay_socket = self._context.socket(zmq.ROUTER)
                 # A message to a subscriber with a full queue must raise, not be dropped.
-                self._asked.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._asked.set_hwm(MAX_QUEUED_MESSAGES)
-                self._asked.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-                self.replay = _bind("replay", self._asked, replay)
+                self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._replay_socket.set_hwm(MAX_QUEUED_MESSAGES)
+                self._replay_socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                self.replay = _bind("replay", self._replay_socket, replay)
             self._append(None, [])
             self._thread = runtime.start_thread(self._run, name="kvxfer-events")
             opened.pop_all()
@@ -217,8 +217,8 @@ class EventPublisher(Observer):
 
     def note(self, event: Event) -> None:
         """See `Observer.note`; events after `close` are dropped."""
-        is_theirs = isinstance(event, Removed) and event.namespace
-        if isinstance(event, (Added, Removed)) and not is_theirs:
+        is_foreign = isinstance(event, Removed) and event.namespace
+        if isinstance(event, (Added, Removed)) and not is_foreign:
             for start in range(0, len(event.keys), BLOCKS_PER_BATCH):
                 self._append(event, event.keys[start : start + BLOCKS_PER_BATCH])
 
@@ -228,50 +228,50 @@ class EventPublisher(Observer):
             if self._closing:
                 return
             self._closing = True
-            self._rouse()
+            self._wake_thread()
         self._thread.join()
         self._close_pipe()
 
     def _close_pipe(self) -> None:
-        os.close(self._wakes)
-        os.close(self._wake)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     def _append(self, event: Added | Removed | None, keys: Sequence[BlockKey]) -> None:
         with self._lock:
             if not self._closing:
-                self._noted.append(_Noted(self._next_sequence, runtime.wall_time(), event, keys))
+                self._pending.append(_Change(self._next_sequence, runtime.wall_time(), event, keys))
                 self._next_sequence += 1
-                self._rouse()
+                self._wake_thread()
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         if not self._is_woken:
             self._is_woken = True
-            os.write(self._wake, b"\0")
+            os.write(self._wake_writer, b"\0")
 
     def _run(self) -> None:
         """Send batches and replays until closed; only this thread uses the sockets."""
         poller = zmq.Poller()
-        poller.register(self._wakes, zmq.POLLIN)
-        asked, is_last = self._asked, False
+        poller.register(self._wake_reader, zmq.POLLIN)
+        replay_socket, is_last = self._replay_socket, False
         while not is_last:
-            if asked is not None:
+            if replay_socket is not None:
                 may_begin = len(self._replays) < MAX_REPLAYS
-                poller.register(asked, zmq.POLLIN if may_begin else 0)
+                poller.register(replay_socket, zmq.POLLIN if may_begin else 0)
             ready = dict(poller.poll(REPLAY_PAUSE_MS if self._replays else None))
-            if self._wakes in ready:
+            if self._wake_reader in ready:
                 is_last = self._publish()
-            if asked is not None:
-                if asked in ready:
-                    self._begin_replay(asked)
+            if replay_socket is not None:
+                if replay_socket in ready:
+                    self._begin_replay(replay_socket)
                 for client, replay in [*self._replays.items()]:
-                    if self._has_ended(asked, client, replay):
+                    if self._continue_replay(replay_socket, client, replay):
                         del self._replays[client]
         self._context.destroy(linger=int(CLOSE_S * 1000))
 
-    def _begin_replay(self, asked: "zmq.Socket[bytes]") -> None:
+    def _begin_replay(self, socket: "zmq.Socket[bytes]") -> None:
         """Receive a request to replay from a number on; it replaces the subscriber's last one."""
         try:
-            parts = asked.recv_multipart(zmq.NOBLOCK)
+            parts = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the subscriber is gone
             logger.debug("cannot read a request for a replay: %s", exc)
             return
@@ -282,8 +282,8 @@ class EventPublisher(Observer):
         stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
         self._replays[client] = _Replay(int.from_bytes(start, "big"), self._sent[-1][0], stop_s)
 
-    def _has_ended(self, asked: "zmq.Socket[bytes]", client: bytes, replay: _Replay) -> bool:
-        """Send a subscriber some batches; return whether it has all of them, or is gone."""
+    def _continue_replay(self, socket: "zmq.Socket[bytes]", client: bytes, replay: _Replay) -> bool:
+        """Send a subscriber more batches; return whether its replay has ended."""
         first = self._sent[0][0]
         begin = max(first, replay.next_sequence)
         end = min(begin + BATCHES_PER_TURN, replay.last_sequence + 1)
@@ -291,12 +291,12 @@ class EventPublisher(Observer):
             for sequence in range(begin, end):
                 payload = self._sent[sequence - first][1]
                 parts = [client, b"", self._topic, pack(sequence), payload]
-                asked.send_multipart(parts, zmq.NOBLOCK)
+                socket.send_multipart(parts, zmq.NOBLOCK)
                 replay.next_sequence = sequence + 1
                 replay.stop_s = runtime.monotonic() + REPLAY_TIMEOUT_S
             if end <= replay.last_sequence:
                 return False
-            asked.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+            socket.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             is_full = exc.errno == zmq.EAGAIN and runtime.monotonic() < replay.stop_s
             if not is_full:
@@ -307,10 +307,10 @@ class EventPublisher(Observer):
     def _publish(self) -> bool:
         """Send the noted events; return whether the publisher is closing."""
         with self._lock:
-            os.read(self._wakes, 1)
+            os.read(self._wake_reader, 1)
             self._is_woken = False
-            noted, is_last = list(self._noted), self._closing
-            self._noted.clear()
+            noted, is_last = list(self._pending), self._closing
+            self._pending.clear()
         for each in noted:
             expected = self._sent[-1][0] + 1 if self._sent else each.sequence
             if each.sequence != expected:
@@ -318,11 +318,11 @@ class EventPublisher(Observer):
                 logger.warning(text, each.sequence - expected)
                 self._sent.clear()  # replays have no gaps: they begin after the lost batches
             payload = self._encoder.encode(self._batch(each))
-            self._publishing.send_multipart([self._topic, pack(each.sequence), payload])
+            self._publish_socket.send_multipart([self._topic, pack(each.sequence), payload])
             self._sent.append((each.sequence, payload))
         return is_last
 
-    def _batch(self, noted: _Noted) -> EventBatch:
+    def _batch(self, noted: _Change) -> EventBatch:
         events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         if isinstance(noted.event, Added):
             where = _place_fields(noted.event.tier)

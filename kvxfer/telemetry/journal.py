@@ -65,7 +65,7 @@ MAX_KEYS_PER_RECORD = 10_000
 WRITE_S = 0.5
 """Interval between writes; a killed process loses at most this much of its journal."""
 CLOSE_TIMEOUT_S = 2.0
-TOLD_BY_TIERS = frozenset({Status.DONE, Status.MISSING, Status.CORRUPT})
+TIER_STATUSES = frozenset({Status.DONE, Status.MISSING, Status.CORRUPT})
 """Statuses of an engine's batch that add nothing to those of its tiers."""
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Journal:
         self._sources: dict[int, Source] = {}
         self._numbers = itertools.count()
         self._observers = WeakValueDictionary[int, JournalObserver]()
-        self._telling: set[tuple[int, str]] = set()  # tiers that report what they have added
+        self._reporting: set[tuple[int, str]] = set()  # tiers that report what they have added
         self._file: IO[bytes] | None = None
         self._num_bytes = self._part = 0
         self._has_failed = self._is_closing = self._is_closed = False
@@ -322,7 +322,7 @@ class Journal:
             else:
                 records += (
                     Noted(at_s, observer.number, type(event).__name__, part)
-                    for part in self._parts(observer.number, event)
+                    for part in self._shorten(observer.number, event)
                 )
         if lost.num_events:
             records.append(lost)
@@ -334,15 +334,15 @@ class Journal:
                 self._lost_at_s = min(earlier + times, default=self._lost_at_s)
                 self._num_lost += lost.num_events + len(times)
 
-    def _parts(self, number: int, event: Event) -> Iterator[Event]:
+    def _shorten(self, number: int, event: Event) -> Iterator[Event]:
         """Shorten an event: common outcomes and tiers once, and a bounded number of keys.
 
         A batch that adds nothing to other events of its source is left out.
         """
         if isinstance(event, Added):
-            self._telling.add((number, event.tier))
+            self._reporting.add((number, event.tier))
         if isinstance(event, (Moved, Ended)) and _are_equal(event.outcomes):
-            if self._is_told(number, event, event.outcomes[0]):
+            if self._is_redundant(number, event, event.outcomes[0]):
                 return
             event = replace(event, outcomes=event.outcomes[:1])
         elif isinstance(event, LookedUp) and _are_equal(event.tiers):
@@ -353,12 +353,12 @@ class Journal:
         for start in range(0, len(event.keys), MAX_KEYS_PER_RECORD):
             yield replace(event, keys=event.keys[start : start + MAX_KEYS_PER_RECORD])
 
-    def _is_told(self, number: int, event: Moved | Ended, outcome: Outcome) -> bool:
+    def _is_redundant(self, number: int, event: Moved | Ended, outcome: Outcome) -> bool:
         """Whether other events say that all blocks of a batch have this outcome."""
         if isinstance(event, Ended):
-            return outcome.status in TOLD_BY_TIERS
+            return outcome.status in TIER_STATUSES
         if event.operation is Operation.STORE:
-            return outcome.done and (number, event.tier) in self._telling
+            return outcome.done and (number, event.tier) in self._reporting
         return outcome.done and event.cause is Cause.WRITE_BACK  # the tier below reports the copy
 
     def _write(self, records: Sequence[Record]) -> bool:

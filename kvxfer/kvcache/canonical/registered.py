@@ -174,9 +174,9 @@ def _read_cross_layer(
     if len(spec.cache_tensors) != 1 or not _same_pages(spec, config):
         return None
     (tensor,), (form,) = as_tensors(entry), spec.cache_tensors
-    words: list[Any] = [*layouts.values()]
-    given = {KVLayout.parse(each) for each in words if isinstance(each, (str, KVLayout))}
-    several = any(not isinstance(each, (str, KVLayout)) and each is not None for each in words)
+    values: list[Any] = [*layouts.values()]
+    given = {KVLayout.parse(each) for each in values if isinstance(each, (str, KVLayout))}
+    several = any(not isinstance(each, (str, KVLayout)) and each is not None for each in values)
     if several or any("layer" not in each.axes for each in given):
         return None  # the layouts are those of single layers' tensors
     if len(given) > 1:

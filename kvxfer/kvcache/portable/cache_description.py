@@ -128,16 +128,16 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
             raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
         try:
-            told = msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
-            words = msgspec.msgpack.decode(encoded)
+            decoded = msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
+            raw = msgspec.msgpack.decode(encoded)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
             shown = f"{len(encoded)} bytes: {exc}"
             raise InvalidArgumentError("description", shown, "a CacheDescription") from exc
-        known = msgspec.to_builtins(told, enc_hook=_encode_dtype)
-        for field, value in _unknown_fields(words, known):
+        known = msgspec.to_builtins(decoded, enc_hook=_encode_dtype)
+        for field, value in _unknown_fields(raw, known):
             name, theirs = (printable(each, MAX_NAME_CHARACTERS) for each in (field, value))
             raise CacheMismatchError(None, name, "no such field", theirs)
-        return told
+        return decoded
 
 
 def describe_caches(
@@ -174,17 +174,17 @@ def describe_caches(
     return CacheDescription(shard=shard, groups=tuple(groups))
 
 
-def _unknown_fields(words: Any, known: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _unknown_fields(raw: Any, known: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and value of each field of a message that its decoded form lacks."""
     if isinstance(known, dict):
-        for field, value in words.items():
+        for field, value in raw.items():
             inner = f"{name}.{field}" if name else f"{field}"
             if field not in known:
                 yield inner, value
             else:
                 yield from _unknown_fields(value, known[field], inner)
     elif isinstance(known, list | tuple):
-        for index, pair in enumerate(zip(words, known, strict=True)):
+        for index, pair in enumerate(zip(raw, known, strict=True)):
             yield from _unknown_fields(*pair, f"{name}[{index}]")
 
 

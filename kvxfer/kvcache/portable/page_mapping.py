@@ -239,9 +239,9 @@ def map_caches(
                 raise PageMappingError("token", "no spec", "the tokens of a block")  # noqa: TRY301
             tokens_per_block = spec.tokens_per_block * shard.num_token_shares
             tokens = tokens_per_page or tokens_per_block
-            most = tokens_per_block * min(len(caches.tensors[r.tensor_idx].tensor) for r in refs)
-            if tokens > most:
-                raise InvalidArgumentError("tokens_per_page", tokens, f"at most {most}")
+            limit = tokens_per_block * min(len(caches.tensors[r.tensor_idx].tensor) for r in refs)
+            if tokens > limit:
+                raise InvalidArgumentError("tokens_per_page", tokens, f"at most {limit}")
             page = portable_page(boxes, shard, num_tokens=tokens, num_shards=num_shards, axes=axes)
             mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
         except PageMappingError as exc:

@@ -34,7 +34,7 @@ MAX_FRAGMENTS = 1 << 22
 MAX_PLACEMENTS = 1 << 16
 """Maximum of a block's boxes times its pages; Python places each combination in a loop."""
 
-MOST_SHOWN_NAMES = 4
+MAX_SHOWN_NAMES = 4
 """Maximum number of tensor names in an error."""
 
 BytePairs = tuple[Offsets, Offsets, Offsets]
@@ -210,8 +210,8 @@ class PeerBlocks:
         rows: Offsets,
         ours: Offsets,
     ) -> tuple[Descriptors, Descriptors]:
-        goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
-        firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
+        continues = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
+        firsts = run_starts(continues) if len(pages) else np.zeros(0, np.int64)
         counts = np.diff(firsts, append=len(pages))
         our_first = pages[firsts] % self.mapping.ours.pages_per_block
         their_first = pages[firsts] % self._their_pages_per_block
@@ -505,6 +505,6 @@ def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - MOST_SHOWN_NAMES
-    shown = ", ".join(names[:MOST_SHOWN_NAMES]) or "nothing else"
+    more = len(names) - MAX_SHOWN_NAMES
+    shown = ", ".join(names[:MAX_SHOWN_NAMES]) or "nothing else"
     return f"{shown} and {more} more" if more > 0 else shown
