@@ -121,7 +121,7 @@ def _stats_of(path: str) -> Stats:
                     found = entry.stat()
                     place = entry.name, found.st_dev, found.st_ino
                     stats.append((*place, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    except (OSError, RuntimeError, ValueError) as exc:  # the latter: unknown `~user`, a NUL
+    except (OSError, RuntimeError, ValueError) as exc:  # an unknown `~user`, a NUL
         raise _unreadable(path, exc) from exc
     return tuple(sorted(stats))
 

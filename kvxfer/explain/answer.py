@@ -46,7 +46,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Explained block, with a cause in each tier; the slowest, which had it last, answers."""
+    """Block and its cause in each tier; the slowest tier, the last to have it, gives the answer."""
 
     key: BlockKey
     answer: Answer
@@ -266,7 +266,7 @@ class Explainer:
         return (namespace or theirs.fingerprint) == ours.fingerprint
 
     def _name_of_tier(self, each: Happening) -> str:
-        """Name the tier of a happening that concerns this engine; empty if none does.
+        """Name the tier of a happening that concerns this engine; empty if it does not.
 
         It is a tier of the engine, of a holder behind it, or one shared with another engine.
         """
@@ -293,7 +293,7 @@ def _holder_tier(tier: str, held_as: str) -> str:
 
 
 def _is_known_in_holder(cause: Cause, causes: Sequence[Cause]) -> bool:
-    """Whether a cause is unknown in a tier, but known in the holder that is that tier."""
+    """Whether a tier's cause is unknown, but a tier of the holder behind it has a cause."""
     return cause.answer is Answer.UNKNOWN and any(
         each.tier.endswith(_holder_tier("", cause.tier)) for each in causes
     )

@@ -1,6 +1,6 @@
 """Canonical allocation: one buffer in which each block is contiguous across all layers.
 
-A model that cannot have one gets every condition that it does not meet.
+`why_not_canonical` lists every condition that a model does not meet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -245,7 +245,7 @@ def allocate_canonical(
     A row has one page per position, that is, per entry of `config.shared_tensors`. If kernel
     blocks are smaller than blocks, a row is a sequence of kernel blocks, each with its part of
     every position. A page ends with its padding; if an axis such as the heads lies between
-    blocks and layers, the pages of a row interleave, and the row ends with all padding.
+    blocks and layers, the pages of a row interleave, and all padding is at the end of the row.
 
     A group's ref covers the row from its start to the last byte of the group's layers.
 

@@ -18,12 +18,12 @@ from kvxfer.kvcache.memory_region import HOST
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
 ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
-"""All of this process's memory as one view. Slicing it takes a fraction of the time of a ctypes
-array per fragment, whose type, one for each length, would wait for the garbage collector."""
+"""All of this process's memory as one view. Slicing it takes a fraction of the time of creating a
+ctypes array per fragment, which also leaves the garbage collector a type for every length."""
 
 
 class StreamMark(Protocol):
-    """Point in the work queued on a device, for which other work can wait."""
+    """Point in the work queued on a device that other work can wait for."""
 
     event: int
 

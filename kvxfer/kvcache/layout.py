@@ -187,7 +187,7 @@ def fitting_readings(
     num_layers: int | None = None,
     page_size_bytes: int | None = None,
 ) -> list[LayoutReading]:
-    """List the distinct readings of a tensor: by each layout of `form` that its strides fit.
+    """List the distinct readings of a tensor by the layouts of `form` that its strides fit.
 
     Dimensions are matched in stride order; neither the order of the shape nor any other hint is
     used. The axes of a state are named by its shape, so if some have one size, its reading by shape

@@ -102,7 +102,7 @@ class Source(msgspec.Struct, frozen=True, tag="source"):
 
 
 class Noted(msgspec.Struct, frozen=True, tag="event"):
-    """Event of an observer. An outcome or a tier that all blocks of a batch have is there once."""
+    """Event of an observer. An outcome or tier that all blocks of a batch share is stored once."""
 
     at_s: Time
     source: int
@@ -287,7 +287,7 @@ class Journal:
         self.append(observer, None)
 
     def flush(self) -> None:
-        """Write everything noted so far; blocks until the system calls return."""
+        """Write everything noted so far; blocks on the disk."""
         with self._flushing:
             if not self._is_closed:
                 self._write_noted()

@@ -37,7 +37,7 @@ class Spans(Observer):
                 hits = sum(map(bool, event.tiers))
                 counts = {"kvxfer.blocks": len(event.keys), "kvxfer.hits": hits}
                 self._make("lookup", event.seconds, counts)
-            case _:  # no span of its own
+            case _:  # other events have no span
                 pass
 
     def _make_move(self, name: str, event: Moved | Ended, more: Mapping[str, str | float]) -> None:

@@ -102,7 +102,7 @@ class TraceRecorder:
     def record(self, request: RecordedRequest) -> None:
         """Queue a request to be written; it is left out if too many wait."""
         if self._has_ended or self._waiting.qsize() >= MAX_WAITING:
-            self._num_left_out += not self._has_ended  # a recording's end is in the log
+            self._num_left_out += not self._has_ended  # the log already says that it has ended
         else:
             self._waiting.put(request)
 
@@ -127,7 +127,7 @@ class TraceRecorder:
                 self._waiting.get_nowait()
 
     def _append(self, file: IO[bytes]) -> None:
-        """Append requests until closed; those that wait at one time take one write."""
+        """Append requests until closed; those that wait together are written together."""
         is_last = False
         while not is_last:
             requests = [self._waiting.get()]

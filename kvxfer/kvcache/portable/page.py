@@ -75,7 +75,7 @@ class PortablePage:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of the page; None when it has only states."""
+        """Tokens of the page; None if it has only states."""
         counts = {t.shape[t.axes.index("token")] for t in self.tensors if "token" in t.axes}
         if len(counts) > 1:
             raise PageMappingError("token", sorted(counts), "one number of tokens")

@@ -8,7 +8,7 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
 
 OPAQUE = "opaque"
-"""Name of a part of plain bytes without axes; a number follows it."""
+"""Name prefix of parts that are plain bytes without axes; a number follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
