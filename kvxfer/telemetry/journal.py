@@ -408,7 +408,7 @@ class Journal:
         file = path.open("x+b", buffering=0)
         try:
             with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shows that we are alive
+                fcntl.flock(file, fcntl.LOCK_SH)  # shows that we are alive; waits for `_has_ended`
             append_whole(file, data)
         except BaseException:  # without its first records, the file would be useless
             file.close()

@@ -1,6 +1,7 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
 import errno
+import fcntl
 import math
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 import msgspec
@@ -196,6 +198,34 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     alive.close()
     assert alive._process in processes
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
+
+
+def test_a_file_that_another_process_looks_at_before_it_is_locked_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process asks with a lock of its own whether the process of the file has ended."""
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 0)
+    flock, looking = fcntl.flock, list[threading.Timer]()
+
+    def look_first(file: IO[bytes], how: int) -> None:
+        if how & fcntl.LOCK_SH and not looking:
+            (path,) = tmp_path.iterdir()
+            seen = path.open("r+b")
+            flock(seen, fcntl.LOCK_EX)
+            looking.append(threading.Timer(0.05, seen.close))
+            looking[0].start()
+        flock(file, how)
+
+    monkeypatch.setattr("kvxfer.telemetry.journal.fcntl.flock", look_first)
+    alive, other = Journal(str(tmp_path)), Journal(str(tmp_path))
+    alive.observer()
+    alive.flush()
+    looking[0].join()
+    other.observer()
+    other.close()
+    processes = {file.began.process for file in list_files(tmp_path)}
+    alive.close()
+    assert processes == {alive._process, other._process}
 
 
 def test_where_files_have_no_locks_those_of_the_last_day_are_kept(
