@@ -1,4 +1,4 @@
-"""Runtime: everything that is not a function of its arguments, and that a simulation replaces."""
+"""Runtime: everything that is nondeterministic, and that a simulation therefore replaces."""
 
 from kvxfer.runtime.calls import (
     Calls,

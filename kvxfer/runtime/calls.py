@@ -1,4 +1,4 @@
-"""Calls that others wait for: deadlines hold, and only the caller's cancellation is one."""
+"""Waiting for calls: deadlines hold, and `CancelledError` means that the caller was cancelled."""
 
 import asyncio
 import contextlib
@@ -12,22 +12,22 @@ from kvxfer.errors import BackendUnavailableError
 T = TypeVar("T")
 
 Work: TypeAlias = "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]"
-"""What can be awaited here; a future may be set on any thread."""
+"""Awaitable work; a `concurrent.futures.Future` may complete on any thread."""
 
 
 def is_caller_cancelled() -> bool:
-    """Whether the current task is being cancelled: a `CancelledError` may be the caller's."""
+    """Whether the current task is being cancelled; else a `CancelledError` is not the caller's."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def await_call(call: Awaitable[T]) -> T:
-    """Await a call of code that may be anybody's: only the caller's cancellation is one.
+    """Await a call into foreign code, and raise `CancelledError` only for the caller's own.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled.
-        BackendUnavailableError: Something else was, within the call.
-        Exception: Those of the call.
+        BackendUnavailableError: Something within the call was cancelled, and the caller was not.
+        Exception: Whatever the call raises.
     """
     try:
         return await call
@@ -43,16 +43,16 @@ async def wait_despite_cancel(
     *,
     within_s: float | None = None,
 ) -> T:
-    """Wait for the end of what must not be abandoned, however often cancelled; return its result.
+    """Wait for work that must not be abandoned, however often the caller is cancelled.
 
-    At the first cancellation `on_cancel` is called, to bring the end about, which may take
-    `within_s` from then on.
+    The first cancellation calls `on_cancel`, which should make the work end. From then on the work
+    has `within_s` to do so. Returns the result of the work.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; the work has ended all the same, unless
-            `within_s` have passed.
+        asyncio.CancelledError: The caller was cancelled. The work has ended, unless `within_s`
+            passed first.
         BackendUnavailableError: The work was cancelled, and the caller was not.
-        Exception: Those of the work.
+        Exception: Whatever the work raises.
     """
     future = _begun(work)
     await wait_for_all([future], on_cancel, within_s=within_s)
@@ -65,7 +65,7 @@ async def wait_for_all(
     *,
     within_s: float | None = None,
 ) -> None:
-    """Wait as `wait_despite_cancel` until all have ended; the caller fetches their results."""
+    """Wait like `wait_despite_cancel` until all have ended; the caller fetches their results."""
     try:
         for future in futures:
             await _until_done(future)
@@ -79,9 +79,9 @@ async def wait_for_all(
 
 
 async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None = None) -> None:
-    """Wait for a future, however often cancelled, but no longer than `within_s`.
+    """Wait for a future, however often the caller is cancelled, but for at most `within_s`.
 
-    Makes no task: the end of a loop would cancel it.
+    Creates no task: a loop that ends would cancel it.
     """
     now = asyncio.get_running_loop().time
     ends_at = now() + (inf if within_s is None else within_s)
@@ -91,7 +91,7 @@ async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None
 
 
 async def outlive_caller(call: "Work[T]") -> T:
-    """Await a call as `await_call`; it goes on when its caller is cancelled, its error nobody's."""
+    """Await a call like `await_call`; if the caller is cancelled, it runs on, its error ignored."""
     future = _begun(call)
     if not isinstance(future, Future):
         future.add_done_callback(fetch_error)
@@ -110,9 +110,9 @@ def _result_of(future: "asyncio.Future[T] | Future[T]") -> T:
 
 
 async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
-    """Wait until a future is done, which goes on when the caller is cancelled.
+    """Wait until a future is done; cancelling the caller does not cancel the future.
 
-    `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
+    `asyncio.wrap_future` and `asyncio.shield` do the same, but take four turns of the event loop.
     """
     if future.done():
         return
@@ -127,7 +127,7 @@ async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
             waiter.set_result(None)
 
     def wake_soon(_: "Future[Any]") -> None:
-        if asyncio._get_running_loop() is loop:  # noqa: SLF001 - the public one raises on a thread
+        if asyncio._get_running_loop() is loop:  # noqa: SLF001 - the public one raises if none runs
             wake()
             return
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
@@ -138,9 +138,9 @@ async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | None = None) -> None:
-    """Cancel tasks, and wait for their end, but no longer than `timeout_s`.
+    """Cancel tasks, and wait for at most `timeout_s` until they have ended.
 
-    The errors of those that still run are nobody's.
+    The errors of tasks that still run are ignored.
     """
     ending = [task for task in tasks if not task.done()]
     for task in ending:
@@ -151,15 +151,15 @@ async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | N
 
 
 def fetch_error(future: "asyncio.Future[Any]") -> None:
-    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
+    """Fetch the error of a future without a waiter, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()
 
 
 class Once:
-    """Attempt that all callers share, and that is made again after it failed or was cancelled.
+    """Attempt that all callers share; a call after it failed or was cancelled begins a new one.
 
-    A caller that is cancelled leaves the attempt to go on; the next one waits for the same end.
+    If a caller is cancelled, the attempt goes on, and the next caller waits for it.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Once:
         return task.exception() is None
 
     async def run(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Make the attempt, or wait for the one of this event loop, as `outlive_caller` does."""
+        """Begin an attempt, or join that of this event loop; waits as `outlive_caller` does."""
         task, loop = self._task, asyncio.get_running_loop()
         if not self.is_done and (task is None or task.done() or task.get_loop() is not loop):
             self._task = task = loop.create_task(attempt())
@@ -182,15 +182,15 @@ class Once:
         await outlive_caller(task)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the end of an attempt that is under way."""
+        """Wait for at most `timeout_s` until an attempt that is under way has ended."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=timeout_s)
 
 
 class Calls:
-    """Calls with deadlines; a call that is late is cancelled and abandoned.
+    """Calls with deadlines; a late call is cancelled and abandoned.
 
-    Owned by one event loop. Only `drain` waits for calls that were abandoned.
+    Owned by one event loop. Only `drain` waits for abandoned calls.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Calls:
 
     @property
     def num_late(self) -> int:
-        """Calls that exceeded their deadline and have not ended since."""
+        """Number of calls that missed their deadline and still run."""
         return len(self._late)
 
     async def wait_for(
@@ -211,16 +211,16 @@ class Calls:
         outlives_caller: bool = False,
         keeps_caller: bool = False,
     ) -> T:
-        """Wait for a call, but no longer than `timeout_s`; without a limit for None.
+        """Wait for a call until its deadline, `timeout_s` from now; None sets no deadline.
 
-        If the call still runs then, whoever gave it up before, `note_late` is called. One that
-        `outlives_caller` goes on until then when its caller is cancelled: how long it takes is
-        found out although no caller has so much time. For one that `keeps_caller` the caller waits
-        until then although he is cancelled: it may write to his memory.
+        If the call still runs at its deadline, `note_late` is called, even if the caller is gone.
+        A cancelled caller cancels its call, unless that `outlives_caller`: it then runs to its
+        deadline, which exposes a slow backend although no caller waits so long. Since a call that
+        `keeps_caller` may write to the caller's memory, a cancelled caller waits to the deadline.
 
         Raises:
             TimeoutError: The call did not end in time.
-            asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
+            asyncio.CancelledError: The caller was cancelled; the call may still run.
             Exception: As `await_call`.
         """
         if timeout_s is None:
@@ -245,7 +245,7 @@ class Calls:
         return await await_call(task)
 
     def cancel(self) -> None:
-        """Cancel the calls that outlive their callers."""
+        """Cancel every abandoned call."""
         for call in self._abandoned:
             call.cancel()
 
@@ -260,7 +260,7 @@ class Calls:
             note_late()
 
     async def drain(self) -> None:
-        """Wait for the end of the calls that were abandoned until now."""
+        """Wait until the calls that were abandoned before have ended."""
         if self._abandoned:
             await asyncio.wait(self._abandoned)
 

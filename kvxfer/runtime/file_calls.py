@@ -1,4 +1,4 @@
-"""Calls of files and folders, which a simulation replaces."""
+"""File system calls, which a simulation replaces."""
 
 import ctypes
 import errno
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a medium without room for more bytes or files."""
+"""Errors of a medium that has no room for more bytes or files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -15,14 +15,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _vectored(name: str) -> Callable[[int, int, int, int], int]:
     """Bind `preadv` or `pwritev`.
 
-    Those of `os` want an object per piece, and making these costs more than small pieces do.
+    The versions in `os` take one object per piece, which costs more than copying a small piece.
     """
     function = getattr(_libc, name)
     function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
     function.restype = ctypes.c_ssize_t
 
     def move(fd: int, address: int, num_pieces: int, offset: int) -> int:
-        """Move bytes once between a file and pieces of memory; return how many."""
+        """Move bytes between a file and pieces of memory; return how many one call has moved."""
         while (moved := function(fd, address, num_pieces, offset)) < 0:
             if (number := ctypes.get_errno()) != errno.EINTR:
                 raise OSError(number, os.strerror(number))
@@ -32,7 +32,7 @@ def _vectored(name: str) -> Callable[[int, int, int, int], int]:
 
 
 def _sync_file_system(fd: int) -> None:
-    """Write everything of the file system of an open file to the disk.
+    """Sync the whole file system of an open file to the disk.
 
     Source: https://man7.org/linux/man-pages/man2/syncfs.2.html
     """
@@ -42,17 +42,17 @@ def _sync_file_system(fd: int) -> None:
 
 
 class Disk:
-    """Calls of the operating system for files and folders: those of `os` and `fcntl`, by name.
+    """File system calls of `os` and `fcntl`, under the same names.
 
-    `read_pieces` and `write_pieces` are `preadv` and `pwritev` with the array of `struct iovec` at
-    an address; they take the descriptor, the address, the number of pieces and the offset in the
-    file. A forked child closes the `locked` descriptors: there a lock would outlive this process.
+    `read_pieces` and `write_pieces` are `preadv` and `pwritev`. They take a file descriptor, the
+    address of an array of `struct iovec`, its length, and an offset in the file. A forked child
+    closes the descriptors in `locked`: otherwise it would keep the locks after this process ends.
     """
 
     def __init__(self) -> None:
         self.locked: set[int] = set()
 
-    # The functions themselves: no call more on the way of a block.
+    # The functions themselves: a wrapper would cost each block another call.
     close = staticmethod(os.close)
     dup2 = staticmethod(os.dup2)
     flock = staticmethod(fcntl.flock)
@@ -79,12 +79,12 @@ class Disk:
     @staticmethod
     def listdir(folder: int | os.PathLike[str]) -> list[str]:
         """See `os.listdir`."""
-        return os.listdir(folder)  # noqa: PTH208 - by a descriptor, mostly
+        return os.listdir(folder)  # noqa: PTH208 - mostly of a file descriptor
 
 
 def is_absent(exc: OSError) -> bool:
-    """Whether an error says that no file or folder of ours has a name.
+    """Whether an error proves that no file or folder of ours has a name.
 
-    Any other error, as that of a process without descriptors, says nothing about what is there.
+    Any other error, such as too many open files, says nothing about what is there.
     """
     return exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)

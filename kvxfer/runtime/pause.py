@@ -1,4 +1,4 @@
-"""Pauses after failures: how long, until when, and what is said of it in the log."""
+"""Pauses after failures: how long they last, and what the log says about them."""
 
 import logging
 from math import inf
@@ -7,20 +7,20 @@ from kvxfer.runtime.runtime import monotonic, random
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0
-"""Failures and seconds that tell a disk that is gone from one that stutters."""
+"""Failures in a row, and the pause after them, that tell a dead disk from one that stutters."""
 
 MOST_DOUBLINGS = 64
-"""Doublings of a pause that has no longest; more of them would be too large for a float."""
+"""Maximum doublings of a pause without an upper bound: endless doubling would overflow a float."""
 
 logger = logging.getLogger(__name__)
 
 
 class Pause:
-    """Pause after failures in a row: each is twice as long as the one before.
+    """Pause after failures in a row: each is twice as long as the previous one.
 
-    It is told the time and never waits: its owner sleeps, sets a timer or refuses calls. Without
-    `longest_s` all pauses are as long as the first. Of an `uneven` one a random share is kept, from
-    a half on: processes that failed together must not come back together.
+    It takes the time as an argument and never waits: its owner sleeps, sets a timer or refuses
+    calls. Without `longest_s`, all pauses are as long as the first. An `uneven` pause is shortened
+    at random, by at most half, so that processes that failed together do not return together.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Pause:
         return min(doubled, self._longest_s) * share
 
     def reset(self) -> None:
-        """End the pause, since an attempt has succeeded; the next one is the first of its row."""
+        """End the pause after a success; the next failure is the first of a new row."""
         self.num_failures = 0
         self.until = -inf
 
@@ -66,7 +66,7 @@ class Suspension(Pause):
         self._what = what
 
     def note_late(self, now: float, call: str, timeout_s: float) -> None:
-        """Suspend the tier, or suspend it for longer, since a call took longer than its timeout."""
+        """Suspend the tier, or prolong its suspension, after a call has exceeded its timeout."""
         if not self.is_on(now):
             text = "%s: %s took longer than %g s; %s is not used for %g s"
             logger.warning(text, self._name, call, timeout_s, self._what, self.first_s)
@@ -76,8 +76,8 @@ class Suspension(Pause):
 class CircuitBreaker:
     """Circuit breaker: pauses calls after failures in a row, then lets one through as a probe.
 
-    Logs once that it opens and once that it closes. Belongs to one event loop. While it is
-    `closed`, calls are let through as if nothing had happened.
+    Logs once when it opens and once when it closes. Belongs to one event loop. While it is
+    `closed`, it lets every call through.
 
     Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
     """
@@ -95,11 +95,11 @@ class CircuitBreaker:
 
     @property
     def probe(self) -> int:
-        """Number of the probe that is under way, for `abandon`; 0 when there is none."""
+        """Number of the probe that is under way, to pass to `abandon`; 0 if there is none."""
         return self._num_probes if self._is_probed else 0
 
     def allows(self) -> bool:
-        """Whether to make a call now; one that is allowed must be followed by `record`."""
+        """Whether to make a call now; after an allowed call, `record` or `abandon` must follow."""
         if self.closed or self._is_probed or self._pause.is_on(monotonic()):
             return self.closed
         self._is_probed = True
@@ -107,7 +107,7 @@ class CircuitBreaker:
         return True
 
     def record(self, error: str) -> None:
-        """Count the end of a call; the error is empty when it succeeded."""
+        """Note how a call ended; the error is empty if it succeeded."""
         if not error:
             if not self.closed:
                 logger.warning("%s: works again", self._name)
@@ -118,7 +118,7 @@ class CircuitBreaker:
             self.trip(error)
 
     def trip(self, error: str) -> None:
-        """Open at once, whatever was counted, and restart the pause."""
+        """Open at once, regardless of the number of failures, and restart the pause."""
         if self.closed:
             text = "%s: stopped, tried again every %g s: %s"
             logger.warning(text, self._name, self._pause.first_s, error)
@@ -126,10 +126,10 @@ class CircuitBreaker:
         self._pause.begin(monotonic())
 
     def abandon(self, probe: int) -> None:
-        """Uncount a call that showed neither success nor failure, such as a cancelled probe.
+        """Take back a probe that showed neither success nor failure, e.g. since it was cancelled.
 
-        `probe` is the attribute as it was right after the call was allowed. That of another call is
-        not touched.
+        `probe` is the value of the attribute right after the call was allowed. The probe of
+        another call is left alone.
         """
         if probe and probe == self.probe:
             self._is_probed = False

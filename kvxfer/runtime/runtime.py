@@ -1,6 +1,6 @@
-"""Runtime: clock, threads, locks, sockets and random bytes, which no arguments decide.
+"""Runtime: every source of nondeterminism, such as clocks, threads, sockets and random bytes.
 
-All of kvxfer asks for them here, so that `kvxfer.testing.simulation` can put others in their place.
+All of kvxfer gets them from here, so that `kvxfer.testing.simulation` can replace them.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ RuntimeT = TypeVar("RuntimeT", bound="Runtime")
 
 
 class Runtime:
-    """Source of everything that is not a function of its arguments: the operating system.
+    """Source of everything nondeterministic: the operating system.
 
-    Any thread may call the methods. A simulation overrides them all; what its methods return has
-    the methods of the class of the standard library that these return.
+    Thread-safe. A simulation overrides every method; the objects that its methods return have the
+    same methods as the objects of the standard library returned here.
 
     Attributes:
         monotonic: Reads the monotonic clock, in seconds.
-        wall_time: Reads the clock of the day, in seconds since the epoch, as in the times of files.
-        sleep: Lets the calling thread wait; on an event loop `asyncio.sleep` waits.
-        token_bytes: Makes as many bytes that nobody can guess.
-        lock, condition, event: Make these for threads; a condition has a lock of its own.
-        queue: Makes a queue for threads, without a bound; `put` may interrupt another `put`.
-        new_event_loop: Makes an event loop, which the caller closes.
-        open_socket: Opens a socket of a family and kind that is not connected.
+        wall_time: Reads the wall clock, in seconds since the epoch, like the timestamps of files.
+        sleep: Blocks the calling thread; coroutines use `asyncio.sleep` instead.
+        token_bytes: Returns as many random bytes, which nobody can predict.
+        lock, condition, event: Create these for threads; each condition has a lock of its own.
+        queue: Creates an unbounded queue for threads; `put` is reentrant.
+        new_event_loop: Creates an event loop, which the caller closes.
+        open_socket: Opens an unconnected socket of a family and kind.
     """
 
-    _random: Random = SystemRandom()  # a forked process has other numbers
+    _random: Random = SystemRandom()  # a forked child does not repeat its parent's numbers
     _disk = Disk()
 
-    # The functions themselves: no call more on the way of a block.
+    # The functions themselves: a wrapper would cost each block another call.
     monotonic = staticmethod(time.monotonic)
     wall_time = staticmethod(time.time)
     sleep: Callable[[float], None] = staticmethod(time.sleep)
@@ -59,7 +59,7 @@ class Runtime:
     open_socket: Callable[[int, int], socket.socket] = staticmethod(socket.socket)
 
     def random(self) -> Random:
-        """Get the source of random numbers, which differ in each process."""
+        """Return the source of random numbers, which differ in each process."""
         return self._random
 
     def num_cores(self) -> int:
@@ -67,11 +67,11 @@ class Runtime:
         return len(os.sched_getaffinity(0))
 
     def disk(self) -> Disk:
-        """Get the calls of files and folders."""
+        """Return the file system calls."""
         return self._disk
 
     def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """Open a socket that listens at an address of TCP; at `::` also for those of IPv4."""
+        """Open a socket that listens on a TCP address; on `::` it also accepts IPv4."""
         is_any = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=is_any)
 
@@ -81,7 +81,7 @@ class Runtime:
         """Start a daemon thread.
 
         Raises:
-            RuntimeError: No thread can be started, as at the end of the interpreter.
+            RuntimeError: No thread can be started, e.g. because the interpreter is shutting down.
         """
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
         thread.start()
@@ -90,13 +90,13 @@ class Runtime:
     def wait_futures(
         self, futures: Collection[FutureT], timeout_s: float | None = None
     ) -> tuple[list[FutureT], list[FutureT]]:
-        """Block until all futures are done, or the time has passed.
+        """Block until all futures are done or the timeout has passed.
 
         Returns:
-            Those that are done and those that are not, in the order given.
+            The futures that are done, and those that are not, both in the order given.
         """
         ends_at = inf if timeout_s is None else time.monotonic() + timeout_s
-        for each in futures:  # `concurrent.futures.wait` is not told of one that is cancelled
+        for each in futures:  # `concurrent.futures.wait` does not notice `Future.cancel`
             left_s = max(0.0, ends_at - time.monotonic())
             with contextlib.suppress(CancelledError, TimeoutError):
                 each.exception(min(left_s, threading.TIMEOUT_MAX))
@@ -112,8 +112,8 @@ _current = Runtime()
 
 @contextlib.contextmanager
 def use(runtime: RuntimeT) -> Iterator[RuntimeT]:
-    """Put a runtime in the place of the ordinary one, for all threads; for simulations."""
-    global _current  # noqa: PLW0603 - the one that all functions below ask
+    """Replace the runtime for all threads until the context ends; for simulations."""
+    global _current  # noqa: PLW0603 - the runtime that all functions below use
     before, _current = _current, runtime
     try:
         yield runtime
@@ -142,7 +142,7 @@ def token_bytes(num_bytes: int) -> bytes:
 
 
 def unique_id() -> uuid.UUID:
-    """Make a random UUID, of version 4."""
+    """Create a random UUID (version 4)."""
     return uuid.UUID(bytes=_current.token_bytes(16), version=4)
 
 
@@ -191,7 +191,7 @@ def wait_futures(
 
 
 def result(future: Future[T], timeout_s: float | None = None) -> T:
-    """Block until a future is done; return its result, or a `TimeoutError` if it is late."""
+    """Block until a future is done and return its result; raise `TimeoutError` if it is late."""
     if not future.done():
         _current.wait_futures([future], timeout_s)
     return future.result(0)
@@ -211,7 +211,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def connect(
     host: str, port: int, *, tls: ssl.SSLContext | None, buffer_bytes: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a server by the running event loop; an `OSError`, or `UnicodeError` of a name."""
+    """Connect to a server; raise `OSError` on failure, `UnicodeError` for an invalid host name."""
     return await asyncio.open_connection(host, port, ssl=tls, limit=buffer_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Threads of the runtime: pools for calls that block, and an event loop on its own thread."""
+"""Threads of the runtime: pools for blocking calls, and an event loop on its own thread."""
 
 import asyncio
 import contextlib
@@ -17,17 +17,17 @@ from kvxfer.runtime.calls import end_tasks, fetch_error, outlive_caller, wait_de
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
 
 CLOSE_TIMEOUT_S = 10.0
-"""Time that `Threads.aclose` waits for functions that still run, such as calls to a file server
+"""How long `Threads.aclose` waits for functions that still run, such as calls to a file server
 that is gone. A healthy disk takes less."""
 
 END_OF_THREADS_S = 5.0
-"""Time for calls on other threads that were given up to end, when their loop ends."""
+"""How long to wait for the threads of an executor that was shut down, e.g. when a loop ends."""
 
 END_OF_TASKS_S = 1.0
-"""Time for tasks that the end of their loop cancels, to end."""
+"""How long a loop that ends waits for the tasks that it has cancelled."""
 
 NUM_BLOCKING = 32
-"""Most threads for calls that block, as many as asyncio has at most."""
+"""Maximum threads for a loop's blocking calls, the same as in asyncio's default executor."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Bounded pool of threads for blocking functions, each of which runs to its end.
+    """Bounded pool of threads for blocking functions; a function that has begun runs to its end.
 
     The process does not wait for these threads when it exits: a thread that hangs in the kernel
-    would keep it from exiting. Of more calls than there are threads the further ones wait.
+    would keep it from exiting. Calls beyond the number of threads wait their turn.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -48,7 +48,7 @@ class Threads:
         self._running: dict[asyncio.Future[Any] | Future[Any], None] = {}
 
     def start(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `func` on a thread, for which `aclose` waits, too; needs no event loop."""
+        """Run `func` on a thread without an event loop; `aclose` waits for it, too."""
         started = self._executor.submit(func, *args, **kwargs)
         self._running[started] = None
         started.add_done_callback(self._running.pop)
@@ -57,8 +57,8 @@ class Threads:
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
-        A thread cannot be interrupted: after an earlier return it would still write to memory
-        that its owner reuses. A function that still waits for a thread never begins.
+        A thread cannot be interrupted: if this returned earlier, `func` could still write to memory
+        that its owner reuses. If `func` was still waiting for a thread, it never begins.
 
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` has ended, or never begun.
@@ -72,7 +72,7 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` may still run.
         """
-        # aiofiles costs two more turns of the event loop, which a caller of a disk does not notice.
+        # aiofiles costs two more turns of the event loop, which are nothing beside a disk access.
         call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
         asked = asyncio.ensure_future(call)
         self._running[asked] = None
@@ -81,7 +81,7 @@ class Threads:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what runs without a thread, until the context ends, among the running functions."""
+        """Count the body of the context as a running function, for which `aclose` waits."""
         running: Future[None] = Future()
         self._running[running] = None
         try:
@@ -96,8 +96,8 @@ class Threads:
         May be called again.
 
         Returns:
-            Number of functions that still run, also logged. No memory or file that they use may
-            be released.
+            Number of functions that still run, which is also logged. Memory and files that they
+            use must not be released.
         """
         timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         running = [asyncio.wrap_future(each) for each in list(self._running)]
@@ -111,16 +111,16 @@ class Threads:
         return len(left)
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Make a call once no thread runs any more, after `aclose`: on the last one, or now."""
+        """Make a call once all threads have ended after `aclose`: on the last thread, or now."""
         self._executor.when_ended(call)
 
 
 class DaemonThreads(ThreadPoolExecutor):
     """Executor of daemon threads, started on demand and not joined when the process exits.
 
-    Those of its base class are joined before the functions of `atexit` are called, and take no
-    calls from then on; in these functions Python 3.12 and later start no thread at all. Here calls
-    are made to the very end: where no thread can be started on those that there are, or at once.
+    The base class joins its threads before `atexit` calls its functions, and takes no calls from
+    then on; since Python 3.12, these functions cannot start threads at all. This class takes calls
+    to the very end: if no thread can be started, an existing thread makes them, else the caller's.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -130,7 +130,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls: SimpleQueue[Callable[[], None] | None] = queue()
         self._lock = lock()
         self._started: list[threading.Thread] = []
-        self._num_busy = 0  # calls that run or wait
+        self._num_busy = 0  # calls that run or are queued
         self._num_alive = 0
         self._closed = False
         self._when_ended: list[Callable[[], object]] = []
@@ -154,7 +154,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def join(self, timeout_s: float = END_OF_THREADS_S) -> None:
-        """Wait for the threads after `shutdown`, no longer than `timeout_s`; blocks."""
+        """Block until the threads have ended after `shutdown`, for at most `timeout_s`."""
         ends_at = monotonic() + timeout_s
         for thread in self._started:
             thread.join(max(0.0, ends_at - monotonic()))
@@ -174,12 +174,12 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def _start_thread(self) -> None:
         name = f"{self._name}-{len(self._started)}"
-        with contextlib.suppress(RuntimeError):  # at the end of the interpreter
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             self._started.append(start_thread(self._work, name=name))
             self._num_alive += 1
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Make a call once no thread runs any more after `shutdown`: on the last one, or now."""
+        """Make a call once all threads have ended after `shutdown`: on the last thread, or now."""
         with self._lock:
             self._when_ended.append(call)
         self._tell_end()
@@ -187,7 +187,7 @@ class DaemonThreads(ThreadPoolExecutor):
     def _work(self) -> None:
         while call := self._calls.get():
             call()
-            del call  # or its arguments would stay alive until the next call
+            del call  # else its arguments would stay alive until the next call
             with self._lock:
                 self._num_busy -= 1
         with self._lock:
@@ -204,7 +204,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def begin_aside(name: str, func: Callable[[], T]) -> Future[T]:
-    """Run a function on a daemon thread of its own, or here where none can be started."""
+    """Run a function on a daemon thread of its own, or on this one if none can be started."""
     threads = DaemonThreads(name, 1)
     future = threads.submit(func)
     threads.shutdown()
@@ -214,16 +214,16 @@ def begin_aside(name: str, func: Callable[[], T]) -> Future[T]:
 async def run_aside(name: str, func: Callable[[], T]) -> T:
     """Run a function as `begin_aside` does; when cancelled, wait for its end before raising.
 
-    Closing uses it: `asyncio.to_thread` fails once the interpreter has begun to end.
+    For closing: `asyncio.to_thread` fails once the interpreter has begun to shut down.
     """
     return await wait_despite_cancel(begin_aside(name, func))
 
 
 class LoopThread:
-    """Event loop on its own thread, from construction to `stop`; others make blocking calls.
+    """Event loop on its own thread, from construction to `stop`, for blocking calls from others.
 
-    While it `is_ending`, what is submitted may never begin. An `EventLoopError` if no thread can be
-    started, as at the end of the interpreter.
+    Work that is submitted while it `is_ending` may never begin. Raises `EventLoopError` if no
+    thread can be started, e.g. because the interpreter is shutting down.
     """
 
     def __init__(self, name: str) -> None:
@@ -238,25 +238,25 @@ class LoopThread:
             raise EventLoopError(name, f"no thread can be started for it: {exc}") from exc
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine on the loop, from any thread, and return at once."""
+        """Begin a coroutine on the loop and return at once; thread-safe."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine on the loop and block until its end; work that is late goes on."""
+        """Run a coroutine on the loop and block until it has ended; after a timeout it goes on."""
         return result(self.submit(work), timeout_s)
 
     def stop(self) -> None:
-        """Cancel the tasks that are left, end the loop and its threads; also by several at once.
+        """Cancel the remaining tasks, and end the loop and its threads; thread-safe.
 
-        A task that goes on for longer than `END_OF_TASKS_S` is left behind, as is a call that
-        blocks beyond `END_OF_THREADS_S`.
+        A task that goes on for longer than `END_OF_TASKS_S` is left behind, and so is a call that
+        blocks for longer than `END_OF_THREADS_S`.
         """
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
             self.loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
     def _stop(self) -> None:
-        if not self.is_ending:  # else this would break off the end of the tasks
+        if not self.is_ending:  # a second `stop` would interrupt the wait for cancelled tasks
             self.loop.stop()
 
     def _run(self) -> None:
@@ -266,7 +266,7 @@ class LoopThread:
             self.is_ending = True
             self.loop.run_until_complete(_end_all_tasks())
         finally:
-            # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.
+            # asyncio's `shutdown_default_executor` takes no timeout before Python 3.12.
             self._blocking.shutdown()
             self._blocking.join(END_OF_THREADS_S)
             self.loop.close()
@@ -282,7 +282,7 @@ def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> Non
         return
     try:
         result = fn(*args, **kwargs)
-    except BaseException as exc:  # noqa: BLE001 - whoever awaits it decides
+    except BaseException as exc:  # noqa: BLE001 - raised to whoever awaits the future
         future.set_exception(exc)
     else:
         future.set_result(result)
