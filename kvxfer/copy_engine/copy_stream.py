@@ -1,4 +1,4 @@
-"""Streams of a GPU: those that copy one batch after the other, and marks on those of an engine."""
+"""Streams of a GPU: ours, which copy one batch after another, and marks on those of an engine."""
 
 import mmap
 import weakref
@@ -27,10 +27,10 @@ from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 TABLE_FRAGMENTS = 1 << 16
-"""Fragments of one launch of the kernel: 1.5 MiB of pinned memory for their addresses."""
+"""Maximum fragments of one launch of the kernel, whose table is 1.5 MiB of pinned memory."""
 
 NUM_TABLES = 4
-"""Tables of a stream that are pinned in advance: see `NUM_EVENTS`."""
+"""Tables of each stream that are pinned in advance: see `NUM_EVENTS`."""
 
 
 class FragmentTable(PinnedMemory):
@@ -50,7 +50,7 @@ class FragmentTable(PinnedMemory):
         super().__init__(driver, region)
 
     def fill(self, *columns: Addresses) -> NDArray[np.uint64]:
-        """Fill in sources, destinations and lengths, as many as there is room for, as `(3, n)`."""
+        """Fill in sources, destinations and lengths; return the filled part, `(3, n)`."""
         table = self._values[: 3 * len(columns[0])].reshape(3, -1)
         for row, column in zip(table, columns, strict=True):
             row[:] = column
@@ -58,7 +58,7 @@ class FragmentTable(PinnedMemory):
 
 
 class CopyStream:
-    """Stream for the batches of one direction, in order; each caller asks for the end of its own.
+    """Stream for the batches of one direction, in order; each caller polls its own batch.
 
     Args:
         driver: The GPU.
@@ -66,8 +66,8 @@ class CopyStream:
 
     Attributes:
         handle: The driver's handle.
-        has_tables: Whether there are tables: not where their memory cannot be pinned.
-        idle_events, idle_tables: Resources of batches that ended, for the next ones.
+        has_tables: Whether there are tables; False if their memory cannot be pinned.
+        idle_events, idle_tables: Resources of batches that have ended, for reuse.
     """
 
     def __init__(self, driver: CudaDriver, *, has_tables: bool = False) -> None:
@@ -85,11 +85,11 @@ class CopyStream:
     def batch(self, marks: Sequence[int], *, times: bool = False) -> Iterator["Batch"]:
         """Lock the stream to enqueue one batch, which goes on after the end of the context.
 
-        On an error, copies that were enqueued before it end before it is raised.
+        If the context raises, copies that were already enqueued end before the error is passed on.
 
         Args:
             marks: Events that the batch has to wait for.
-            times: Whether the device measures how long it takes.
+            times: Whether the device measures how long the batch takes.
 
         Raises:
             DeviceLostError: The end of the batch cannot be observed.
@@ -124,7 +124,7 @@ class Batch(Copy):
 
     Attributes:
         stream: Stream that copies it.
-        start: Event that notes when the device begins with it, if that is measured.
+        start: Event that records when the device begins the batch, if that is measured.
         is_recorded: Whether the end of the batch can be observed.
     """
 
@@ -141,7 +141,7 @@ class Batch(Copy):
         self._ended = False
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
-        """Provide tables for so many fragments; none if no memory can be pinned for them."""
+        """Take tables for `num_fragments`; none if no memory can be pinned for them."""
         idle = self._owner.idle_tables
         for _ in range(0, num_fragments, TABLE_FRAGMENTS):
             table = idle.pop() if idle else FragmentTable(self._driver)
@@ -152,7 +152,7 @@ class Batch(Copy):
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device took for a batch that has ended, if they are measured."""
+        """Seconds that the device took for the batch, which has ended and was timed."""
         assert self.start is not None
         return self._driver.seconds_between(self.start, self._event)
 
@@ -169,7 +169,7 @@ class Batch(Copy):
         self.is_recorded = True
 
     def has_ended(self) -> bool:
-        """See `Copy.has_ended`. To be asked by one thread at a time."""
+        """See `Copy.has_ended`. Only one thread may call it at a time."""
         if not self._ended and self._driver.has_passed(self._event):
             self._ended = True
             events = (self._event, self.start)
@@ -181,7 +181,7 @@ class Batch(Copy):
 class ComputeStream:
     """Source of marks on torch's current stream of a device; copies wait for such a mark.
 
-    May be used from several threads. An event is reused once the mark that had it is garbage.
+    Thread-safe. The event of a mark is reused once the mark is garbage.
 
     Args:
         driver: Driver of the device; not closed with the stream.
@@ -197,8 +197,8 @@ class ComputeStream:
     def mark(self) -> StreamMark:
         """Mark the end of the work on the calling thread's current stream; does not block.
 
-        `DeviceError`: the stream is captured as a graph: what copies waited for would become a
-        part of it, with the copies.
+        `DeviceError`: the stream is being captured as a graph, and copies that wait for the mark
+        would become a part of that graph.
         """
         handle = torch.cuda.current_stream(self._device).cuda_stream
         stream = CudaStream(handle) if handle else LEGACY_STREAM  # what torch means by 0
@@ -217,7 +217,7 @@ class ComputeStream:
         return mark
 
     def close(self) -> None:
-        """Destroy the events, those of marks in use as soon as they are garbage."""
+        """Destroy the events; those of marks in use follow when the marks are garbage."""
         self._closed = True
         while self._idle:
             self._close_event(self._idle.pop())
@@ -229,7 +229,7 @@ class ComputeStream:
             self._idle.append(event)
 
     def _close_event(self, event: CudaEvent) -> None:
-        with suppress(DeviceError):  # a lost device takes its events along
+        with suppress(DeviceError):  # a lost device has destroyed its events
             self._driver.close_event(event)
 
 

@@ -28,12 +28,12 @@ from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require
 from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 from kvxfer.runtime import DaemonThreads
 
-# Measured by `make bench NAME=mapping`: pairing such small pieces takes as long as copying them.
+# Measured by `make bench NAME=mapping`: pairing pieces this small takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
 FEW_PAIRS = 64
-"""Pairs up to which one `memcpy` each takes less time than planning rows or shares."""
+"""Maximum number of pairs for which one `memcpy` each is faster than planning rows or shares."""
 ALONE_BYTES = 4 << 20
-"""Bytes up to which the calling thread copies few pairs alone: to wake another takes 0.1 ms."""
+"""Maximum bytes of few pairs that the calling thread copies alone: waking another takes 0.1 ms."""
 
 Task = Callable[[], None]
 
@@ -42,10 +42,10 @@ _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
 MAX_THREADS = 8
-"""Most cores that are used by default."""
+"""Maximum number of threads by default."""
 
 SHARES_PER_THREAD = 4
-"""Shares of a copy for each thread: the one that comes late takes fewer."""
+"""Shares of a copy for each thread: one that starts late takes fewer."""
 
 
 class CPUCopyEngine(CopyEngine):
@@ -56,11 +56,11 @@ class CPUCopyEngine(CopyEngine):
     - large ones: one `memcpy` each, through ctypes;
     - small ones into (out of) long pieces of memory: numpy indexing of equal rows;
     - short ones that are evenly strided on both sides: strided copies by numpy;
-    - other small ones: gathered into an array that fits the cache, scattered from there.
+    - other small ones: gathered into an array that fits the cache, and scattered from there.
 
-    The rows are planned once, and shared between the threads, one of which is the caller's.
-    Fragments that are neighbours in another order are sorted into that order. By default it uses
-    the cores that this process may run on, at most `MAX_THREADS`.
+    The rows are planned once, and shared by the threads, one of which is the caller's. Fragments
+    that would be adjacent in another order are sorted into that order. By default, there are as
+    many threads as cores that this process may run on, but at most `MAX_THREADS`.
     """
 
     def __init__(self, *, num_threads: int | None = None) -> None:
@@ -85,10 +85,10 @@ class CPUCopyEngine(CopyEngine):
         return Copy()
 
     def gather(self, block: Descriptors, address: int) -> None:
-        """Copy one block to contiguous memory, as `copy` does; large fragments without detours.
+        """Copy one block to contiguous memory as `copy` does; large fragments take a short cut.
 
-        Beside transfers of megabytes, which leave nothing in the caches of a processor, describing
-        the memory and pairing fragments takes as long as copying them.
+        Amid transfers of megabytes, which leave nothing else in a processor's caches, describing
+        the memory and pairing the fragments would take as long as copying them.
         """
         self._copy_block(block, address, gathers=True)
 
@@ -112,7 +112,7 @@ class CPUCopyEngine(CopyEngine):
         self._pool.join()
 
     def _share(self, pairs: FragmentPairs) -> list[Task]:
-        """Share pairs: as rows, or one call for each pair of them."""
+        """Divide pairs into tasks: as rows, or with one call for each pair."""
         rows = plan_rows(*sides_of(pairs)) if pairs.num_pairs > FEW_PAIRS else None
         return self._share_rows(rows) if rows else self._share_pairs(pairs)
 
@@ -123,7 +123,7 @@ class CPUCopyEngine(CopyEngine):
         return [partial(rows.run, *each) for each in pairwise(bounds)]
 
     def _share_pairs(self, pairs: FragmentPairs) -> list[Task]:
-        """Share pairs, one call for each, cut anywhere into parts of about equal bytes."""
+        """Divide pairs, cut anywhere, into tasks of about equal bytes, with one call per pair."""
         num_bytes = pairs.num_bytes
         num_shares = _num_shares(num_bytes, self._num_shares)
         pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
@@ -131,7 +131,7 @@ class CPUCopyEngine(CopyEngine):
         return [partial(_copy_each, pairs.take(slice(*bounds))) for bounds in parts]
 
     def _share_small(self, source: Descriptors, destination: Descriptors) -> list[Task]:
-        """Share small pieces: as boxes or rows, which need not be paired, or as pairs."""
+        """Divide small pieces into tasks: as boxes or rows, which need no pairing, or as pairs."""
         if boxes := self._box_planner.plan(source, destination):
             return [task for each in boxes for task in self._share_rows(each)]
         if np.array_equal(source.lengths, destination.lengths):
@@ -147,10 +147,10 @@ class CPUCopyEngine(CopyEngine):
 
 
 def _in_order(pairs: FragmentPairs) -> FragmentPairs:
-    """Sort pairs by a side that becomes few long pieces in that order, unless one already is.
+    """Sort pairs by a side that becomes few long pieces in that order, unless a side is so already.
 
-    The free blocks of a pool are its blocks in the order of their last use: often neighbours, but
-    not one after the other.
+    A pool hands out free blocks in the order of their last use: many are neighbours, but do not
+    follow one another.
     """
     if not pairs.num_pairs or not SMALL_PIECE_BYTES <= pairs.mean_bytes < MEMCPY_FROM_BYTES:
         return pairs
@@ -196,10 +196,10 @@ def _copy_each(pairs: FragmentPairs) -> None:
 
 
 class SharedTasks:
-    """Tasks that several threads take one by one, in any order, and that one of them waits for.
+    """Tasks that several threads take one by one, in any order; one of the threads waits for all.
 
-    A thread that comes late, because another program or the engine's OpenMP threads have its core,
-    finds nothing left and holds nobody up. With fixed shares the caller would wait for its share.
+    A thread that starts late, because another program or the engine's OpenMP threads have its core,
+    finds no task left and delays nobody. With fixed shares, the caller would wait for its share.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -209,11 +209,11 @@ class SharedTasks:
         self._errors: list[BaseException] = []
 
     def run(self, pool: Executor, num_helpers: int) -> None:
-        """Do the tasks on this thread and up to `num_helpers` of the pool.
+        """Run the tasks on this thread and up to `num_helpers` threads of the pool.
 
-        Returns when each has ended. An error of one is raised when none runs any more; those that
-        had not begun are not done. Where no thread can be started, this one does all of them: a
-        helper may be queued in the pool nevertheless, and must find nothing left.
+        Returns when all have ended. If a task fails, tasks that have not begun are dropped, and
+        its error is raised once none runs. If no thread can be started, this one runs every task;
+        a helper may be queued in the pool nevertheless, and must find no task left.
         """
         try:
             with suppress(RuntimeError):

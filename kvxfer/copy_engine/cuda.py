@@ -19,25 +19,25 @@ from kvxfer.kvcache.fragments import run_starts
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 FEWEST_ROWS = 4
-"""Evenly spaced rows that are worth a call of their own; fewer are copied one by one."""
+"""Minimum number of evenly spaced rows for one strided call; fewer are copied one by one."""
 
 LONGEST_STEP = (1 << 31) - 1
-"""Bytes from one such row to the next, at most.
+"""Maximum bytes from one such row to the next.
 Source: CUDA driver API, CU_DEVICE_ATTRIBUTE_MAX_PITCH of all devices."""
 
 
 class CudaCopyEngine(CopyEngine):
     """Copy engine between one GPU and host memory, concurrent with the GPU's computation.
 
-    Each direction has a stream of its own, of low priority, which does one batch after the
-    other. A batch begins once the device has reached the mark in `Descriptors.after`, and its end
-    is observed by an event: the device as a whole is never synchronized. How fragments are copied
-    follows from their mean size and the direction:
+    Each direction has a low-priority stream of its own, which copies one batch after another. A
+    batch begins once the device has reached the mark in `Descriptors.after`, and an event shows its
+    end: the device as a whole is never synchronized. How fragments are copied depends on their mean
+    size and the direction:
 
-    - small ones, where the host's side is pinned: one kernel for them all (`MethodTable`); without
-      a kernel they are copied as the others;
-    - others, where it is pinned and the driver can (CUDA 12.8): one call for the batch;
-    - otherwise one call for each series of evenly spaced rows, and one for each of the other
+    - small ones whose host side is pinned: one kernel for the batch (see `MethodTable`); without a
+      kernel, they are copied like the others;
+    - others whose host side is pinned: one driver call for the batch, from CUDA 12.8 on;
+    - otherwise: one call for each series of evenly spaced rows, and one for each of the other
       fragments.
 
     `DeviceUnavailableError`: there is no such GPU, or no driver.
@@ -63,7 +63,7 @@ class CudaCopyEngine(CopyEngine):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether small fragments may be copied by a kernel."""
+        """Whether a kernel may copy small fragments."""
         return self._kernel is not None
 
     @property
@@ -72,7 +72,7 @@ class CudaCopyEngine(CopyEngine):
         return all(memory.is_pinned for memory in self._pinned)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `CopyEngine.attach`. Host memory is pinned, with a warning where it cannot be."""
+        """See `CopyEngine.attach`. Pins host memory, or logs a warning if it cannot be pinned."""
         for region in memory:
             ends = region.address, region.address + region.num_bytes - 1
             if region.device == HOST:
@@ -93,7 +93,7 @@ class CudaCopyEngine(CopyEngine):
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
         pairs = pair_fragments(source, destination)
-        if not pairs.lengths.all():  # a driver may refuse a batch with a copy of no bytes
+        if not pairs.lengths.all():  # a driver may refuse a batch that has a copy of no bytes
             pairs = pairs.take(pairs.lengths > 0)
         if not pairs.num_pairs:
             return Copy()

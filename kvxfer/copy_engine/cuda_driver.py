@@ -14,8 +14,8 @@ from kvxfer.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from kvxfer.kvcache.fragments import Addresses
 
 CudaStream = NewType("CudaStream", int)
-"""Handle of a stream, never 0: whether that is the legacy default stream or one of the thread
-depends on how a program was compiled, and on the environment."""
+"""Handle of a stream, never 0: whether 0 is the legacy default stream or that of the thread depends
+on how the program was compiled, and on the environment."""
 
 LEGACY_STREAM = CudaStream(1)
 """The legacy default stream. Source: cuda.h, CU_STREAM_LEGACY."""
@@ -24,11 +24,11 @@ CudaEvent = NewType("CudaEvent", int)
 """Handle of an event."""
 
 NUM_EVENTS = 32
-"""Events that are opened in advance, for as many marks or batches of a direction at one time: an
-event that is opened later may meet the capture of a graph."""
+"""Events created in advance, for as many concurrent marks or batches of a direction: one that is
+created later may fall into the capture of a graph."""
 
 BATCH_VERSION = 12080
-"""CUDA release that introduced `cuMemcpyBatchAsync`, whose signature stays in later ones.
+"""CUDA release that introduced `cuMemcpyBatchAsync`; later drivers still have this signature.
 Source: cudaTypedefs.h, PFN_cuMemcpyBatchAsync_v12080."""
 COPY_VERSION = 4000
 """CUDA release whose `cuMemcpyAsync` takes any two addresses.
@@ -64,9 +64,9 @@ _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,  # lengths
     ctypes.c_size_t,
     ctypes.c_void_p,  # attributes
-    _SIZES,  # the first copy that each of the attributes is for
+    _SIZES,  # index of the first copy that each of the attributes is for
     ctypes.c_size_t,
-    _SIZES,  # the copy that failed, out
+    _SIZES,  # out: index of the copy that failed
     ctypes.c_void_p,  # stream
 )
 _COPY = ctypes.CFUNCTYPE(
@@ -77,9 +77,9 @@ _COPY = ctypes.CFUNCTYPE(
 class CudaDriver:
     """Driver calls for copies to and from one GPU; their errors name the call.
 
-    Each call makes the device's primary context, which torch uses, too, current only for its own
-    duration: the calling thread's current context is restored. May be used from several threads.
-    `has_batch` tells whether the driver copies many fragments in one call.
+    Each call makes the device's primary context, which torch uses, too, current for its own
+    duration only, and then restores the calling thread's context. Thread-safe. `has_batch` tells
+    whether the driver copies many fragments in one call.
 
     `DeviceUnavailableError`: `cuda-bindings` or a driver is not installed, or there is no such
     device.
@@ -97,7 +97,7 @@ class CudaDriver:
             self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         except DeviceError as exc:
             raise DeviceUnavailableError(device_index, str(exc)) from exc
-        except RuntimeError as exc:  # each release of the bindings says it in words of its own
+        except RuntimeError as exc:  # the text differs from one release of the bindings to another
             raise DeviceUnavailableError(device_index, f"no NVIDIA driver: {exc}") from exc
         copy = self._find("cuMemcpyAsync", COPY_VERSION)
         batch = self._find("cuMemcpyBatchAsync", BATCH_VERSION)
@@ -114,10 +114,10 @@ class CudaDriver:
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Make the device current in the calling thread for as long as the context lasts.
 
-        Meanwhile calls do not break the capture of a graph, on this thread or another one: nothing
-        that is done here belongs to a graph. Source: CUDA driver API,
-        cuThreadExchangeStreamCaptureMode. A context within that of the same device costs nothing;
-        within that of another device it must not be.
+        Meanwhile, calls do not break a capture of a graph on this or any other thread: nothing that
+        is done here belongs to a graph. Source: CUDA driver API,
+        cuThreadExchangeStreamCaptureMode. Nested contexts of one device cost nothing; contexts of
+        different devices must not be nested.
         """
         return self._current
 
@@ -125,7 +125,7 @@ class CudaDriver:
         """Allocate memory of the device; return its address.
 
         Raises:
-            DeviceError: The device has not as much memory.
+            DeviceError: The device does not have as much free memory.
         """
         with self.current():
             return int(self._call("cuMemAlloc", num_bytes))
@@ -143,12 +143,12 @@ class CudaDriver:
             return CudaStream(int(self._call("cuStreamCreateWithPriority", flags, least)))
 
     def close_stream(self, stream: CudaStream) -> None:
-        """Destroy a stream; work that it has begun ends all the same."""
+        """Destroy a stream; work that it has begun still completes."""
         with self.current():
             self._call("cuStreamDestroy", stream)
 
     def is_captured(self, stream: CudaStream) -> bool:
-        """Whether what a stream is given becomes a part of a graph instead of being done."""
+        """Whether work given to a stream becomes a part of a graph instead of being done."""
         with self.current():
             none = self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
             return bool(self._call("cuStreamIsCapturing", stream) != none)
@@ -157,7 +157,7 @@ class CudaDriver:
         """Create an event, which counts as passed until it is recorded.
 
         Args:
-            times: Whether it notes when it passes, for `seconds_between`.
+            times: Whether it records the time at which it passes, for `seconds_between`.
         """
         flags = self._api.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if times else flags.CU_EVENT_DISABLE_TIMING
@@ -186,7 +186,7 @@ class CudaDriver:
                 if result != self._not_ready:
                     self._check("cuEventQuery", result)
                 return bool(result == self._success)
-        except DeviceError as exc:  # of any kind: nobody learns of the event's end
+        except DeviceError as exc:  # whatever the error: whether the event has passed stays unknown
             raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
 
     def seconds_between(self, start: CudaEvent, end: CudaEvent) -> float:
@@ -216,9 +216,9 @@ class CudaDriver:
         lengths: Addresses,
         stream: CudaStream,
     ) -> None:
-        """Begin copies in one call, in no order among themselves; uint64 `(n,)`, contiguous.
+        """Begin copies in one call, in no order among themselves; uint64 `(n,)`.
 
-        The arrays are not needed afterwards.
+        The arrays are not needed after the call.
         """
         assert self._batch is not None
         first, failed_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -251,7 +251,7 @@ class CudaDriver:
         Args:
             destination: Address of the first row.
             source: Address of the first row.
-            steps: Bytes from row to row, of the destination and of the source; `row_bytes` or more.
+            steps: Bytes from row to row, in the destination and the source; `row_bytes` or more.
             row_bytes: Bytes of a row.
             num_rows: Number of rows.
             stream: Stream that copies.
@@ -272,7 +272,7 @@ class CudaDriver:
             self._call("cuMemcpy2DAsync", copy, stream)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory, so that the device reads and writes it on its own."""
+        """Pin host memory, so that the device reads and writes it directly."""
         with self.current():
             portable = self._api.CU_MEMHOSTREGISTER_PORTABLE
             self._call("cuMemHostRegister", address, num_bytes, portable)
@@ -293,7 +293,7 @@ class CudaDriver:
             ) == [int(kinds.CU_MEMORYTYPE_DEVICE), self.device_index]
 
     def has_pinned(self, address: int, num_bytes: int) -> bool:
-        """Whether host memory is pinned in one piece, by whomever."""
+        """Whether host memory is pinned in one piece, by this library or any other."""
         attributes, kinds = self._api.CUpointer_attribute, self._api.CUmemorytype
         kind = attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         piece = attributes.CU_POINTER_ATTRIBUTE_BUFFER_ID
@@ -309,7 +309,7 @@ class CudaDriver:
 
     @property
     def numa_node(self) -> int | None:
-        """NUMA node of host memory that is nearest to the device; None if unknown."""
+        """NUMA node whose memory is nearest to the device; None if unknown."""
         attribute = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
         result, node = self._ask("cuDeviceGetAttribute", attribute, self._device)
         return int(node) if result == self._success and node >= 0 else None
@@ -329,7 +329,7 @@ class CudaDriver:
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def _attributes_of(self, address: int, *attributes: Any) -> list[int]:
-        """Get attributes of an address; none of one that CUDA does not know."""
+        """Get attributes of an address; an empty list if CUDA does not know the address."""
         found = []
         for attribute in attributes:
             result, value = self._ask("cuPointerGetAttribute", attribute, address)
@@ -340,7 +340,7 @@ class CudaDriver:
         return found
 
     def _find(self, name: str, version: int) -> int:
-        """Find the address of a call with its signature in a release; 0 if there is none."""
+        """Find the address of a call with its signature as of a release; 0 if there is none."""
         _result, address, _status = self._ask("cuGetProcAddress", name.encode(), version, 0)
         return int(address or 0)
 
@@ -352,11 +352,11 @@ class CudaDriver:
     def _ask(self, name: str, *args: Any) -> Any:
         try:
             return getattr(self._api, name)(*args)
-        except ValueError as exc:  # a result that came after these bindings
+        except ValueError as exc:  # a result that is newer than these bindings
             raise DeviceError(self.device_index, name, str(exc)) from exc
 
     def _result(self, call: str, code: int) -> Any:
-        """Name the result of a call that was made without the bindings."""
+        """Convert the result of a call that was made without the bindings."""
         try:
             return self._api.CUresult(code)
         except ValueError as exc:
@@ -370,7 +370,7 @@ class CudaDriver:
 
 
 class _Current(threading.local):
-    """State of a thread in which a device is made current: once, by the outermost context."""
+    """Context that makes a device current in each thread: only the outermost one calls CUDA."""
 
     def __init__(self, call: Callable[..., Any], context: Any, relaxed: Any) -> None:
         self._call, self._context, self._relaxed = call, context, relaxed

@@ -22,8 +22,8 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 64 << 20
-"""Bytes of one measured copy: more than a millisecond on any bus, beside which launches and the
-clock of events count for nothing."""
+"""Bytes of one measured copy, which takes more than a millisecond on any bus, so that launches and
+the resolution of the events' clock do not matter."""
 
 BY_METHOD = {
     CopyMethod.BATCH: MethodTable(dict.fromkeys(Way, 0)),
@@ -32,10 +32,10 @@ BY_METHOD = {
 
 
 class DeviceCopyEngine(CopyEngine):
-    """Copy engine for all devices: by the CPU, or by the GPU whose memory is on one side.
+    """Copy engine for all devices: by the CPU, or by the GPU that has the memory of one side.
 
-    A GPU is opened when its memory is attached, or first copied; until then CUDA is not loaded.
-    Host memory that was attached is pinned for every GPU that is opened.
+    A GPU is opened when its memory is attached or first copied; until then, CUDA is not loaded.
+    Attached host memory is pinned for every GPU that is opened.
 
     Args:
         methods: How small fragments are copied; None to measure it when a GPU is opened.
@@ -69,7 +69,7 @@ class DeviceCopyEngine(CopyEngine):
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
-        with self._opening, ExitStack() as closing:  # all of them, also when one raises
+        with self._opening, ExitStack() as closing:  # closes all of them, even if one raises
             self._closed = True
             closing.callback(self._cpu.close)
             for gpu in self._gpus.values():
@@ -108,11 +108,11 @@ def open_gpu(device: torch.device, methods: MethodTable | None) -> CudaCopyEngin
 def measure_methods(
     device_index: int, kernel: FragmentKernel, *, sample_bytes: int = SAMPLE_BYTES
 ) -> MethodTable:
-    """Measure by which method scattered fragments of several sizes are copied faster.
+    """Measure which method copies scattered fragments of several sizes faster.
 
-    The device times each copy with events: looks at it from here are far apart. Takes half a
-    second, and `sample_bytes` of host and of device memory meanwhile. Where the device has not as
-    much memory, or no host memory can be pinned, nothing is measured.
+    The device times each copy with events, since polls from the host are too far apart. Takes half
+    a second, and meanwhile `sample_bytes` of host and of device memory each. If the device has less
+    memory, or no host memory can be pinned, nothing is measured and the default is returned.
 
     Raises:
         DeviceUnavailableError: There is no such GPU, or no driver.

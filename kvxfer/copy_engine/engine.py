@@ -11,14 +11,14 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 T = TypeVar("T")
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
-"""Pauses between two looks at a copy."""
+"""Bounds of the pause between two polls of a copy."""
 
 WAIT_SHARE = 1 / 8
-"""Pause after a look, as a share of the time since the first one: at most so much is lost."""
+"""Pause after a poll, as a share of the time since the first one: polling adds no greater share."""
 
 
 def ask_until_answered(ask: Callable[[], T | None]) -> T:
-    """Ask again and again until the answer is not None, and return it; blocks the thread."""
+    """Poll until the answer is not None, and return it; blocks the thread."""
     began = runtime.monotonic()
     while (answer := ask()) is None:
         runtime.sleep(pause_of_look(began, SHORTEST_WAIT_S))
@@ -26,19 +26,19 @@ def ask_until_answered(ask: Callable[[], T | None]) -> T:
 
 
 def pause_of_look(began: float, shortest_s: float) -> float:
-    """Return the seconds until the next look at a copy or mark, by when the first one was."""
+    """Return the seconds until the next poll of a copy or mark, given the time of the first."""
     share_s = WAIT_SHARE * (runtime.monotonic() - began)
     return min(max(share_s, shortest_s), LONGEST_WAIT_S)
 
 
 class Copy:
-    """Copy that was begun. This one has ended; that of a device ends later.
+    """Copy that was begun. This class is a copy that has ended; a copy by a device ends later.
 
-    Whoever began it keeps it, and the memory of both sides, until it has ended.
+    Whoever began it must keep it, and the memory of both sides, until it has ended.
     """
 
     def has_ended(self) -> bool:
-        """Whether every byte has landed and neither side is touched any more; never blocks.
+        """Whether every byte has landed and neither side is touched any longer; never blocks.
 
         Raises:
             DeviceLostError: The device is gone, and with it the content of its memory.
@@ -53,13 +53,13 @@ class Copy:
 class CopyEngine(ABC):
     """Copy engine: copies described blocks between memory that one machine can address.
 
-    Implementors must return only when every byte has landed and neither side is touched any
-    more, also when they raise, and must not hold the interpreter lock while bytes move. The only
+    Implementors must leave `copy`, even by an error, only when every byte has landed and neither
+    side is touched any longer, and must not hold the interpreter lock while bytes move. The only
     exception is `DeviceLostError`: a lost device may still touch memory.
     """
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:  # noqa: B027 - the CPU has no use for it
-        """Announce memory that copies will be from or to, e.g. to pin it; kept until `close`.
+        """Announce memory that copies will read or write, e.g. to pin it; kept until `close`.
 
         Raises:
             DeviceUnavailableError: Memory is on a device that cannot be used.
@@ -69,8 +69,8 @@ class CopyEngine(ABC):
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy every block of `source` to the same block of `destination`; blocks the thread.
 
-        The two may cut a block into different fragments; only the size of each block must be the
-        same. No byte may be both read and written by one call.
+        Both sides must agree on the size of each block, but may divide it into different fragments.
+        One call must not both read and write the same byte.
 
         Raises:
             InvalidArgumentError: A block differs in size, or memory is on another device.
@@ -81,9 +81,9 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
-        """Begin to copy as `copy` does; blocks only where the calling thread makes the copy.
+        """Begin to copy as `copy` does; blocks only if the calling thread itself copies.
 
-        When it raises, what was begun has ended; errors as `copy`.
+        If it raises, every copy that it began has ended; errors as `copy`.
         """
 
     @abstractmethod

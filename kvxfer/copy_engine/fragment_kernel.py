@@ -8,10 +8,10 @@ from triton.runtime.jit import JITFunction
 
 WARP_BYTES = 4096
 """Bytes that one warp moves at a time if addresses and lengths are multiples of 16: eight accesses
-of each of its 32 threads."""
+by each of its 32 threads."""
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False}
-"""Compile options; without one about floating point Triton warns."""
+"""Compile options; Triton warns unless one of them is about floating point."""
 
 
 def compile_kernel() -> Any:
@@ -37,7 +37,7 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32, num_threads: tl.con
         num_fragments: Columns of the table; may be 0.
         num_threads: Threads of a program.
     """
-    # The interpreter takes an integer for as many bits as its value needs.
+    # The interpreter gives an integer only as many bits as its value needs.
     sources = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     destinations = sources + num_fragments
     lengths = destinations + num_fragments

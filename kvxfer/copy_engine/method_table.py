@@ -10,10 +10,10 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
 MEASURED_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
-"""Sizes of fragments that `MethodTable.measure` measures."""
+"""Fragment sizes that `MethodTable.measure` measures."""
 
 ROUNDS = 3
-"""Measurements of each size."""
+"""Number of measurements of each size, the best of which counts."""
 
 
 class CopyMethod(enum.Enum):
@@ -33,19 +33,19 @@ class Way(enum.Enum):
 
 
 def _default() -> Mapping[Way, int]:
-    # Source: https://github.com/vllm-project/vllm/pull/42212, measured on H100: to the device
-    # batched copies of less than 28 KiB reach a sixth of the bus's throughput; to the host they
-    # need no kernel. Crossover on another GPU: https://github.com/vllm-project/vllm/issues/57555
+    # Source: https://github.com/vllm-project/vllm/pull/42212, measured on H100: batched copies of
+    # less than 28 KiB to the device reach a sixth of the bus's throughput; those to the host need
+    # no kernel. Crossover on another GPU: https://github.com/vllm-project/vllm/issues/57555
     return {Way.TO_DEVICE: 28 << 10, Way.TO_HOST: 0}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodTable:
-    """Table of the method that copies fragments of a size in a direction.
+    """Table of the copy method for each direction and fragment size.
 
     Attributes:
-        kernel_below: For each way the mean size of fragments, in bytes, below which they are
-            copied by kernel; larger ones by batch. 0: all by batch. By default measured on H100.
+        kernel_below: For each way, the mean size of fragments, in bytes, below which they are
+            copied by kernel; larger ones by batch. 0: all by batch. Defaults measured on an H100.
 
     Raises:
         InvalidArgumentError: A way is missing, or a size is negative.
@@ -64,9 +64,9 @@ class MethodTable:
 
     @classmethod
     def parse(cls, text: str | None) -> Self | None:
-        """Parse a table such as `to_device=28KiB,to_host=0`; ways not named have their default.
+        """Parse a table such as `to_device=28KiB,to_host=0`; ways not named keep their default.
 
-        None stays None: no table was given.
+        None, for no table, stays None.
 
         Raises:
             InvalidArgumentError: A way is unknown or named twice, or a size is not valid.
@@ -96,7 +96,7 @@ class MethodTable:
         at which the methods differ less; on a tie, fewer sizes go by kernel.
 
         Args:
-            seconds: Copies fragments of so many bytes and returns the seconds it took. All
+            seconds: Copies fragments of a size in bytes and returns the seconds that took. All
                 measurements of one size must copy the same amount.
         """
         best: dict[tuple[Way, CopyMethod, int], float] = {}
@@ -110,7 +110,7 @@ class MethodTable:
 
 
 def _crossover(way: Way, best: Mapping[tuple[Way, CopyMethod, int], float]) -> int:
-    """Find the size half-way between the last copied by kernel and the next; 0 if none is."""
+    """Find the size halfway between the last one copied by kernel and the next; 0 if none is."""
     lost, least, crossover = 0.0, 0.0, 0
     for num_bytes in MEASURED_BYTES:
         by_kernel = best[way, CopyMethod.KERNEL, num_bytes]

@@ -18,17 +18,17 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 logger = logging.getLogger(__name__)
 
 MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
+"""Numbers of the system call mbind(2). Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h."""
 PREFERRED, MOVE = 1, 2
-"""Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE: pages that other processes map stay."""
+"""Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE; pages that other processes map do not move."""
 
 _lock = threading.Lock()
 _registrations: dict[tuple[int, int], list[MemoryRegion]] = {}
-"""Memory that this process has registered, for all of its devices: the region of each user.
+"""Memory that this process has registered for all of its devices: the region of each user.
 
-Kept until it is unregistered: other memory at its address would be taken for registered, and the
-device would still read and write the old pages.
+The regions keep their memory alive until it is unregistered. Otherwise, new memory at the same
+address would pass for registered, while the device would still read and write the old pages.
 """
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -38,9 +38,9 @@ class PinnedMemory:
     """Region of host memory, pinned for a GPU and moved to the NUMA node next to it.
 
     It is registered in one call: a copy across the border of two registrations fails. Memory that
-    somebody else has pinned is theirs to unpin, not before its last copy. Where the system refuses
-    to pin it, there is a warning: copies still work, through buffers of the driver, but more
-    slowly, and `is_pinned` is False.
+    someone else has pinned is theirs to unpin, after its last copy. If the system refuses to pin
+    it, `is_pinned` is False and a warning is logged: copies still work, but more slowly, through
+    buffers of the driver.
     """
 
     def __init__(self, driver: CudaDriver, region: MemoryRegion) -> None:
@@ -94,7 +94,7 @@ def num_nodes() -> int:
 
 
 def _move_to_node(region: MemoryRegion, node: int) -> None:
-    """Move the pages of a region to a NUMA node if the system can; only for speed."""
+    """Move the pages of a region to a NUMA node if the system can; affects only speed."""
     number = MBIND.get(platform.machine())
     if number is None or num_nodes() < 2:
         return

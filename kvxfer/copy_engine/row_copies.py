@@ -1,7 +1,6 @@
 """Row copies: many pieces of memory copied at once, as rows that numpy indexes or views in boxes.
 
-A copy is planned once, as one of `Boxes`, `Gather`, `Scatter` and `Bounce`; threads then share its
-rows.
+A copy is planned once, as `Boxes`, `Gather`, `Scatter` or `Bounce`; threads then share its rows.
 """
 
 from abc import ABC, abstractmethod
@@ -18,31 +17,31 @@ from kvxfer.kvcache.descriptors import ADDRESS_SPACE, Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 
-# Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
-# interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
+# Measured by `make bench NAME=mapping`: smaller chunks take more calls, each of which hands over
+# the interpreter lock; larger chunks allocate, in every call, fresh memory that the kernel zeroes.
 CHUNK_BYTES = 1 << 20
-# A cache line. Fragments without a common length of as many bytes are left to other methods.
+# A cache line. Fragments that have no common row length of this size are left to other methods.
 SMALLEST_ROW_BYTES = 64
 # Measured by `make bench NAME=copy`: `numpy.take` needs rows whose places are multiples of their
-# length. It is faster than an index even with rows of this length that are parts of longer ones.
+# length. It beats indexing even if longer rows have to be cut into rows of this length for it.
 SMALLEST_UNIT_BYTES = 2 << 10
 # Source: numpy/core/include/numpy/ndarraytypes.h, `NPY_BEGIN_THREADS_THRESHOLDED`. Numpy keeps the
-# interpreter lock while it moves as few rows by index, so rows are cut until a chunk has more.
+# interpreter lock while it indexes up to so many rows, so rows are cut until a chunk has more.
 MOST_LOCKED_ROWS = 500
-# Measured by a script: rows of 2 KiB and less move half as fast as those of 4 KiB. From 2112 bytes
-# on `memcpy` of glibc uses `rep movsb` on processors that are fast at it.
+# Measured by a script: rows of up to 2 KiB move half as fast as rows of 4 KiB. From 2112 bytes on,
+# glibc's `memcpy` uses `rep movsb` on processors that are fast at it.
 SHORTEST_CUT_BYTES, LONGEST_CUT_BYTES = 2112, 4 << 10
 # Measured by `make bench NAME=mapping`: fewer bytes than this are not worth a thread, or a view.
 SMALLEST_SHARE_BYTES = 256 << 10
 # Measured by `make bench NAME=copy` on an AMD EPYC: a call of memcpy costs about as much as moving
-# 16 KiB (the interpreter lock changes hands), so from this length of pieces on it is faster.
+# 16 KiB (the interpreter lock changes hands), so it is only faster for pieces of this size or more.
 MEMCPY_FROM_BYTES = 256 << 10
-MOST_TWICE_BYTES = 64 << 10  # of rows that are moved twice
-# Most lengths of small pieces that are copied apart: those of keys and those of values, say.
+MOST_TWICE_BYTES = 64 << 10  # mean bytes of pieces from which moving them twice does not pay
+# Maximum number of lengths of small pieces that are copied separately, e.g. those of K and of V.
 MOST_LENGTHS = 3
-# Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
+# Measured by `make bench NAME=mapping`: one call for a piece is faster than more rows of few bytes.
 MOST_SMALL_ROWS = 16
-MOST_REMEMBERED_PIECES = 1 << 18  # of a block: some 10 MiB
+MOST_REMEMBERED_PIECES = 1 << 18  # of a block; remembering these takes some 10 MiB
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 Indices = NDArray[np.int64]
@@ -50,7 +49,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Addresses and lengths of pieces of memory, uint64 `(n,)`; of a destination none overlap."""
+    """Addresses and lengths of pieces of memory, uint64 `(n,)`; no two of a destination overlap."""
 
     addresses: Addresses
     lengths: Addresses
@@ -74,9 +73,9 @@ class Pieces:
         return [_memory(address, row_bytes, length, row_bytes) for address, length in pairs]
 
     def view_in_series(self, row_bytes: int, most: int) -> list[Rows]:
-        """View rows of pieces in at most so many series, as far apart as the first two pieces.
+        """View rows in up to `most` series, in which they are as far apart as the first two pieces.
 
-        The first rows of all pieces come first, then the second ones. Empty for other pieces.
+        The first rows of all pieces come first, then the second rows. Empty if that is impossible.
         """
         steps, size = np.diff(self.addresses).view(np.int64), int(self.lengths[0])
         firsts, step = run_starts(steps == steps[0]), int(steps[0])
@@ -94,7 +93,7 @@ class Pieces:
 
 
 def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
-    """Plan a copy of the same bytes as rows; None if they would be many and short, or too long."""
+    """Plan a copy as rows; None if rows would be too many and short, or pieces are too long."""
     num_bytes, count = source.num_bytes, max(len(source), len(destination))
     mean_bytes, most_views = num_bytes // count, num_bytes // SMALLEST_SHARE_BYTES
     source, destination = source.runs(), destination.runs()
@@ -118,21 +117,21 @@ def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
 
 
 class Axis(NamedTuple):
-    """Axis of a box of rows: their number along it, and bytes between two of them on each side."""
+    """Axis of a box: the number of rows along it, and the bytes from row to row on each side."""
 
     length: int
     steps: Sequence[int]
 
 
 class _Pattern(NamedTuple):
-    """Pattern of blocks: the pieces of a block on either side, and the boxes that they make.
+    """Pattern of blocks: the pieces of a block on either side, and the boxes that they form.
 
     Attributes:
-        lengths: Bytes of each piece.
-        parts: Part of each piece; None where there is one part.
+        lengths: Bytes of each piece, by side.
+        parts: Part of each piece; None if there is only one part.
         firsts: First piece of each part.
-        offsets: Offset of each piece from the first one of its part.
-        boxes: For each part the corners of its boxes, from its first piece, axes, and row length.
+        offsets: Offset of each piece from the first piece of its part, by side.
+        boxes: For each part: corners of its boxes, from its first piece; axes; and row length.
     """
 
     lengths: Sequence[Addresses]
@@ -143,11 +142,11 @@ class _Pattern(NamedTuple):
 
 
 class BoxPlanner:
-    """Planner of copies of blocks that are alike, as boxes of rows; thread-safe.
+    """Planner of copies between blocks of equal layout, as boxes of rows; thread-safe.
 
-    Each part of the blocks, the pieces of one length, has to lie in the same way in all of them.
-    The patterns of the last batches in either direction are remembered: mostly the next one has
-    one, too, and to find boxes takes as long as to copy them.
+    The pieces of one length are a part, which must have the same layout in all blocks. The last two
+    patterns, such as those of both directions, are remembered: the next batch mostly has one of
+    them, and finding the boxes takes as long as copying them.
     """
 
     def __init__(self) -> None:
@@ -156,8 +155,8 @@ class BoxPlanner:
     def plan(self, source: Descriptors, destination: Descriptors) -> "list[Boxes]":
         """Plan a copy.
 
-        None where blocks are not alike, or a part of them has no boxes of more rows than numpy
-        moves with the interpreter lock, each of `SMALLEST_ROW_BYTES` to `LONGEST_CUT_BYTES`.
+        Returns no boxes if the layouts of blocks differ, or if some part has no boxes of more than
+        `MOST_LOCKED_ROWS` rows, each of `SMALLEST_ROW_BYTES` to `LONGEST_CUT_BYTES`.
         """
         sides = [each for side in (source, destination) if (each := _by_block(side))]
         if len(sides) < 2:
@@ -197,7 +196,7 @@ class BoxPlanner:
 def parts_by_length(
     source: Pieces | Descriptors, destination: Pieces | Descriptors
 ) -> Iterator[FragmentPairs]:
-    """Part pairs of pieces by their length; see `_part`."""
+    """Split pairs of pieces by their length; see `_part`."""
     pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
     parts, firsts = _part(source.lengths)
     for nth, _ in enumerate(firsts):
@@ -211,26 +210,26 @@ def sides_of(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
 
 @dataclass(frozen=True, slots=True)
 class IndexedRows:
-    """Rows anywhere in memory: places in a view of all memory from the first to the last."""
+    """Rows anywhere in memory: indices into a view of all memory from the first to the last row."""
 
     view: Rows
     places: Indices
 
     @property
     def are_side_by_side(self) -> bool:
-        """Whether the view has its rows one after the other, as `numpy.take` needs them."""
+        """Whether the rows of the view are contiguous, as `numpy.take` needs them."""
         return self.view.flags.c_contiguous
 
     def read(self, rows: slice, out: Rows) -> Rows:
-        """Return the bytes of rows: `out` where numpy can put them there at once."""
+        """Return the bytes of rows, in `out` if numpy can put them there directly."""
         if self.are_side_by_side:
             return np.take(self.view, self.places[rows], out=out, mode="clip")
         return self.view[self.places[rows]]
 
     def write(self, rows: slice, values: Rows) -> None:
-        """Copy rows from other memory."""
-        # Not `numpy.put`: if the values lie within the view, it copies the whole view and
-        # writes it back, also memory that other threads write to or that is not mapped.
+        """Copy values from other memory to rows."""
+        # Not `numpy.put`: if the values lie within the view, it copies the whole view and writes
+        # it back, including memory that other threads write to or that is not mapped.
         self.view[self.places[rows]] = values
 
 
@@ -249,11 +248,11 @@ class Span:
         return union & -union
 
     def rows(self, row_bytes: int) -> IndexedRows:
-        """Index the rows of the pieces, in a view of rows side by side or at every byte."""
+        """Index the rows of the pieces, in a view of contiguous rows if possible, else by byte."""
         step, places = 1, self._offsets
         if self.unit(row_bytes) == row_bytes or not (places % row_bytes).any():
             step, places = row_bytes, places // row_bytes
-        # The view ends with the last piece: numpy copies rows of the other side that lie within it.
+        # The view ends with the last piece: numpy buffers rows of the other side that overlap it.
         num_bytes = int(np.maximum.reduce(self._offsets + self._lengths.view(np.int64)))
         places = _cut_into_rows(places, self._lengths, row_bytes, row_bytes // step)
         return IndexedRows(_memory(self._first, row_bytes, num_bytes, step), places)
@@ -265,14 +264,14 @@ class RowCopy(ABC):
     row_bytes: int
     num_rows: int
     share_rows = MOST_LOCKED_ROWS + 1
-    """Rows that a thread should copy at least, so that it does not keep the interpreter lock."""
+    """Minimum rows that a thread should copy, so that it does not keep the interpreter lock."""
 
     @property
     def chunk_rows(self) -> int:
-        """Rows to copy at a time, about.
+        """Approximate number of rows to copy at a time.
 
-        Numpy makes an array of the rows that it gathers by index, and copies rows that lie within
-        the view of the other side: these temporary arrays should fit the cache.
+        Numpy creates a temporary array of rows that it gathers by index, and of rows that lie
+        within the view of the other side: these arrays should fit the cache.
         """
         count = CHUNK_BYTES // self.row_bytes
         is_short = self.row_bytes <= LONGEST_CUT_BYTES
@@ -284,7 +283,7 @@ class RowCopy(ABC):
 
 
 class Gather(RowCopy):
-    """Copy of rows to pieces that are long."""
+    """Copy of rows to long pieces."""
 
     def __init__(self, source: Pieces, destination: Pieces, row_bytes: int) -> None:
         span = Span(source)
@@ -293,7 +292,7 @@ class Gather(RowCopy):
         self._source = span.rows(self.row_bytes)
         self._destinations = destination.view_as_rows(self.row_bytes)
         self.num_rows = len(self._source.places)
-        # `numpy.take` puts rows in their places at once; an index first makes an array of them.
+        # `numpy.take` puts rows in their places directly; an index first creates an array of them.
         self._chunk_rows = self.chunk_rows
         if self._source.are_side_by_side:
             self._chunk_rows, self.share_rows = self.num_rows, 1
@@ -307,7 +306,7 @@ class Gather(RowCopy):
 
 
 class Scatter(RowCopy):
-    """Copy of rows from pieces that are long, or evenly spaced."""
+    """Copy of rows from long or evenly spaced pieces."""
 
     def __init__(self, sources: list[Rows], destination: IndexedRows) -> None:
         self._sources, self._destination = sources, destination
@@ -320,7 +319,7 @@ class Scatter(RowCopy):
 
 
 class Bounce(RowCopy):
-    """Copy of rows between scattered pieces, by way of a small array."""
+    """Copy of rows between scattered pieces, through a small array."""
 
     def __init__(self, source: IndexedRows, destination: IndexedRows) -> None:
         self._source, self._destination = source, destination
@@ -343,8 +342,8 @@ class Boxes(RowCopy):
     """Copy of boxes of short rows, evenly spaced on both sides along each axis.
 
     A page whose axes are in another order on the other side is such a box. Numpy moves it in one
-    pass, without an index, and without an array in between unless the two sides reach into each
-    other. For `RowCopy`, a box is a row.
+    pass, without an index, and without a temporary array unless the two sides interleave in memory.
+    For `RowCopy`, a box is a row.
     """
 
     share_rows = 1
@@ -371,9 +370,9 @@ class Boxes(RowCopy):
 
 
 def _by_block(batch: Descriptors) -> tuple[Indices, Addresses] | None:
-    """Return the places of the pieces of each block, `(num_blocks, num_pieces)`, and their lengths.
+    """Return the addresses of each block's pieces, `(num_blocks, num_pieces)`, and their lengths.
 
-    None unless every block has as many, of the same lengths.
+    None unless all blocks have the same number of pieces, of the same lengths.
     """
     count = len(batch) // batch.num_blocks
     if (batch.block_offsets != np.arange(batch.num_blocks + 1) * count).any():
@@ -387,9 +386,9 @@ def _are_equal(some: Sequence[Addresses | Indices], others: Sequence[Addresses |
 
 
 def _part(lengths: Addresses) -> tuple[Indices | None, list[int]]:
-    """Part pieces by their length: rows are as long as the shortest piece among them.
+    """Split pieces into parts by length, since short pieces would make the rows of all short.
 
-    Returns the part of each piece, None where there is one part, and the first piece of each part.
+    Returns the part of each piece, or None if there is only one, and the first piece of each part.
     """
     parts, firsts = np.zeros(len(lengths), np.int64), [0]
     left = lengths != lengths[0]
@@ -403,7 +402,7 @@ def _part(lengths: Addresses) -> tuple[Indices | None, list[int]]:
 def _find_boxes(
     pattern: _Pattern, offsets: Sequence[Indices]
 ) -> "list[tuple[Sequence[Indices], Sequence[Axis], int]]":
-    """Find the boxes of each part; none if a part has no good ones."""
+    """Find the boxes of each part; none at all if a part has no suitable boxes."""
     boxes = []
     for nth, _ in enumerate(pattern.firsts):
         chosen = slice(None) if pattern.parts is None else pattern.parts == nth
@@ -426,9 +425,9 @@ def _find_boxes(
 def _find_axes(sides: Sequence[Indices], enough: int) -> tuple[Sequence[Indices], Sequence[Axis]]:
     """Find the axes along which rows are evenly spaced on both sides, the innermost one last.
 
-    Looks for no more once a box has `enough` rows: numpy makes an array of a box whose sides reach
-    into each other, and threads share boxes. Where an axis does not fit all rows, there is none.
-    Returns the first row of each box that the axes make, and the axes.
+    Stops once a box has `enough` rows: numpy creates a temporary array of a box whose sides
+    interleave, and threads share boxes. Each axis has to fit all rows. Returns the first row of
+    each box that the axes form, and the axes.
     """
     axes: list[Axis] = []
     while (count := len(sides[0])) > 1 and prod(axis.length for axis in axes) < enough:
@@ -445,7 +444,7 @@ def _find_axes(sides: Sequence[Indices], enough: int) -> tuple[Sequence[Indices]
 
 
 def _cut_into_rows(places: Indices, lengths: Addresses, row_bytes: int, stride: int) -> Indices:
-    """Compute the place of each row of pieces, which are `stride` apart within a piece."""
+    """Compute the place of each row of pieces; rows of a piece are `stride` apart."""
     if int(lengths.max()) == row_bytes:
         return places
     counts = lengths.view(np.int64) // row_bytes
@@ -458,18 +457,18 @@ def _cut_into_rows(places: Indices, lengths: Addresses, row_bytes: int, stride: 
 
 
 def _row_bytes(source: Pieces, destination: Pieces) -> int:
-    """Length of the longest rows of which the pieces of both sides consist."""
+    """Return the length of the longest rows into which the pieces of both sides divide."""
     return gcd(_divisor(source.lengths), _divisor(destination.lengths))
 
 
 def _cut(row_bytes: int) -> int:
-    """Return the longest part of a row up to `LONGEST_CUT_BYTES`, if it has such parts."""
+    """Return the longest equal part of a row within the bounds of a cut, else the whole row."""
     parts = range(-(-row_bytes // LONGEST_CUT_BYTES), row_bytes // SHORTEST_CUT_BYTES + 1)
     return next((row_bytes // count for count in parts if row_bytes % count == 0), row_bytes)
 
 
 def _chunks(start: int, stop: int, chunk_rows: int) -> Iterator[slice]:
-    """Cut rows into chunks of `chunk_rows` or a little more, each copied at a time."""
+    """Cut rows into chunks of `chunk_rows` or a little more."""
     count = max(1, (stop - start) // chunk_rows)
     bounds = [start + (stop - start) * nth // count for nth in range(count + 1)]
     yield from (slice(*each) for each in pairwise(bounds))
@@ -478,7 +477,7 @@ def _chunks(start: int, stop: int, chunk_rows: int) -> Iterator[slice]:
 def _chunks_of_views(
     views: list[Rows], start: int, stop: int, chunk_rows: int
 ) -> Iterator[tuple[slice, Rows]]:
-    """Cut rows of several views, one after the other, into chunks of each, with its view."""
+    """Cut the rows of successive views into chunks, each within one view; yield both."""
     first = 0
     for view in views:
         begin, end = max(start, first), min(stop, first + len(view))
@@ -493,13 +492,13 @@ def _divisor(lengths: Addresses) -> int:
         return int(lengths[0])
     union = int(np.bitwise_or.reduce(lengths))
     power_of_two = union & -union
-    # Slower, but needed e.g. for a head of 80 elements, which is no power of two.
+    # Slower, but needed e.g. for a head of 80 elements, which is not a power of two.
     return power_of_two if power_of_two >= SMALLEST_ROW_BYTES else int(np.gcd.reduce(lengths))
 
 
 def _memory(address: np.uint64 | int, row_bytes: int, num_bytes: int, step: int) -> Rows:
     """View raw memory as rows; only rows that are indexed are touched."""
     start, num_rows = int(address), (num_bytes - row_bytes) // step + 1
-    # Not by an offset: numpy takes a buffer at address 0 for none, and makes one.
+    # Not with an offset: numpy takes a buffer at address 0 for no buffer, and allocates one.
     buffer = ADDRESS_SPACE[start : start + num_bytes]
     return np.ndarray(num_rows, (np.void, row_bytes), buffer, strides=step)

@@ -16,8 +16,8 @@ from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentE
 
 logger = logging.getLogger(__name__)
 
-# Measured on an H100 by `make bench NAME=copy`: with 32 programs instead of 16, fragments of 4 to
-# 16 KiB are copied 1.1 to 1.7 times as fast, and matrix products beside them take as long (1.23 of
+# Measured on an H100 by `make bench NAME=copy`: 32 programs copy fragments of 4 to 16 KiB 1.1 to
+# 1.7 times as fast as 16 do, and matrix products beside them take no longer (1.23 times as long as
 # alone; 1.19 beside 12). 64 of one warp gain little more, and make that 1.45: see docs/gpu.md.
 NUM_PROGRAMS, NUM_WARPS = 32, 4
 
@@ -91,8 +91,8 @@ class FragmentKernel:
     def _choose_grid(self, lengths: NDArray[np.uint64]) -> tuple[int, int]:
         """Choose the rows of programs, and the programs that share each fragment.
 
-        With more shares a long fragment is done sooner, but every program visits more fragments
-        that have no tile for it. The square root makes both take about as long.
+        With more shares, a long fragment is done sooner, but every program visits more fragments
+        that have no tile for it. The square root balances the two.
         """
         num_tiles = -(-int(lengths.max()) // (self.num_warps * self._module.WARP_BYTES))
         shares = isqrt(num_tiles * self.num_programs // len(lengths))
@@ -106,7 +106,7 @@ class FragmentKernel:
                 yield
             return
         try:
-            # Triton launches into what is torch's current stream in this thread.
+            # Triton launches on torch's current stream of this thread.
             current = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(current):
                 yield
@@ -119,7 +119,7 @@ class FragmentKernel:
 
 
 def open_kernel(device: torch.device) -> FragmentKernel | None:
-    """Open the kernel of a device; without Triton log a warning and return None."""
+    """Open the kernel of a device; if Triton cannot run it, log a warning and return None."""
     try:
         return FragmentKernel(device)
     except BackendUnavailableError as exc:
