@@ -1,1 +1,1 @@
-"""Eviction: the order in which blocks leave a store that is full, and the wishes of callers."""
+"""Eviction: the order in which blocks leave a full store, and the wishes of callers."""

@@ -1,4 +1,4 @@
-"""Eviction policies: LRU or ARC, and the wishes of callers above either."""
+"""Eviction policies: LRU and ARC, and the wishes of callers on top of either."""
 
 import itertools
 import math
@@ -23,23 +23,23 @@ from kvxfer.storage.observer import Removal
 from kvxfer.units import ByteSize
 
 LAPSED_PER_EVICTION = 2
-"""Keys whose priority is used up that become candidates at an eviction. One key at most gets a
-priority for each that is evicted, so none waits for long, and no eviction takes long."""
+"""Maximum keys with a used-up priority that one eviction makes candidates. At most one key gets a
+priority for each that is evicted, so no key waits for long, and no eviction takes long."""
 
 
 class EvictionPolicy(ABC):
     """Eviction order of the resident keys of a store.
 
     A resident key is either *held* (being stored, or pinned) or a *candidate* for eviction. A held
-    key keeps its place in the order: only `touch` counts as a use. The store calls the policy,
-    which never acts by itself; every operation takes constant time, an eviction on average.
+    key keeps its place in the order: only `touch` counts as a use. The policy acts only when the
+    store calls it; every operation takes constant time, an eviction on average.
 
     Implementors must accept exactly this order of calls: `admit` or `replace` makes a key
     resident and held, `release` makes it a candidate, `hold` makes it held again, `remove` ends
     its residence. At most `num_slots` are resident at once.
 
     Attributes:
-        reason: Why the key that was evicted last had to go, rather than another one.
+        reason: Why the last key was evicted rather than another one.
     """
 
     reason = Removal.EVICTED
@@ -53,7 +53,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def replace(self, key: BlockKey) -> BlockKey:
-        """Make an absent key resident and held, in the slot of an evicted candidate; return that.
+        """Make an absent key resident and held, in the slot of a candidate; evict and return that.
 
         Must only be called while there is a candidate.
         """
@@ -68,11 +68,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def release(self, key: BlockKey) -> None:
-        """Make a held key a candidate: a new one as the most recently used, others in place."""
+        """Make a held key a candidate: a new key as the most recently used, others in place."""
 
     @abstractmethod
     def hold(self, key: BlockKey) -> None:
-        """Make a candidate held, in its place; not a use."""
+        """Make a candidate held, in its place; does not count as a use."""
 
     @abstractmethod
     def is_held(self, key: BlockKey) -> bool:
@@ -84,7 +84,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:
-        """Remove a resident key for another reason than eviction."""
+        """Remove a resident key for a reason other than eviction."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -95,11 +95,11 @@ class EvictionPolicy(ABC):
         """Count the candidates."""
 
     def active(self) -> "EvictionPolicy":
-        """Return what to call until the next `retain`: a policy that decides as this one does."""
+        """Return the policy to call until the next `retain`; it decides as this one does."""
         return self
 
     def retain(self, key: BlockKey, retention: Retention) -> None:  # noqa: B027 - most know none
-        """Note a caller's wish for a resident key; ignored by policies that look at uses alone."""
+        """Note a caller's wish for a resident key; ignored by policies that only look at uses."""
 
     def retention(self, key: BlockKey) -> Retention:  # noqa: ARG002 - most know none
         """Return what is left of the wish for a key."""
@@ -107,11 +107,11 @@ class EvictionPolicy(ABC):
 
 
 class Ranking(dict[BlockKey, float]):
-    """Ranks of keys, of which the lowest is found; a new rank costs O(log n) on average."""
+    """Ranks of keys, which finds the lowest one; a new rank costs O(log n) on average."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[float, int, BlockKey]] = []  # and entries that hold no more
+        self._heap: list[tuple[float, int, BlockKey]] = []  # may have stale entries
         self._numbers = itertools.count()
 
     def put(self, key: BlockKey, rank: float) -> None:
@@ -123,7 +123,7 @@ class Ranking(dict[BlockKey, float]):
             heapify(self._heap)
 
     def first(self, limit: float = math.inf) -> BlockKey | None:
-        """Return the key of the lowest rank, the oldest of equals, if that is below the limit."""
+        """Return the key of the lowest rank, the oldest of equals, if the rank is below `limit`."""
         while self._heap:
             rank, _, key = self._heap[0]
             if self.get(key) == rank:
@@ -139,10 +139,10 @@ class LRU(EvictionPolicy):
         super().__init__(num_slots)
         # Not a dict: taking the oldest item of a dict gets slower with every item taken.
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
-        self._held: set[BlockKey] = set()  # those that are held in the order
-        # Held when they were the oldest: they are older than all in the order. By age.
+        self._held: set[BlockKey] = set()  # held keys that are in the order
+        # Keys, with their ages, that evictions passed over as held: older than all in the order.
         self._passed: dict[BlockKey, int] = {}
-        self._returned = Ranking()  # passed, and not held any more
+        self._returned = Ranking()  # passed over, and no longer held
         self._ages = itertools.count()
 
     def __contains__(self, key: object) -> bool:
@@ -167,7 +167,7 @@ class LRU(EvictionPolicy):
             del self._returned[oldest]
             return oldest
         victim, _ = self._order.popitem(last=False)
-        while victim in self._held:  # passed once for each time that it was held
+        while victim in self._held:  # passed over at most once for each time that it was held
             self._held.remove(victim)
             self._passed[victim] = next(self._ages)
             victim, _ = self._order.popitem(last=False)
@@ -239,8 +239,8 @@ class ARC(EvictionPolicy):
     are remembered as ghosts: a ghost that is stored again shows which of the two kinds had too
     little room. Residents and ghosts together are at most twice `num_slots`.
 
-    A key that is stored or pinned still counts as resident and only cannot be evicted; without
-    held keys the decisions are those of the paper.
+    A key that is being stored or pinned counts as resident, but cannot be evicted; without held
+    keys, the decisions are those of the paper.
 
     Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
         FAST 2003, figure 4; T1, T2, B1, B2 and p there are `_recent`, `_frequent`,
@@ -376,34 +376,34 @@ class ARC(EvictionPolicy):
 class _Wish:
     """Wish for one resident key."""
 
-    normal_at: float  # when its priority is used up; -inf where it has none
-    priority: float  # below normal, else 0
+    normal_at: float  # when its priority above normal is used up; -inf if it has none
+    priority: float  # if below normal, else 0
     expires_at: float
     held: bool  # whether the store holds the key
-    spared: bool = False  # whether it is held back from the policy below
+    spared: bool = False  # whether it is held back from the other policy
 
 
 class RetainingPolicy(EvictionPolicy):
-    """Eviction policy that asks another one, and takes the wishes of callers into account.
+    """Eviction policy that puts the wishes of callers on top of another policy.
 
-    It evicts first what has expired, then what has a priority below normal, the lowest first, then
-    what the other policy chooses, and at last, when that has no candidate, what is above normal:
-    the one that would be so for the shortest time.
+    It first evicts expired keys, then keys below normal, lowest priority first, then keys that the
+    other policy chooses. Only when that has no candidate does it evict keys above normal, first
+    the one whose priority is used up soonest.
 
-    - A priority above 0 is used up after as many half-lives, and the key is then where its last
-      use puts it in the order of the other policy. So is the one with the least left as soon as
-      there are more of them than their share: whoever gives all keys the highest priority has the
-      order of the other policy.
-    - Of several wishes for one key the highest priority and the longest life hold.
+    - A priority above 0 is used up after as many half-lives. The key then takes the place in the
+      order of the other policy that its last use gave it. If more keys are above normal than their
+      share, so does the one with the least time left: if all keys get the highest priority, they
+      have the order of the other policy.
+    - If there are several wishes for a key, the highest priority and the longest life count.
     - A use of a key that has expired, or is below normal, disproves the wish, which is dropped.
 
-    No operation looks at all keys: those of keys with a wish cost O(log n), of others what they
-    cost in the other policy.
+    No operation looks at all keys: it costs O(log n) for a key with a wish, and for any other key
+    what it costs in the other policy.
 
     Args:
-        policy: The other policy, new.
-        num_slots: Keys that can be resident at once.
-        priority_share: Largest share of them that is above normal.
+        policy: The other policy, which must be new.
+        num_slots: Maximum number of resident keys.
+        priority_share: Maximum share of these that is above normal.
         priority_half_life_s: Seconds that one step of priority lasts.
     """
 
@@ -421,7 +421,7 @@ class RetainingPolicy(EvictionPolicy):
         self._half_life_s = priority_half_life_s
         self._wishes: dict[BlockKey, _Wish] = {}
         self._num_spared = 0
-        # Of keys that are not held:
+        # Only of keys that are not held:
         self._spared = Ranking()
         self._expiring = Ranking()
         self._low = Ranking()
@@ -493,10 +493,10 @@ class RetainingPolicy(EvictionPolicy):
         self._wishes.clear()
         self._num_spared = 0
         for ranking in (self._spared, self._expiring, self._low):
-            ranking.clear()  # what is left in their heaps holds no more
+            ranking.clear()  # leaves only stale entries in its heap
 
     def active(self) -> EvictionPolicy:
-        """See `EvictionPolicy`: without any wish the other policy, which costs less."""
+        """See `EvictionPolicy`: without any wish, the other policy, which costs less."""
         return self if self._wishes else self._policy
 
     def retain(self, key: BlockKey, retention: Retention) -> None:
@@ -535,7 +535,7 @@ class RetainingPolicy(EvictionPolicy):
         return len(self._policy) + len(self._spared)
 
     def _take_victim(self) -> BlockKey | None:
-        """Remove and return the key that wishes make the next one; None to ask the policy."""
+        """Remove and return the key that wishes put first; None if the other policy must choose."""
         now = runtime.monotonic()
         self.reason = Removal.EXPIRED
         victim = self._expiring.first(now)
@@ -554,12 +554,12 @@ class RetainingPolicy(EvictionPolicy):
         return victim
 
     def _keep_share(self) -> None:
-        """Treat the key with the least priority left as normal, where there are too many."""
+        """Treat the key with the least time left as normal if too many keys are above normal."""
         if self._num_spared > self._max_spared and (least := self._spared.first()):
             self._spare(least, self._wishes[least], spared=False)
 
     def _spare(self, key: BlockKey, wish: _Wish, *, spared: bool) -> None:
-        """Hold a key back from the policy, or give it back, on its place."""
+        """Hold a key back from the other policy, or return it to its place there."""
         if spared == wish.spared:
             return
         wish.spared = spared
@@ -594,16 +594,16 @@ POLICIES: Mapping[PolicyName, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
 
 
 class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of a store of bounded size, which evicts; a part of that of each such store.
+    """Configuration that all stores of bounded size, which evict, have in common.
 
     Attributes:
         capacity: Bytes of the store.
         eviction: Policy that chooses the blocks to evict when the store is full.
-        priority_share: Largest share of the blocks whose priority above normal counts.
+        priority_share: Maximum share of blocks whose priority above normal counts.
         priority_half_life_s: Seconds that one step of priority lasts.
 
     Raises:
-        InvalidArgumentError: The share is not within 0 and 1, or the half-life not positive.
+        InvalidArgumentError: The share is not between 0 and 1, or the half-life is not positive.
     """
 
     capacity: ByteSize
@@ -621,7 +621,7 @@ class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidArgumentError("priority_half_life_s", half_life_s, wanted)
 
     def open_policy(self, num_slots: int) -> RetainingPolicy:
-        """Make the eviction policy of an index."""
+        """Create the eviction policy of an index."""
         return RetainingPolicy(
             POLICIES[self.eviction](num_slots),
             num_slots,

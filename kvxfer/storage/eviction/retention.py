@@ -1,4 +1,4 @@
-"""Retention: what callers wish of how long their blocks are kept, and backends that know wishes."""
+"""Retention: callers' wishes how long to keep blocks, and backends that respect wishes."""
 
 import logging
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ DEFAULT_PRIORITY_HALF_LIFE_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Wish of a caller of how long blocks are kept, beside what their use says.
+    """Caller's wish how long to keep blocks, beyond what their use suggests.
 
     A wish changes the order of eviction and nothing else: no store fails because of it.
 
     Attributes:
-        priority: From -10 to 10, 0 is normal. A block above that is evicted after the normal ones,
-            for as many half-lives as its priority; one below that before them.
-        ttl_s: Seconds from now on, after which the block is evicted before all others; None for no
+        priority: From -10 to 10; 0 is normal. A block above 0 is evicted after normal ones, for as
+            many half-lives as its priority; a block below 0 is evicted before them.
+        ttl_s: Seconds from now, after which the block is evicted before all others; None for no
             limit.
 
     Raises:
-        InvalidArgumentError: The priority is out of range, or the time negative.
+        InvalidArgumentError: The priority is out of range, or the time is negative.
     """
 
     priority: float = 0.0
@@ -53,20 +53,20 @@ NORMAL = Retention()
 
 @runtime_checkable
 class Retaining(Protocol):
-    """Backend that evicts, and takes wishes into account.
+    """Backend that evicts, and respects wishes.
 
     Its methods return at once and may be called on any thread.
     """
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """Note a wish for blocks; keys that are absent are ignored."""
+        """Note a wish for blocks; absent keys are ignored."""
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """Return what is left of the wish for each block."""
 
 
 def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retention) -> None:
-    """Note a wish in a backend, if that knows wishes; a failure is logged."""
+    """Note a wish in a backend if that respects wishes; a failure is logged."""
     if (retaining := backend.provide(Retaining)) is not None:
         try:
             retaining.retain(keys, retention)
@@ -75,7 +75,7 @@ def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retentio
 
 
 def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retention]:
-    """Return the wishes that a backend knows; `NORMAL` for all if it knows none, or fails."""
+    """Return a backend's wishes for blocks; `NORMAL` if it does not respect wishes, or fails."""
     if (retaining := backend.provide(Retaining)) is not None:
         try:
             return retaining.retentions(keys)
@@ -85,7 +85,7 @@ def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retenti
 
 
 def copy_retentions(keys: Sequence[BlockKey], source: BlockMover, target: BlockMover) -> None:
-    """Note in one backend what another one knows of the same blocks."""
+    """Copy the wishes for blocks from one backend to another."""
     if target.provide(Retaining) is not None:
         for key, retention in zip(keys, retentions_in(source, keys), strict=True):
             if retention != NORMAL:

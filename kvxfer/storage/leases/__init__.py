@@ -1,4 +1,4 @@
-"""Leases: how long the blocks of a ticket stay in place for readers, and the lender of them."""
+"""Leases: how long the blocks of a ticket stay in place for readers, and their lender."""
 
 from kvxfer.storage.leases.book import MAX_TICKET_CHARACTERS, require_ticket
 from kvxfer.storage.leases.cache_lender import CacheLender, Held

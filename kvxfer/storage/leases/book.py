@@ -12,8 +12,8 @@ from kvxfer.storage.keys import BlockKey
 MAX_TICKET_CHARACTERS = 128
 
 LONGEST_S = 600.0
-"""Time after which a ticket ends although readers hold it: one that lost track of it would keep the
-blocks for as long as it lives."""
+"""Maximum life of a complete ticket, even if readers hold it: a reader that lost track of it would
+otherwise keep the blocks for as long as the reader lives."""
 
 
 def require_ticket(name: str, value: object) -> str:
@@ -28,46 +28,46 @@ def require_ticket(name: str, value: object) -> str:
 @dataclass(slots=True)
 class _Ticket:
     offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
-    holders: dict[Hashable, int] = field(default_factory=dict)  # the latest number of each
-    is_complete: bool = False  # so that its lease runs
+    holders: dict[Hashable, int] = field(default_factory=dict)  # latest number of each holder
+    is_complete: bool = False  # then its lease runs
     is_over: bool = False
-    expires: float = float("inf")  # unless somebody holds it
-    latest: float = float("inf")  # in any case
+    expires: float = float("inf")  # while nobody holds it
+    latest: float = float("inf")  # even if it is held
 
     @property
     def ends(self) -> float:
-        """Time at which it is to be revoked; never before it is complete."""
+        """Time at which to end the ticket; infinite until the ticket is complete."""
         return self.latest if self.holders else min(self.expires, self.latest)
 
 
 class LeaseBook:
     """Book of leases: which blocks are offered, under which tickets, and when a ticket has ended.
 
-    Does no I/O and waits for nothing; all times are those of its clock. No `BlockIndex`: the engine
-    chooses the blocks, nothing is evicted, a block has many keys, and a key many blocks. A ticket
+    Does no I/O and never waits; its clock is `runtime.monotonic`. Unlike in a `BlockIndex`, the
+    engine chooses the blocks, nothing is evicted, and keys and blocks are many to many. A ticket
 
-    1. is *open* from its first offer on, for as long as its blocks are being computed;
-    2. is *complete* after the last one: its lease runs, unless a reader holds it, and then again
-       when the last of these has gone;
-    3. is *over* when its lease has ended, or it was released or revoked: its blocks are found no
-       more, except under other tickets;
-    4. has *ended* when it is complete or was revoked, and none of its blocks is pinned, except
-       those that are still offered under other tickets. It is then forgotten, and its blocks may
-       be overwritten.
+    1. is *open* from its first offer, as long as its blocks are being computed;
+    2. is *complete* after its last offer: its lease runs, except while readers hold the ticket, and
+       starts again when the last of them has gone;
+    3. is *over* when its lease has ended, or it was released or revoked: its blocks are no longer
+       found, except under other tickets;
+    4. has *ended* when it is over, it is complete or was revoked, and none of its blocks is pinned,
+       except those still offered under other tickets. It is then forgotten, and its blocks may be
+       overwritten.
 
-    A ticket that is released while it is open is over at once: what is offered under it later is
-    ignored, and it ends when it is complete, since its blocks are still being computed. A block may
-    have several keys, of which its bytes are all true: the last block of a prompt is a part of what
-    a longer prompt has there. A release or hold of a ticket that is not known, e.g. before its
-    first offer, does nothing: its lease ends it. So the book is no larger than what is offered and
-    has not ended. A complete ticket ends after `LONGEST_S` in spite of those that hold it.
+    If a ticket is released while it is open, it is over at once: later offers under it are ignored,
+    and it ends when it is complete, because until then its blocks are still being computed. A block
+    may have several keys, all of which its bytes satisfy: the last block of a prompt may be the
+    beginning of the same block of a longer prompt. A release or hold of an unknown ticket, e.g.
+    before its first offer, does nothing: that ticket ends with its lease. So the book only has
+    tickets that were offered and have not ended. Even held, a complete one ends after `LONGEST_S`.
     """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._tickets: dict[str, _Ticket] = {}
-        self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of a key, the oldest first
-        self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # of a block: tickets of each key
+        self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of each key, oldest first
+        self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # by block: tickets of each key
         self._pins: Counter[int] = Counter()
         self.num_expired = 0
 
@@ -77,10 +77,10 @@ class LeaseBook:
         return len(self._tickets)
 
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
-        """Offer blocks under a ticket, which is new or open; return those not offered until now.
+        """Offer blocks under a new or open ticket; return those that were not offered before.
 
-        The same ones may be offered under several tickets, a key may have several blocks, and a
-        block several keys. With the last ones the ticket is complete, and the lease begins.
+        Blocks may be offered under several tickets, a key may have several blocks, and a block
+        several keys. With the last offer, the ticket is `complete` and its lease begins.
         """
         ticket = require_ticket("ticket", ticket)
         entry = self._tickets.get(ticket, _Ticket())
@@ -95,21 +95,21 @@ class LeaseBook:
         return added
 
     def find(self, keys: Iterable[BlockKey]) -> list[int | None]:
-        """Find for each key a block that is offered; None without one."""
+        """Find for each key a block that is offered; None if there is none."""
         return [next(iter(self._places.get(key, ())), None) for key in keys]
 
     def still_offered(
         self, keys: Iterable[BlockKey], blocks: Iterable[int | None]
     ) -> list[int | None]:
-        """Leave out, as None, the blocks that are not offered as those of their keys, any more."""
+        """Replace the blocks that are no longer offered under their keys by None."""
         places = self._places
         pairs = zip(keys, blocks, strict=True)
         return [block if block in places.get(key, ()) else None for key, block in pairs]
 
     def hold(self, ticket: str, holder: Hashable, number: int = 0) -> bool | None:
-        """Keep a ticket from running out until its holder is dropped; None if it is over.
+        """Keep a ticket from running out until its holder is dropped.
 
-        Else whether all blocks of the ticket were offered.
+        Returns whether all blocks of the ticket were offered; None if it is over or unknown.
         """
         entry = self._tickets.get(ticket)
         if entry is None or entry.is_over or entry.ends <= runtime.monotonic():
@@ -118,10 +118,10 @@ class LeaseBook:
         return entry.is_complete
 
     def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
-        """Drop a holder from every ticket; those that it held alone run out.
+        """Drop a holder from every ticket; the leases of tickets that it alone held run again.
 
-        They run from the time at which it was last heard, by `runtime.monotonic`. Of `numbers`,
-        only these holds end, each the latest one of its ticket.
+        They run from when it was last `heard`, by `runtime.monotonic`. With `numbers`, only those
+        of its holds end, and only those that are its latest hold of a ticket.
         """
         expires = heard + self._lease_s
         for entry in self._tickets.values():
@@ -132,12 +132,12 @@ class LeaseBook:
                     entry.expires = max(entry.expires, expires)
 
     def release(self, ticket: str) -> list[int]:
-        """End a ticket for its reader, known or not; return the blocks that are offered no more."""
+        """End a ticket, known or not, for its reader; return the blocks no longer offered."""
         entry = self._tickets.get(ticket)
         return [] if entry is None else self._withdraw(ticket, entry)
 
     def revoke(self, ticket: str) -> list[int]:
-        """End a ticket for its engine, also an open one; otherwise as `release`."""
+        """End a ticket for its engine, even an open one; otherwise as `release`."""
         if (entry := self._tickets.get(ticket)) is not None:
             entry.is_complete = True
         return self.release(ticket)
@@ -147,14 +147,14 @@ class LeaseBook:
         return [block for ticket in self._tickets for block in self.revoke(ticket)]
 
     def expire(self) -> list[int]:
-        """Revoke the tickets whose time is over; return the blocks that are offered no more."""
+        """End the tickets whose time is up; return the blocks that are no longer offered."""
         now = runtime.monotonic()
         over = [(t, e) for t, e in self._tickets.items() if not e.is_over and e.ends <= now]
         self.num_expired += len(over)
         return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Pin offered blocks, until each is unpinned as often: no ticket of them ends meanwhile."""
+        """Pin offered blocks until each is unpinned as often: their last tickets do not end."""
         blocks = list(blocks)
         for block in blocks:
             if block not in self._offers:
@@ -162,7 +162,7 @@ class LeaseBook:
         self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Unpin blocks, which may be offered no more."""
+        """Unpin blocks, even if they are no longer offered."""
         counts = Counter(blocks)
         for block, count in counts.items():
             if self._pins[block] < count:
@@ -174,7 +174,7 @@ class LeaseBook:
                 self._pins[block] -= count
 
     def take_ended(self) -> list[str]:
-        """Take the tickets that have ended since the last call, each once, and forget them."""
+        """Return the tickets that have ended since the last call, and forget them."""
         ended = [ticket for ticket, entry in self._tickets.items() if self._has_ended(entry)]
         for ticket in ended:
             del self._tickets[ticket]
@@ -194,7 +194,7 @@ class LeaseBook:
         return added
 
     def _withdraw(self, ticket: str, entry: _Ticket) -> list[int]:
-        """Make a ticket over; return the blocks that are offered no more."""
+        """Declare a ticket over; return the blocks that are no longer offered."""
         if entry.is_over:
             return []
         entry.is_over = True
@@ -202,7 +202,7 @@ class LeaseBook:
         return [block for key, block in entry.offers if self._take_back(ticket, key, block)]
 
     def _take_back(self, ticket: str, key: BlockKey, block: int) -> bool:
-        """Offer a block no more by this key under a ticket; whether it is not offered at all."""
+        """Withdraw a block's key from a ticket; return whether the block is no longer offered."""
         keys = self._offers[block]
         keys[key].discard(ticket)
         if keys[key]:

@@ -52,28 +52,28 @@ _NOT_HASHED = Outcome(Status.FAILED, reason="the block could not be hashed")
 class Held:
     """Answer about a ticket and blocks."""
 
-    is_known: bool  # and its lease not over
+    is_known: bool  # the ticket is known and not over
     is_complete: bool  # all of its blocks were offered
-    there: list[bool]  # for each key whether its block can be read now, under whatever ticket
+    there: list[bool]  # for each key whether its block can be read now, under any ticket
 
 
 class CacheLender(Lender):
     """Lender of the blocks that an engine computed, in place, for as long as their leases last.
 
     The engine offers blocks under tickets. Readers find them by their keys alone; a ticket says how
-    long they stay. When it is over, its blocks are found no more and their generations change;
-    when in addition none is pinned, it has ended, and the engine may overwrite them. See
+    long they stay. When it is over, its blocks are no longer found and their generations change;
+    once none of them is pinned either, it has ended, and the engine may overwrite them. See
     `LeaseBook`. Blocks are lent whole and as the engine lays them out, in the payload order of
     `BlockDescriber`. Nobody writes to them.
 
-    Owned by one event loop, on which all methods run. Leases run out on time for readers, whose
-    every call looks at the clock first; the engine has to ask `take_ended`, also when it is idle.
+    Owned by one event loop, on which all methods run. For readers, leases run out on time, because
+    each of their calls checks the clock first; the engine has to poll `take_ended`, even when idle.
 
-    Only the two ends read the description, which says what a reader must know of the blocks. With
-    `staging_bytes`, which bounds host memory, blocks are copied for each reader and hashed there:
-    readers do not reach the caches. With `hash_early`, checksums are computed when blocks are
-    offered, so that their first reader does not wait for them; else when they are first lent to a
-    reader that asks for them. Threads and copy engine are closed by their maker, after this.
+    The description says what a reader must know of the blocks; only engine and reader interpret it.
+    With `staging_bytes`, which bounds host memory, blocks are copied for each reader and hashed
+    there: readers do not reach the caches. With `hash_early`, checksums are computed when blocks
+    are offered, so that the first reader does not wait for them; else when they are first lent to a
+    reader that asks for them. The caller closes threads and copy engine, after this lender.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CacheLender(Lender):
             self._require_hashable("hash_early", hash_early)
         self.description = description
         self.book = LeaseBook(lease_s)
-        # A generation for each block of each group: groups may have the same ids.
+        # A generation for each block of each group: block ids of several groups may be equal.
         self._slots_per_group = max(self._num_blocks)
         self._generations = Generations(self._slots_per_group * len(groups))
         self._threads = threads
@@ -116,12 +116,12 @@ class CacheLender(Lender):
         self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
-        self._copying: list[set[int]] = []  # of each copy to staging memory, what was revoked since
+        self._copying: list[set[int]] = []  # for each copy to staging memory: slots revoked since
         self._running: set[asyncio.Future[list[int]]] = set()
         self._guard = CallGuard("cache lender")
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`: how many tickets there are."""
+        """See `Observable.observe`: reports the number of tickets."""
         reports.watch(self._gauges)
 
     def _gauges(self) -> Mapping[Gauge, float]:
@@ -130,7 +130,7 @@ class CacheLender(Lender):
     def offer(
         self, ticket: str, keys: Sequence[BlockKey], block_ids: ArrayLike, *, complete: bool
     ) -> None:
-        """Offer blocks under a ticket, whose bytes are final and stay until it has ended.
+        """Offer blocks under a ticket; their bytes are final and stay until it has ended.
 
         The ticket is new or open; `block_ids` are integers `(len(keys),)`, one block for each key.
         With `complete`, these are its last blocks. An offer that is refused changes nothing.
@@ -144,10 +144,10 @@ class CacheLender(Lender):
             self._begin_hashing(added)
 
     def revoke(self, ticket: str) -> None:
-        """End a ticket that the engine gives up; ignored if it is not known.
+        """End a ticket for the engine; an unknown ticket is ignored.
 
-        An engine that has lost its blocks, as vLLM at a preemption, may write to them at once:
-        readers find that out by generations and checksums, and a copy being made is not lent.
+        An engine that has lost the blocks, as vLLM does at a preemption, may overwrite them at
+        once: generations and checksums show that to readers, and a copy in progress is not lent.
         """
         revoked = self.book.revoke(ticket)
         self._withdraw(revoked)
@@ -155,7 +155,7 @@ class CacheLender(Lender):
             each.update(revoked)
 
     def take_ended(self) -> list[str]:
-        """Take the tickets that are over and have no pinned block, each once; also when closed."""
+        """Return, once, the tickets that are over and have no pinned block; also when closed."""
         self._expire()
         return self.book.take_ended()
 
@@ -164,8 +164,8 @@ class CacheLender(Lender):
     ) -> Held:
         """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
 
-        A ticket that is not known changes nothing. By the number, the reader may end this hold, and
-        all earlier ones of the ticket.
+        An unknown ticket changes nothing. By the number, the reader can end this hold, and with it
+        all its earlier ones of the ticket.
         """
         self._expire()
         is_complete = self.book.hold(ticket, holder, number)
@@ -178,7 +178,7 @@ class CacheLender(Lender):
             self._withdraw(self.book.release(ticket))
 
     def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
-        """Note that a reader ends holds, or all with its connection; see `LeaseBook.drop`."""
+        """End some holds of a reader, or all with its connection; see `LeaseBook.drop`."""
         self.book.drop(holder, heard, numbers)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -188,7 +188,7 @@ class CacheLender(Lender):
         return [slot is not None for slot in self.book.find(keys)]
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Remove nothing: a reader does not decide over blocks of an engine."""
+        """Remove nothing: the blocks belong to the engine, not to its readers."""
         self._guard.check_batch(keys)
         return [False] * len(keys)
 
@@ -196,8 +196,8 @@ class CacheLender(Lender):
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: whole blocks, whose tickets do not end meanwhile.
 
-        With staging memory they wait for the copy alone, every block has a checksum, and those that
-        do not fit into one buffer with the rest are `FAILED`.
+        With staging memory, tickets wait only for the copy, every block has a checksum, and blocks
+        that do not fit into one buffer with the rest are `FAILED`.
         """
         self._guard.check()
         self._require_whole(wanted)
@@ -233,13 +233,13 @@ class CacheLender(Lender):
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
-        """See `Lender.make_room`: there is none, every block is `FAILED`."""
+        """See `Lender.make_room`: there is no room, and every block is `FAILED`."""
         self._guard.check()
         require_parts_in_blocks(offered, self._sizes)
         yield ReservedBlocks([_READ_ONLY] * len(offered.keys), None)
 
     def revoke_all(self) -> None:
-        """Revoke every ticket; from now on none is offered."""
+        """Revoke every ticket, and refuse further offers."""
         self._guard.close()
         self._withdraw(self.book.revoke_all())
 
@@ -250,7 +250,7 @@ class CacheLender(Lender):
             await asyncio.wait(self._running)
 
     def _slots(self, keys: Sequence[BlockKey], block_ids: ArrayLike) -> list[int]:
-        """Check an offer; return the slot of each block, which is one of all groups."""
+        """Check an offer; return the slot of each block, which is unique among all groups."""
         require_keys(keys)
         ids = require_integers("block_ids", block_ids).tolist()
         if len(keys) != len(ids):
@@ -276,7 +276,7 @@ class CacheLender(Lender):
         self._withdraw(self.book.expire())
 
     def _withdraw(self, slots: Sequence[int]) -> None:
-        """Note that blocks are offered no more, and may be overwritten soon."""
+        """Note that blocks are no longer offered, and may soon be overwritten."""
         self._generations.change(slots)
         for slot in slots:
             self._checksums.pop(slot, None)
@@ -285,7 +285,7 @@ class CacheLender(Lender):
     def _locate(
         self, keys: Sequence[BlockKey], slots: Sequence[int | None], *, fenced: bool
     ) -> LentBlocks:
-        """Describe the blocks that are still those of their keys, with what proves their bytes."""
+        """Describe the blocks still offered under their keys, with what proves their bytes."""
         found = self.book.still_offered(keys, slots)
         outcomes = [
             MISSING if slot is None else DONE if fenced or slot in self._checksums else _NOT_HASHED
@@ -304,7 +304,7 @@ class CacheLender(Lender):
     async def _stage(self, staging: StagingMemory, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         """Copy blocks to a buffer that is held for their reader.
 
-        They are pinned for the copy alone: the engine waits neither for a reader nor for a buffer.
+        They are pinned only for the copy: the engine waits neither for a reader nor for a buffer.
         """
         fitting = staging.num_fitting(wanted.sizes)
         async with staging.hold(wanted.sizes[:fitting], [0] * fitting) as staged:
@@ -326,7 +326,7 @@ class CacheLender(Lender):
             finally:
                 self.book.unpin(found)
                 self._copying = [each for each in self._copying if each is not revoked]
-            # Of a ticket that was revoked meanwhile, the engine may have written to the blocks.
+            # If a ticket was revoked meanwhile, the engine may have written to its blocks.
             same = [slot not in revoked for slot in found]
             for row, is_same in zip(there, same, strict=True):
                 outcomes[row] = DONE if is_same else MISSING
@@ -340,14 +340,14 @@ class CacheLender(Lender):
         return Descriptors.concatenate(parts).take(rows)
 
     async def _hash(self, slots: Sequence[int]) -> None:
-        """Wait for the checksums of pinned blocks; each is computed once, whoever wants it."""
+        """Wait for the checksums of pinned blocks; each is computed once, for all readers."""
         missing = [slot for slot in dict.fromkeys(slots) if slot not in self._checksums]
         self._begin_hashing([slot for slot in missing if slot not in self._hashings])
         if missing:
             await asyncio.wait({self._hashings[slot] for slot in missing})
 
     def _begin_hashing(self, slots: Sequence[int]) -> None:
-        """Begin to hash blocks, which are pinned until it has ended, though its reader be gone."""
+        """Begin to hash blocks, which stay pinned until that has ended, even without a reader."""
         if not slots:
             return
         self.book.pin(slots)
@@ -366,7 +366,7 @@ class CacheLender(Lender):
         if has_failed := hashing.cancelled() or error is not None:
             logger.warning("hashing of %d blocks failed", len(slots), exc_info=error)
         for row, slot in enumerate(slots):
-            if self._hashings.get(slot) is hashing:  # offered all the time
+            if self._hashings.get(slot) is hashing:  # the block was offered all the time
                 del self._hashings[slot]
                 if not has_failed:
                     self._checksums[slot] = hashing.result()[row]
