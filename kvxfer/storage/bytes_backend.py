@@ -1,4 +1,4 @@
-"""Backend over a storage of bytes: four methods that block, `put`, `get`, `has` and `remove`."""
+"""Backend over a storage of bytes: four blocking methods, `put`, `get`, `has` and `remove`."""
 
 import asyncio
 import logging
@@ -34,26 +34,26 @@ WHOLE_ONLY = Outcome(Status.FAILED, reason="this storage keeps whole chunks only
 
 
 class BytesBackend(Backend):
-    """Backend over a storage that keeps values of bytes under names, and may block its caller.
+    """Backend over a storage that keeps bytes under names, and may block its caller.
 
     Each chunk is one value: its bytes, and a checksum of them and of the name, which is verified
     before the chunk counts as loaded. Whole chunks only: a part of a chunk is `FAILED`.
 
-    The storage gets and gives bytes of its own, never the memory of blocks, so that a call that
-    hangs is abandoned at the caller's deadline. Calls of one name that change its value never
-    overtake each other.
+    The storage gets copies of bytes and returns its own, never the memory of blocks, so that a call
+    that hangs can be abandoned at the caller's deadline. Changes of one value never overtake each
+    other.
 
     Implementors must:
 
     - write `put`, `get`, `has` and `remove`, which are called on several threads at once;
-    - raise where the storage as a whole cannot be reached: a `BackendUnavailableError` of it;
-    - set `outlives_process` to False where values end with the process.
+    - raise if the storage as a whole cannot be reached, which becomes a `BackendUnavailableError`;
+    - set `outlives_process` to False if values end with the process.
 
     Args:
         namespace: Identity of the blocks, groups included. Its fingerprint begins each name, so
             that namespaces may share a storage.
         integrity: `FAST` adds an XXH3 checksum of 8 bytes; `OFF` stores the bytes alone.
-        num_threads: Calls of the storage at a time; further ones wait.
+        num_threads: Maximum number of concurrent calls of the storage; further ones wait.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, or the integrity needs a secret.
@@ -70,7 +70,7 @@ class BytesBackend(Backend):
         self._checksum_bytes = 0 if integrity is Integrity.OFF else CHECKSUM_BYTES
         self._guard = CallGuard(type(self).__name__, namespace)
         self._threads = Threads("kvxfer-bytes", require_positive("num_threads", num_threads))
-        # What touches the memory of callers never waits for a call that hangs in the storage.
+        # Apart, so that copies of callers' memory never wait for a call that hangs in the storage.
         self._copies = Threads("kvxfer-bytes-copy", num_threads)
         self._locks = KeyLocks()
 
@@ -78,23 +78,23 @@ class BytesBackend(Backend):
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> Sequence[bool]:
         """Store a value under each name; return for each whether it is stored, whole.
 
-        A value that is there already is replaced or stays: it has the same bytes.
+        A value that is already there may be replaced or kept: it has the same bytes.
         """
 
     @abstractmethod
     def get(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """Return the value of each name, None for one that is not there."""
+        """Return the value of each name; None if there is none."""
 
     @abstractmethod
     def has(self, names: Sequence[str]) -> Sequence[bool]:
-        """Return for each name whether there is a value."""
+        """Return for each name whether it has a value."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the values of names; those that are not there are ignored."""
+        """Remove the values of names; names without a value are ignored."""
 
     def close(self) -> None:
-        """Close the storage, once."""
+        """Close the storage; called once."""
 
     def name_of(self, key: BlockKey) -> str:
         """Name the value of a block: fingerprint of the namespace and key, in hexadecimal."""
@@ -110,7 +110,7 @@ class BytesBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
         self._guard.check_batch(keys, blocks)
-        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
+        await self._locks.wait_for_others(keys)  # else a removal could take what the lookup finds
         there = await self.lookup(keys)
         sizes = zip(blocks.block_sizes.tolist(), groups_of(keys).tolist(), strict=True)
         whole = [size == self._sizes[group] for size, group in sizes]
@@ -138,7 +138,7 @@ class BytesBackend(Backend):
             drop = partial(self._drop, self._names(chosen), [sizes[n] for n in corrupt])
             try:
                 await self._change(chosen, drop)
-            except KVXferError as exc:  # what was loaded is loaded
+            except KVXferError as exc:  # the other blocks were loaded all the same
                 logger.warning("%d corrupt values cannot be removed: %s", len(chosen), exc)
         return outcomes
 
@@ -148,7 +148,7 @@ class BytesBackend(Backend):
         return await self._change(keys, partial(self._delete, self._names(keys)))
 
     async def drain(self) -> None:
-        """See `Backend.drain`; also waits for changes whose callers gave them up."""
+        """See `Backend.drain`; also waits for changes that their callers abandoned."""
         await self._locks.wait_for_others()
 
     async def aclose(self) -> None:
@@ -181,7 +181,7 @@ class BytesBackend(Backend):
     def _ask_each(
         self, ask: Callable[..., Sequence[T]], names: Sequence[str], *args: Any
     ) -> list[T]:
-        """Call a method of the subclass, which must have an answer for each name."""
+        """Call a method of the subclass, which must return an answer for each name."""
         answers: Any = self._call(partial(ask, names, *args))
         is_list = isinstance(answers, Iterable) and not isinstance(answers, _NOT_IN_ORDER)
         listed: list[T] = self._call(partial(list, answers)) if is_list else []
@@ -193,12 +193,12 @@ class BytesBackend(Backend):
         return listed
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
-        """Call what changes values; keys are locked until it has ended, also if cancelled."""
+        """Call a function that changes values; locks the keys until it ends, even if cancelled."""
         change = partial(self._run, self._threads, self._call, func)
         return await self._locks.hold_during(keys, change)
 
     async def _run(self, threads: Threads, func: Callable[..., T], *args: Any) -> T:
-        """Run a function on a thread, unless the backend was closed meanwhile."""
+        """Run a function on a thread, unless the backend has been closed meanwhile."""
         self._guard.check()
         return await threads.run(func, *args)
 
@@ -237,7 +237,7 @@ class BytesBackend(Backend):
         return outcomes
 
     def _drop(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Remove values that are still corrupt: another process may have stored one anew."""
+        """Remove values that are still corrupt: another process may have stored some again."""
         triples = zip(names, sizes, self._ask_each(self.get, names), strict=True)
         bad = [n for n, size, v in triples if v is not None and self._verified(n, size, v) is None]
         if bad:

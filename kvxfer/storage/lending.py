@@ -38,8 +38,8 @@ class BlockParts:
 class Fences:
     """Generations of blocks at the time when they were found, and where they are kept.
 
-    A reader that reads a block, then its generation, and finds the one given here has read the
-    block as it was found: whoever overwrites a block changes its generation first.
+    If a reader reads a block, then its generation, and that is still the one given here, it has
+    read the block as it was found: whoever overwrites a block changes its generation first.
     """
 
     addresses: NDArray[np.uint64]  # of the generation of each block, of `GENERATION_BYTES`
@@ -47,27 +47,27 @@ class Fences:
 
 
 class Generations:
-    """Generations of the slots of a lender; for the process that writes them all."""
+    """Generations of the slots of a lender; for the one process that writes all slots."""
 
     def __init__(self, num_slots: int) -> None:
-        # Counted on from a random number, so that no other process ever had the same ones.
+        # They count up from a random number, so that no other process ever had the same ones.
         self._words = np.full(num_slots, runtime.random().getrandbits(64), np.uint64)
         self.region = MemoryRegion(self._words.ctypes.data, self._words.nbytes, self._words)
 
     def change(self, slots: Sequence[int]) -> None:
-        """Change the generations of slots; to be called before and after each is overwritten."""
+        """Change the generations of slots; must be called before and after each overwrite."""
         self._words[list(slots)] += np.uint64(1)
 
     def of(self, slot: int) -> int:
-        """Get the present generation of one slot."""
+        """Return the current generation of one slot."""
         return int(self._words[slot])
 
     def before(self) -> NDArray[np.uint64]:
-        """Make generations that the slots have no more, uint64, `(num_slots,)`."""
+        """Return generations that the slots no longer have, uint64, `(num_slots,)`."""
         return self._words - np.uint64(1)
 
     def fences(self, slots: Sequence[int]) -> Fences:
-        """Get the present generations of slots."""
+        """Return the current generations of slots."""
         chosen = np.asarray(slots, np.uint64)
         first = np.uint64(self.region.address)
         return Fences(first + chosen * np.uint64(GENERATION_BYTES), self._words[chosen])
@@ -78,7 +78,7 @@ class LentBlocks:
     """Blocks that a reader can read in place: held there by `lend`, only located by `peek`."""
 
     outcomes: list[Outcome]  # one per wanted block; `DONE` for those that are lent or located
-    blocks: Descriptors | None  # these, in order; None when there are none
+    blocks: Descriptors | None  # those blocks, in order; None if there are none
     checksums: list[int]  # XXH3-64 of each as it was stored, 0 if not kept; empty with `fences`
     fences: Fences | None = None  # if the reader asked for them and the lender keeps them
 
@@ -87,21 +87,21 @@ class LentBlocks:
 class ReservedBlocks:
     """Memory for blocks that a writer fills, to be stored under their keys.
 
-    The writer sets which blocks `arrived` whole, by their position among those that have room, and
-    the XXH3-64 of each; None where nobody has hashed it.
+    In `arrived`, the writer notes each block that arrived whole, by its position among those that
+    have room, with its XXH3-64, or None if nobody has hashed it.
     """
 
     # None for blocks that have room, `DONE` for those stored already.
     outcomes: list[Outcome | None]
-    blocks: Descriptors | None  # that room, in order; None when there is none
+    blocks: Descriptors | None  # that room, in order; None if there is none
     arrived: dict[int, int | None] = field(default_factory=dict)
 
 
 class Lender(ABC):
     """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself."""
 
-    regions: Sequence[MemoryRegion]  # all that is ever lent, and that of generations
-    max_loans: int | None = None  # most of one reader, which may stall: others need memory, too
+    regions: Sequence[MemoryRegion]  # all memory that is ever lent, and that of generations
+    max_loans: int | None = None  # per reader: one that stalls must leave memory for the others
 
     @abstractmethod
     def lend(
@@ -109,14 +109,14 @@ class Lender(ABC):
     ) -> AbstractAsyncContextManager[LentBlocks]:
         """Hold blocks in place for as long as the context lasts.
 
-        A `fenced` reader gets generations instead of checksums, if there are any. Parts have to
-        be within their blocks, see `require_parts_in_blocks`.
+        A `fenced` reader gets generations instead of checksums, if there are any. Parts must lie
+        within their blocks; see `require_parts_in_blocks`.
         """
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - for others
         """Return the addresses of blocks as they were stored, without holding them in place.
 
-        The reader has to verify the bytes. Counts as a use of each block. None when this lender's
+        The reader has to verify the bytes. Counts as a use of each block. None if this lender's
         blocks have no fixed addresses, or no checksums yet.
         """
         return None
@@ -125,8 +125,8 @@ class Lender(ABC):
     def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
         """Find room for blocks; those that arrived by the end of the context are stored.
 
-        After that end nothing may write to the memory any more, and the outcomes of blocks that
-        had room are final.
+        From then on, nothing may write to the memory, and the outcomes of blocks that had room are
+        final.
         """
 
 
@@ -135,7 +135,7 @@ class LendingBackend(Backend, Lender):
 
 
 class StagedLender(Lender):
-    """Lender of any backend's blocks, by way of staging buffers; closes none of what it is given.
+    """Lender of any backend's blocks, through staging buffers; closes nothing that it is given.
 
     The threads compute checksums, for which the copy engine gathers fragments.
     """
@@ -198,7 +198,7 @@ class StagedLender(Lender):
                     outcomes[index] = outcome
 
     async def aclose(self) -> None:
-        """Wait until the backend touches no staging buffer any more."""
+        """Wait until the backend no longer touches any staging buffer."""
         await self._staging.aclose()
 
 

@@ -29,10 +29,10 @@ def medium_of(backend: Backend) -> str:
 
 
 def observed(backend: Backend, reports: Reports) -> "ObservedBackend":
-    """Wrap a backend so that observers are told what happens; it need not know of them.
+    """Wrap a backend so that observers learn what happens; the backend need not know of them.
 
-    What only the backend knows it tells itself, if it is `Observable`. The tier is named after the
-    backend's medium.
+    An `Observable` backend itself reports what only it knows. The tier is named after the backend's
+    medium.
     """
     reports = reports.of(medium_of(backend))
     if (observable := backend.provide(Observable)) is not None:
@@ -41,9 +41,9 @@ def observed(backend: Backend, reports: Reports) -> "ObservedBackend":
 
 
 class ObservedBackend(WrappingBackend):
-    """Backend that tells observers of every store, load and lookup of another one.
+    """Backend that reports every store, load and lookup of an inner backend to observers.
 
-    Made by `observed`, only where somebody observes: otherwise there is no wrapper to pay for.
+    Created by `observed`, and only if there are observers: without them, no wrapper costs time.
     """
 
     def __init__(self, inner: Backend, reports: Reports) -> None:
@@ -51,9 +51,9 @@ class ObservedBackend(WrappingBackend):
         self._reports = reports
 
     def provide(self, interface: type[T]) -> T | None:
-        """See `BlockMover.provide`: its reports, what moves blocks observed, else the backend's."""
+        """See `BlockMover.provide`: its reports, an observed mover or lender, else the inner's."""
         if interface in (Observable, CopySource):
-            return None  # its observers are these; a load for a copy is told as a load
+            return None  # it is observed already; a load for a copy is reported as a load
         own: object = self._reports if interface is Reports else self
         if interface is ImmediateMover and (mover := self.inner.provide(ImmediateMover)):
             own = _ObservedMover(mover, self._reports)
@@ -90,7 +90,7 @@ def _tell_lookup(
 
 
 class _ObservedBegun(Begun):
-    """Transfer that tells its outcomes, once, when it has ended."""
+    """Transfer that reports its outcomes, once, when it has ended."""
 
     def __init__(
         self, begun: Begun, tell: Callable[[Sequence[Outcome]], None], num_blocks: int
@@ -112,7 +112,7 @@ class _ObservedBegun(Begun):
 
 
 class _ObservedMover(ImmediateMover):
-    """Mover on the calling thread that tells what it moves."""
+    """Mover on the calling thread that reports what it moves."""
 
     def __init__(self, inner: ImmediateMover, reports: Reports) -> None:
         self._inner, self._reports = inner, reports
@@ -138,7 +138,7 @@ class _ObservedMover(ImmediateMover):
 
 
 class _ObservedLender(Lender):
-    """Lender that tells what peers read and fill."""
+    """Lender that reports what peers read and fill."""
 
     def __init__(self, inner: Lender, reports: Reports) -> None:
         self._inner, self._reports = inner, reports
@@ -146,23 +146,23 @@ class _ObservedLender(Lender):
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
-        """See `Lender.lend`; told when the blocks are ready to be read."""
+        """See `Lender.lend`; reported when the blocks are ready to be read."""
         began = runtime.monotonic()
         async with self._inner.lend(wanted, fenced=fenced) as lent:
             self._reports.moved(Operation.LOAD, wanted.keys, lent.outcomes, wanted.sizes, began)
             yield lent
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
-        """See `Lender.peek`; counts as a lookup, since nobody is told what the reader does."""
+        """See `Lender.peek`; reported as a lookup, since what the reader does stays unknown."""
         began = runtime.monotonic()
         seen = self._inner.peek(keys, fenced=fenced)
-        if seen is not None and seen.blocks is not None:  # else `lookup` is asked as well
+        if seen is not None and seen.blocks is not None:  # else the reader calls `lookup`, too
             _tell_lookup(self._reports, keys, [outcome.done for outcome in seen.outcomes], began)
         return seen
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
-        """See `Lender.make_room`; told when the blocks have arrived."""
+        """See `Lender.make_room`; reported when the blocks have arrived."""
         began = runtime.monotonic()
         waited: set[int] = set()
         room: ReservedBlocks | None = None

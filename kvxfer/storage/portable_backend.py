@@ -60,16 +60,16 @@ _SAFETENSORS_DTYPES = {
 def portable_namespace(
     namespace: Namespace, mappings: Sequence[PageMapping], specs: Sequence[KVCacheSpec] = ()
 ) -> Namespace:
-    """Make the namespace of portable pages: without the fields that page mappings bridge.
+    """Create the namespace of portable pages, without the fields that page mappings bridge.
 
     Model, revision, data type, quantization and configuration must agree, and so must the tensors
     of a page. Layout, block size, parallel mapping and the packing of an instruction set may
     differ: the mappings describe these differences. A difference that they cannot describe is part
-    of a tensor's encoding, and so of the namespace.
+    of a tensor's encoding, and thus of the namespace.
 
-    Every shard of a group is a group of its own here, as `shard_groups` numbers them. The windows
-    of `specs` count: the values of a layer depend on what those before it attend to. There are none
-    where `config_hash` has the windows.
+    Here, every shard of a group is a group of its own, as `shard_groups` numbers them. The windows
+    of `specs` count, because the values of a layer depend on what earlier layers attend to. Pass no
+    specs if `config_hash` covers the windows.
     """
     return msgspec.structs.replace(
         namespace,
@@ -91,7 +91,7 @@ def portable_namespace(
 
 
 def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
-    """List for each group the portable namespace's groups of the shards that a worker holds."""
+    """List for each group the groups, in the portable namespace, of the shards a worker holds."""
     firsts = accumulate((len(mapping.page.shards) for mapping in mappings[:-1]), initial=0)
     return [
         [first + shard for shard in mapping.shards]
@@ -100,7 +100,7 @@ def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
 
 
 def _describe_windows(spec: KVCacheSpec) -> str:
-    """Name the windows of layers; empty where all of them attend to every token."""
+    """Describe the windows of layers; empty if all layers attend to every token."""
     layers = spec.layer_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
     told = [
         f"{layer} {name}={window}".strip()
@@ -130,14 +130,14 @@ class PortableBackend(TellsKept, WrappingBackend):
 
     A block is the shards of a portable page that the worker holds, one after the other, as
     `BlockDescriber` describes them with the same mappings. Each is stored under the key of its
-    page and its own group. Workers that hold the same bytes take turns, by key: a store by a
-    worker whose turn it is not is `DONE` without writing any byte. A worker that holds only a part
-    of some shard is refused with a `PageMappingError`.
+    page and its own group. Workers that hold the same bytes take turns, by key: if it is another
+    worker's turn, a store is `DONE` without writing any byte. A worker that holds only a part of
+    some shard is refused with a `PageMappingError`.
 
     The inner backend is opened with `portable_namespace`, and closed with this one.
     """
 
-    # Keys of shards begin as those of their pages, and lie in the memory of these.
+    # The key of a shard begins like that of its page, and its bytes are in the memory of the page.
     passes_on = frozenset({Purgeable, Reports, SharesBuffers})
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
@@ -156,7 +156,7 @@ class PortableBackend(TellsKept, WrappingBackend):
         return [all(shards) for shards in _by_page(await self.inner.lookup(names), counts)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`; a page that another worker stores is `DONE` at once."""
+        """See `Backend.store`; a page that another worker has to store is `DONE` at once."""
         self._guard.check_batch(keys, blocks)
         outcomes = [DONE] * len(keys)
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
@@ -178,13 +178,13 @@ class PortableBackend(TellsKept, WrappingBackend):
         retain_in(self.inner, names, retention)
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-        """See `Retaining.retentions`: that of the first shard of each page."""
+        """See `Retaining.retentions`: the wish for the first shard of each page."""
         names, counts = self._names(keys)
         starts = np.cumsum([0, *counts[:-1]]).tolist()
         return retentions_in(self.inner, [names[start] for start in starts])
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`: of any shard that this worker holds."""
+        """See `TellsKept.delete_or_keep`: a page stays if any shard that this worker holds does."""
         self._guard.check_batch(keys)
         names, counts = self._names(keys)
         gone, left = await delete_from(self.inner, names)
@@ -221,7 +221,7 @@ class PortableBackend(TellsKept, WrappingBackend):
 
 
 def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
-    """Group what a backend answered for shards by page; no answer is no page that is there."""
+    """Group a backend's answers for shards by page; a page without answers would seem present."""
     ends = list(accumulate(counts))
     if len(answers) != ends[-1]:
         raise BackendUnavailableError(f"{len(answers)} answers for {ends[-1]} shards")

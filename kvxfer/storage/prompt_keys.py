@@ -9,13 +9,13 @@ from kvxfer.checks import require_instance, require_integer, require_integers, r
 from kvxfer.storage.keys import BlockKey, make_block_key
 
 DIGEST_BYTES = 16
-"""Bytes of a digest: nobody finds two prompts with the same one in less than 2**64 attempts."""
+"""Bytes of a digest: nobody finds two prompts with the same one in fewer than 2**64 attempts."""
 
 TOKEN_BYTES = 8
 """Bytes of a token as it is hashed, int64 little-endian.
 
 Engines also have negative token ids, for placeholders, and ids past 2**32, for hashes of images: 32
-bits would refuse them or make two prompts the same, to save some microseconds.
+bits would refuse them or confuse two prompts, only to save some microseconds.
 """
 
 _PERSON = b"kvxfer prompt v1"
@@ -24,14 +24,14 @@ _STATE = b"state".ljust(8)
 
 
 class PromptKeys:
-    """Keys of the blocks of one prompt; content keys, which depend on nothing but what they name.
+    """Keys of the blocks of one prompt, which depend on nothing but the content of the blocks.
 
-    The key of a block is a digest of the scope, of every token up to the end of the block and of
-    the index of its first token, and the group. So it does not depend on the size of other blocks,
-    and a reader computes the keys of a lender's blocks from a prompt of its own.
+    The key of a block is the group, and a digest of the scope, of every token up to the end of the
+    block and of the index of its first token. So it does not depend on the size of other blocks,
+    and a reader can compute the keys of a lender's blocks from its own copy of the prompt.
 
-    The digest is BLAKE2b of 16 bytes: prompts come from strangers, and who could make up two
-    prompts with the same key would read the blocks of others. For one owner at a time.
+    The digest is BLAKE2b of 16 bytes: prompts come from strangers, and anyone who could find two
+    prompts with the same key could read the blocks of others. Not thread-safe.
 
     Args:
         tokens: Token ids of the prompt, integers, `(num_tokens,)`; copied.
@@ -62,17 +62,17 @@ class PromptKeys:
         Args:
             group: KV-cache group of the blocks.
             tokens_per_block: Tokens of a whole block.
-            num_tokens: Tokens that are in blocks; a last block that they fill in part is keyed by
-                the tokens that it has.
-            first_token: First token of interest; its whole block is meant.
+            num_tokens: Number of tokens in blocks; if they fill the last block only in part, its
+                key covers the tokens that it has.
+            first_token: First token of interest, whose whole block counts.
 
         Returns:
-            Keys in the order of the prompt, the first one that of block
-            `first_token // tokens_per_block`; none where `first_token` is `num_tokens`.
+            Keys in the order of the prompt, from block `first_token // tokens_per_block` on; none
+            if `first_token` is `num_tokens`.
 
         Raises:
-            InvalidArgumentError: The prompt does not have so many tokens, `tokens_per_block` is
-                not positive, or the group is not a 32-bit unsigned number.
+            InvalidArgumentError: The prompt has fewer tokens, `tokens_per_block` is not positive,
+                or the group is not a 32-bit unsigned number.
         """
         size = require_positive("tokens_per_block", tokens_per_block)
         stop = self._require_num_tokens(num_tokens)
@@ -82,11 +82,11 @@ class PromptKeys:
         return [make_block_key(digest, group) for digest in self._digest(spans)]
 
     def state_key(self, group: int, num_tokens: int) -> BlockKey:
-        """Make the key of the state that a recurrent layer is in after so many tokens.
+        """Make the key of the state of a recurrent layer after `num_tokens` tokens.
 
         Raises:
-            InvalidArgumentError: The prompt does not have so many tokens, or the group is not a
-                32-bit unsigned number.
+            InvalidArgumentError: The prompt has fewer tokens, or the group is not a 32-bit unsigned
+                number.
         """
         stop = self._require_num_tokens(num_tokens)
         [digest] = self._digest([(_STATE, 0, stop)])
@@ -97,7 +97,7 @@ class PromptKeys:
         return require_integer("num_tokens", num_tokens, maximum=self.num_tokens, expected=expected)
 
     def _digest(self, spans: Sequence[tuple[bytes, int, int]]) -> list[bytes]:
-        """Digest prefixes with what ends there: kind, first token and end, by ascending ends."""
+        """Digest spans of the prompt: kind, first token and end, in ascending order of ends."""
         for span in spans:
             if span not in self._digests:
                 kind, start, stop = span
@@ -108,7 +108,7 @@ class PromptKeys:
         return [self._digests[span] for span in spans]
 
     def _hash_up_to(self, stop: int) -> None:
-        """Hash the tokens before `stop`, which takes the first ones again only to go back."""
+        """Hash the tokens before `stop`; starts over only if more have been hashed already."""
         if stop < self._num_hashed:
             self._hasher, self._num_hashed = self._scope.copy(), 0
         self._hasher.update(self._bytes[self._num_hashed * TOKEN_BYTES : stop * TOKEN_BYTES])

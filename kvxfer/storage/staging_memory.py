@@ -24,19 +24,19 @@ ALIGNMENT_BYTES = 4096
 """Block size of media and page size of memory: the alignment that O_DIRECT and DMA require."""
 
 DEFAULT_STAGING_BYTES = 64 << 20
-"""Bound on staging memory where the user names no other."""
+"""Bound on staging memory by default."""
 
 NUM_BUFFERS = 4
-"""Buffers of a staging memory, if large enough: some are filled while others are emptied."""
+"""Buffers of a staging memory that is large enough: some are filled while others are emptied."""
 
 MIN_BUFFERS = 2
-"""Buffers where memory is short: one waits for a slow medium, another can be filled."""
+"""Buffers if memory is short: while one waits for a slow medium, the other can be filled."""
 
 Buffer = NDArray[np.uint8]
 
 
 async def touched_by_none() -> None:
-    """Drain of buffers that only their holder touches, or movers with drains of their own."""
+    """Drain of buffers that only their holder touches, or only movers with drains of their own."""
 
 
 class StagedBlocks:
@@ -44,7 +44,7 @@ class StagedBlocks:
 
     def __init__(self, blocks: Descriptors, drain: Drain) -> None:
         self.blocks = blocks
-        self.drains: list[Drain] = []  # to return before only the holder can touch the buffer
+        self.drains: list[Drain] = []  # must return before the buffer is quiet
         self._drain = drain
 
     @property
@@ -53,7 +53,7 @@ class StagedBlocks:
         return not self.drains
 
     def disturb(self) -> None:
-        """Note that somebody may still touch the buffer."""
+        """Note that a transfer may still touch the buffer."""
         self.drains.append(self._drain)
 
     async def move(
@@ -66,8 +66,8 @@ class StagedBlocks:
     ) -> list[Outcome]:
         """Store or load blocks of the buffer, as `call_backend` does.
 
-        Unless every outcome is memory-safe, the buffer is drained before it is used again: by
-        `drain`, where the mover is one of several, so that it waits for no other one.
+        Unless every outcome is memory-safe, the buffer is drained before it is used again. If the
+        mover is one of several, pass its own `drain`, so that the buffer waits for no other mover.
         """
         drain = drain or self._drain
         self.drains.append(drain)
@@ -78,7 +78,7 @@ class StagedBlocks:
 
 
 class Share(asyncio.Semaphore):
-    """Share of the buffers that one user may have at one time, those being drained included."""
+    """Share of the buffers that one user may have at a time, including those being drained."""
 
     def __init__(self, num_buffers: int) -> None:
         super().__init__(num_buffers)
@@ -88,12 +88,12 @@ class Share(asyncio.Semaphore):
 
     @property
     def spent_s(self) -> float:
-        """Time for which every buffer of the share has been drained; 0 while one is not."""
+        """Seconds for which every buffer of the share has been draining; 0 while one is not."""
         is_spent = self._num_unsafe >= self._num_buffers
         return runtime.monotonic() - self._spent_at if is_spent else 0.0
 
     async def settle(self, drains: Collection[Drain], what: str, gives_up: asyncio.Event) -> bool:
-        """Keep a buffer until all that may touch it were drained; False where it is lost."""
+        """Keep a buffer out of use until all drains have returned; return False if it is lost."""
         self._num_unsafe += 1
         if self._num_unsafe == self._num_buffers:
             self._spent_at = runtime.monotonic()
@@ -107,15 +107,15 @@ class Share(asyncio.Semaphore):
 
 @runtime_checkable
 class SharesBuffers(Protocol):
-    """Backend of several media, of which one that hangs keeps its share of a caller's buffers."""
+    """Backend of several media; one that hangs keeps only its own share of a caller's buffers."""
 
-    num_shares: int  # buffers that a caller has at least: one for each medium
+    num_shares: int  # minimum buffers of a caller: one for each medium
 
     def share_out(self, num_buffers: int) -> None:
-        """Let no medium but the first have all buffers of the caller, which has so many."""
+        """Divide a caller's buffers, so that no medium but the first can have all of them."""
 
     async def drain_of(self, blocks: Descriptors) -> None:
-        """Drain as `Backend.drain` does, but only media that may touch the buffer of blocks."""
+        """Drain as `Backend.drain` does, but only media that may touch the buffer of `blocks`."""
 
 
 class StagingMemory:
@@ -123,12 +123,12 @@ class StagingMemory:
 
     Owned by one event loop at a time. The system provides the memory when it is first touched.
     Every block in a buffer begins on a multiple of `ALIGNMENT_BYTES`. The memory is divided into
-    `num_buffers`, if the largest block fits into each; `max_bytes` are raised to `min_buffers` of
+    `num_buffers` if the largest block fits into each; `max_bytes` is raised to `min_buffers` of
     that block.
 
-    A buffer that comes back and is not quiet is drained by `drain`, or by the backend whose media
-    have `shares`; either returns when it is. One that raises is called again after a pause, until
-    the memory is closed.
+    A buffer that comes back before it is quiet is drained by `drain`, or by the backend whose media
+    have `shares`; either returns once the buffer is quiet. A drain that raises is retried after a
+    pause, until the memory is closed.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class StagingMemory:
 
     @property
     def unsafe_bytes(self) -> int:
-        """Bytes of the buffers that are not used again before they were drained."""
+        """Bytes of the buffers that are being drained before they are used again."""
         return len(self._settling) * self.buffer_bytes
 
     def num_fitting(self, sizes: Iterable[int]) -> int:
         """Count the leading blocks, of `sizes` bytes, that fit into one buffer together.
 
-        Looks at no others, where `cut` looks at all: a queue has many.
+        Looks at no further blocks, unlike `cut`, which looks at all: a queue has many.
         """
         ends = accumulate(aligned(size) for size in sizes)
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
@@ -187,10 +187,10 @@ class StagingMemory:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
 
         A buffer that is not quiet then, or whose context ends by an error or a cancellation, goes
-        back only after it was drained: a transfer may still write to it. Of waiting callers that of
-        the lowest priority is the first, equal ones in order of arrival. The blocks, which begin at
-        the byte `starts[i]` of their chunks, have to fit into a buffer together. Raises
-        `ClosedError` once the buffers were withdrawn, `TimeoutError` if none came back in time.
+        back only after it has been drained: a transfer may still write to it. Callers wait in order
+        of `priority`, lowest first, and then of arrival. Block i begins at byte `starts[i]` of its
+        chunk, and all blocks must fit into one buffer. Raises `ClosedError` once the buffers have
+        been withdrawn, and `TimeoutError` if none comes back in time.
         """
         async with asyncio.timeout(timeout_s):
             buffer = await self._take(share, priority)
@@ -214,7 +214,7 @@ class StagingMemory:
                 task.add_done_callback(self._settling.discard)
 
     def withdraw(self) -> None:
-        """Refuse buffers from now on: waiting and later callers get `ClosedError`."""
+        """Hand out no more buffers: waiting and later callers get `ClosedError`."""
         self._withdrawn = True
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
@@ -222,7 +222,7 @@ class StagingMemory:
                 turn.set_exception(ClosedError("staging memory"))
 
     async def aclose(self) -> None:
-        """Wait for buffers that are being drained; those that cannot be are given up."""
+        """Wait for buffers that are being drained; give up those whose next drain fails."""
         self._closing.set()
         while self._settling:
             await asyncio.wait(self._settling)
@@ -264,7 +264,7 @@ class StagingMemory:
 
 
 def staging_of(backend: Backend, max_bytes: int, largest_block_bytes: int) -> StagingMemory:
-    """Make staging memory for the blocks of a backend, whose media share its buffers."""
+    """Create staging memory for the blocks of a backend, whose media share its buffers."""
     shares = backend.provide(SharesBuffers)
     num_shares = 1 if shares is None else shares.num_shares
     return StagingMemory(
@@ -289,7 +289,7 @@ def allocate_aligned(num_bytes: int) -> Buffer:
     """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`."""
     try:
         memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
-    except (MemoryError, ValueError) as exc:  # numpy counts no more than 2**63
+    except (MemoryError, ValueError) as exc:  # ValueError: numpy's sizes end at 2**63
         raise InvalidArgumentError("staging_bytes", num_bytes, f"memory: {exc}") from exc
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[start : start + num_bytes]

@@ -679,7 +679,7 @@ TABLE = """
 +            sizes.append(None)
 --- kvxfer/storage/bytes_backend.py
 @@ bytes 600 a store finds what a delete that was given up removes after it
--        await self._locks.wait_for_others(keys)  # or a removal might take what is there just now
+-        await self._locks.wait_for_others(keys)  # else a removal could take what the lookup finds
 @@ bytes 300 changes of a value overtake each other
 -        return await self._locks.hold_during(keys, change)
 +        return await self._threads.ask(self._call, func)
