@@ -1,4 +1,4 @@
-"""What a place for blocks is: the interface of backends, outcomes, keys and namespaces."""
+"""Storage of blocks: the interface of backends, outcomes, keys and namespaces."""
 
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
 from kvxfer.storage.bytes_backend import BytesBackend

@@ -46,7 +46,7 @@ class Outcome:
     done: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Note whether it is done: batches ask each outcome several times."""
+        """Compute `done` once: batches read it several times for each outcome."""
         object.__setattr__(self, "done", self.status is Status.DONE)
 
 
@@ -54,14 +54,14 @@ DONE = Outcome(Status.DONE)
 MISSING = Outcome(Status.MISSING)
 PARTIAL = Outcome(Status.MISSING, reason="a part of the chunk is stored, without all these bytes")
 NO_ROOM_REASON = "no room"
-"""Beginning of the reason of a block that a full medium refused."""
+"""Beginning of the reason for a block that a full medium refused."""
 PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
 _RANKS = dict.fromkeys(Status, 1) | {Status.MISSING: 0, Status.CORRUPT: 2, Status.DONE: 3}
 
 
 def positions_done(outcomes: Sequence[Outcome]) -> list[int]:
-    """Find the positions of the blocks that are done: mostly all, which is found without a loop."""
+    """Find the positions of the blocks that are done; fast in the usual case that all are."""
     if outcomes and outcomes[0] is DONE and outcomes.count(DONE) == len(outcomes):
         return list(range(len(outcomes)))
     return [index for index, outcome in enumerate(outcomes) if outcome.done]
@@ -77,18 +77,18 @@ def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
 
 
 class BlockMover(ABC):
-    """What moves described blocks to and from places that keys name: a backend, or slots.
+    """Mover of described blocks to and from places that keys name: a backend, or slots.
 
     Implementors must:
 
     - return exactly one outcome per key, in order; a miss is an outcome, not an exception;
     - report `DONE` for a load only after the bytes were verified where the medium allows it,
       and never write to the described memory of a block that is not there;
-    - not touch the described memory after the call returned or raised, except that of blocks
+    - not touch the described memory after the call has returned or raised, except that of blocks
       whose outcome has `memory_safe=False`. When cancelled, wait until nothing touches the memory,
-      then raise `CancelledError`; transfers that cannot be waited for are waited for in `drain`;
+      then raise `CancelledError`; if a transfer cannot be waited for, `drain` waits for it;
     - keep no reference to the descriptors past the call;
-    - raise only for misuse and when the medium as a whole is gone.
+    - raise only for misuse, or when the medium as a whole is gone.
 
     Attributes:
         memory_kinds: Device types whose memory is read and written directly.
@@ -99,14 +99,14 @@ class BlockMover(ABC):
     def attach(self, memory: Sequence[MemoryRegion]) -> None:  # noqa: B027 - most have no use for it
         """Announce memory that blocks will be in, e.g. to register it with hardware.
 
-        May be called several times, before any other method. Blocks may be elsewhere, too.
+        May be called several times, before any other method. Blocks may also be elsewhere.
         """
 
     def provide(self, interface: type[T]) -> T | None:
         """Return the object that provides an optional interface for these blocks; None without one.
 
-        The one way to ask an open mover for a `Purgeable`, `CopySource`, `Retaining`, `Observable`,
-        `Lender`, ...: a wrapper may leave the interface to what it wraps.
+        The only way to ask an open mover for a `Purgeable`, `CopySource`, `Retaining`,
+        `Observable`, `Lender`, ...: a wrapper may leave the interface to the mover that it wraps.
         """
         require_instance("interface", interface, type)
         return self if isinstance(self, interface) else None
@@ -129,13 +129,13 @@ class BlockMover(ABC):
         """
 
     async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
-        """Wait until memory that earlier calls left unsafe is quiet, or the mover closed."""
+        """Wait until nothing touches memory that earlier calls left unsafe, or the mover closes."""
 
     @abstractmethod
     async def aclose(self) -> None:
         """Release every resource. Later calls raise `ClosedError`.
 
-        May be called again, and completes a call that was cancelled.
+        May be called again, which completes a call that was cancelled.
         """
 
     async def __aenter__(self) -> Self:
@@ -148,18 +148,18 @@ class BlockMover(ABC):
 class Backend(BlockMover):
     """Storage of blocks in one medium: keeps each block under its key.
 
-    One constructor form for all: `Backend(config, namespace)`. Blocks of one namespace are
+    All constructors have one form: `Backend(config, namespace)`. Blocks of one namespace are
     never visible through another.
 
-    Implementors must keep to `BlockMover`, too, and run `kvxfer.testing.BackendTests` in their
+    Implementors must also keep to `BlockMover`, and run `kvxfer.testing.BackendTests` in their
     own test suite.
 
     Attributes:
-        outlives_process: Whether other processes, or later ones, can load the blocks. `connect`
-            then requires a namespace that says the revision of the weights: fine-tunes of one name
-            would share blocks. A class that ends with its process says False.
-        purges_all: Whether a backend that is `Purgeable` also deletes without a prefix, and so the
-            blocks of everybody. A class that refuses that says False.
+        outlives_process: Whether other or later processes can load the blocks. `connect` then
+            requires a namespace with the revision of the weights: without one, fine-tunes of one
+            name would share blocks. False in a class whose blocks end with the process.
+        purges_all: Whether a `Purgeable` backend also purges without a prefix, which deletes
+            everybody's blocks. False in a class that refuses to.
     """
 
     outlives_process: ClassVar[bool] = True
@@ -176,31 +176,31 @@ class Backend(BlockMover):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Copy block i of `blocks` to the medium under `keys[i]`; errors as `BlockMover.store`.
 
-        Storing a key that is present already is `DONE` and leaves the stored bytes as they are, if
-        they cover all that block i has of its chunk. Otherwise block i replaces them.
+        Storing a key that is already present is `DONE` and leaves the stored bytes as they are, if
+        they cover every byte that block i has of its chunk. Otherwise, block i replaces them.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Remove the blocks of keys; return for each whether it was present and was removed.
 
-        A block that is in use at that moment may stay. A backend with several copies of it says
-        that it was removed only if none stays. Errors as `BlockMover.store`.
+        A block that is in use at that moment may stay. A backend with several copies of a block
+        reports it as removed only if no copy stays. Errors as `BlockMover.store`.
         """
 
     async def flush(self) -> None:
-        """Wait until every block stored before is in each tier, and synced to the disk."""
+        """Wait until every block stored before is in every tier and synced to disk."""
 
 
 class WrappingBackend(Backend):
-    """Backend that hands every call on to another one; a subclass overrides what it changes.
+    """Backend that passes every call on to an inner one; a subclass overrides what it changes.
 
-    Implementors must list in `passes_on` the optional interfaces whose calls need not pass through
-    the wrapper: it provides no other one of the inner backend. `WrapperTests` test it.
+    Implementors must list in `passes_on` the optional interfaces whose calls may bypass the
+    wrapper, which hides all others of the inner backend. `WrapperTests` check that.
 
     Attributes:
-        inner: The backend; closed with this one.
-        passes_on: Optional interfaces that the inner backend provides by itself.
+        inner: The inner backend; closed with this one.
+        passes_on: Optional interfaces that the inner backend itself provides.
     """
 
     passes_on: ClassVar[frozenset[type]] = frozenset()
@@ -253,7 +253,7 @@ class WrappingBackend(Backend):
 
 
 class TellsKept(Backend):
-    """Backend that tells which blocks it could not remove: while it is gone, no lookup does."""
+    """Backend that tells which blocks a delete may have left, even where no lookup finds them."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
@@ -272,32 +272,32 @@ class Purgeable(Protocol):
     async def purge(self, prefix: bytes = b"") -> Any:
         """Delete the blocks of the namespace whose keys begin with a prefix, and no others.
 
-        A prefix that only the caller knows, such as a salt, takes nothing from others. Without one
-        every block is deleted, which backends may refuse: see `can_purge_all`.
+        A prefix that only the caller knows, such as a salt, takes no blocks from others. Without a
+        prefix, every block is deleted, which backends may refuse: see `can_purge_all`.
         """
 
 
 def can_purge_all(backend: object) -> TypeGuard[Purgeable]:
-    """Whether a `Purgeable`, or a class of backends, deletes the blocks of everybody at once."""
+    """Whether a backend, or a class of backends, can purge without a prefix."""
     return isinstance(backend, Purgeable) and getattr(backend, "purges_all", True)
 
 
 @runtime_checkable
 class CopySource(Protocol):
-    """Backend that evicts what is not used, and whose blocks can be read without using them."""
+    """Backend that evicts by use, and whose blocks can be read without counting as used."""
 
     async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Copy blocks as `Backend.load` does, to copy them elsewhere: not a use of them."""
+        """Load blocks as `Backend.load` does, to copy them elsewhere; not counted as a use."""
 
 
 class Begun:
-    """Transfer that was begun on the calling thread, which a device may go on with.
+    """Transfer that was begun on the calling thread; a device may still be moving its bytes.
 
     Args:
-        outcomes: One outcome per key, true once the copy has ended.
-        copy: Copy that moves the bytes; ended by default.
+        outcomes: One outcome per key, valid once the copy has ended.
+        copy: Copy that moves the bytes; one that has ended by default.
         landed: Called once, when the copy has ended.
-        release: Called once after that, or when asking for the end of the copy fails.
+        release: Called once after `landed`, or if polling the copy raises.
     """
 
     def __init__(
@@ -316,10 +316,10 @@ class Begun:
     def poll(self) -> Sequence[Outcome] | None:
         """Return the outcomes once the copy has ended, None before; never blocks.
 
-        Not to be called again after it returned outcomes or raised.
+        Must not be called again after it has returned outcomes or raised.
 
         Raises:
-            DeviceLostError: The device is gone. After this or any other error, all is released.
+            DeviceLostError: The device is gone. This and any other error releases everything.
         """
         try:
             if self._copy is not None and not self._copy.has_ended():
@@ -331,7 +331,7 @@ class Begun:
         return self._outcomes
 
     def wait(self) -> Sequence[Outcome]:
-        """Block until the copy has ended; instead of `poll`, with its errors."""
+        """Block until the copy has ended; replaces calls of `poll`, with the same errors."""
         return ask_until_answered(self.poll)
 
     def _end(self, *, has_landed: bool) -> None:
@@ -346,24 +346,24 @@ class Begun:
 class ImmediateMover(ABC):
     """Mover within this machine's memory that needs no event loop and no thread.
 
-    The bytes are moved on the calling thread, or by a device, which goes on after the call. The
-    methods may be called on any thread, also while `BlockMover.store` and `load` run on an event
+    The bytes are moved by the calling thread, or by a device, which goes on after the call. The
+    methods may be called on any thread, even while `BlockMover.store` and `load` run on an event
     loop. Every transfer must have ended when the mover is closed, which releases the memory.
 
     Attributes:
-        hashes: Whether the calling thread also reads the bytes of what is stored, and of what is
-            loaded, when a device moves them. That holds the thread up, so it is done by pieces.
+        hashes: Whether the calling thread also reads the bytes that a device moves, for stores and
+            for loads. Hashing holds up the thread, so such transfers are made in pieces.
     """
 
     hashes: tuple[bool, bool] = (False, False)
 
     @abstractmethod
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """Begin what `store` does; None where that takes a thread, or has to wait for others."""
+        """Begin what `store` does; None if that takes a thread, or has to wait for other calls."""
 
     @abstractmethod
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """Begin what `load` does; None where that takes a thread."""
+        """Begin what `load` does; None if that takes a thread."""
 
 
 def require_batch(keys: Sequence[BlockKey], *blocks: Descriptors) -> None:

@@ -1,4 +1,4 @@
-"""Entry checks of a backend: is it open, in its own process, and is the batch valid."""
+"""Entry checks of a backend: it is open, it was not forked, and the batch is valid."""
 
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,11 +14,11 @@ from kvxfer.storage.backend import require_batch
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, groups_of
 
 FEW_BLOCKS = 12
-"""Blocks of a batch that are checked sooner one by one than by numpy."""
+"""Maximum number of blocks that are checked faster one by one than by numpy."""
 
 
 def chunk_bytes(keys: Sequence[BlockKey], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find the bytes of the chunk of each key, by its group, which must be there."""
+    """Find the chunk size of each key's group, in bytes; the group must exist."""
     groups = groups_of(keys)
     if int(groups.max()) >= len(sizes):
         key = keys[int(groups.argmax())]
@@ -29,7 +29,7 @@ def chunk_bytes(keys: Sequence[BlockKey], sizes: NDArray[np.int64]) -> NDArray[n
 def require_within(
     chunks: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> None:
-    """Check that blocks are not empty, and within their chunks of as many bytes; no sum wraps."""
+    """Check that blocks are not empty, and within chunks of these sizes; no sum can overflow."""
     outside = (starts < 0) | (sizes < 1) | (starts > chunks - sizes)
     if outside.any():
         at = int(outside.argmax())
@@ -94,7 +94,7 @@ class CallGuard:
             require_within(chunks, each.payload_starts, each.block_sizes)
 
     def _fit(self, keys: Sequence[BlockKey], batches: Sequence[Descriptors]) -> bool:
-        """Whether few keys and blocks fit, which numpy takes longer to find out."""
+        """Whether a few keys and blocks fit; faster for them than numpy."""
         limits = [self._limit_of.get(key[-GROUP_INDEX_BYTES:], 0) for key in keys]
         for each in batches:
             starts, sizes = each.payload_starts.tolist(), each.block_sizes.tolist()
@@ -120,8 +120,8 @@ class CallGuard:
     async def aclose(self, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Refuse every later call, and release what the backend has; may be called again.
 
-        The release goes on when its caller is cancelled: every call waits for its end. A later call
-        makes it again if it failed, or was cancelled with its event loop.
+        The release goes on if its caller is cancelled, and every call waits for its end. If it
+        failed, or was cancelled with its event loop, a later call repeats it.
         """
         self.close()
         await self._releasing.run(release)
@@ -130,7 +130,7 @@ class CallGuard:
         """Check that this process opened the backend.
 
         Raises:
-            ForkedError: It was forked since: threads, locks and memory stayed with the parent.
+            ForkedError: This is a fork: the backend's threads, locks and memory stayed behind.
         """
         if os.getpid() != self._pid:
             raise ForkedError(self._what, self._pid)

@@ -1,4 +1,4 @@
-"""Calls of backend methods: errors become outcomes, and drains that raise are made again."""
+"""Calls of backend methods: errors become outcomes, and drains that raise are retried."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_DRAIN_PAUSE_S = 0.1
 LAST_DRAIN_PAUSE_S = 10.0
-"""Pauses after a drain that raised: the first, and the last of those that double."""
+"""First and longest pause after a drain that raised; they double in between."""
 
 MARK_PAUSE_S = 100e-6
-"""Shortest pause between two looks at a mark: no driver tells when a device has reached it."""
+"""Shortest pause between two polls of a mark: no driver reports when a device has reached it."""
 
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
@@ -35,7 +35,7 @@ Begin = Callable[[Sequence[BlockKey], Descriptors], Begun | None]
 
 
 class Place(Protocol):
-    """Place of blocks that can be asked for keys: a backend, or a peer."""
+    """Place of blocks that looks up and deletes keys: a backend, or a peer."""
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
@@ -51,10 +51,10 @@ def _find_telling(place: Place) -> TellsKept | None:
 async def delete_from(
     place: Place, keys: Sequence[BlockKey]
 ) -> tuple[set[BlockKey], set[BlockKey]]:
-    """Delete keys in a place, perhaps one of several.
+    """Delete keys in a place, which may be one of several.
 
-    Returns the keys whose blocks were removed, and those whose blocks stay, such as blocks in use,
-    or may stay. The others were not there.
+    Returns the keys whose blocks were removed, and the keys whose blocks stay, e.g. because they
+    are in use, or may stay. The blocks of the other keys were not there.
     """
     if (telling := _find_telling(place)) is not None:
         return await telling.delete_or_keep(keys)
@@ -66,9 +66,9 @@ async def delete_from(
 
 
 async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool]:
-    """Delete keys for a caller that learns what was removed, and looks up the others itself.
+    """Delete keys for a caller that is told which were removed, and looks up the rest itself.
 
-    A `BackendUnavailableError` if blocks may stay that no lookup finds; others may be removed.
+    Raises `BackendUnavailableError` if blocks may stay that no lookup finds; others may be gone.
     """
     if (telling := _find_telling(place)) is None:
         return await place.delete(keys)
@@ -85,9 +85,9 @@ async def call_backend(
 ) -> list[Outcome]:
     """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
 
-    After a `DeviceLostError`, and when a call is cancelled by something other than its caller, the
-    outcomes are not memory-safe: the device, or what was cancelled, may still write. The log and
-    the reasons name the call, after the method by default.
+    If the device is lost, or something other than the caller cancels the call, the outcomes are not
+    memory-safe: the device, or whatever was cancelled, may still write. Log and reasons name the
+    call by `name`, by default the name of the method.
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
@@ -97,7 +97,7 @@ async def call_backend(
 
 
 def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-    """Begin a transfer; errors become outcomes, as with `call_backend`. None if a thread has to."""
+    """Begin a transfer; errors become outcomes as in `call_backend`. None if it takes a thread."""
     try:
         return begin(keys, blocks)
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
@@ -105,9 +105,9 @@ def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> B
 
 
 def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
-    """Ask a transfer that was begun for its outcomes; None while bytes are on their way.
+    """Poll a transfer that was begun for its outcomes; None while bytes are on their way.
 
-    Errors and the name are as those of `call_backend`.
+    Errors and the name are treated as in `call_backend`.
     """
     try:
         outcomes = begun.poll()
@@ -117,12 +117,12 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
 
 
 async def wait_for_begun(begun: Begun) -> list[Outcome]:
-    """Wait for the outcomes of a transfer that was begun, also when cancelled, with no thread."""
+    """Wait for the outcomes of a transfer that was begun, even if cancelled; uses no thread."""
     cancelled: asyncio.CancelledError | None = None
     began = runtime.monotonic()
     try:
         while (outcomes := begun.poll()) is None:
-            try:  # without a task of its own, which the end of the loop would cancel
+            try:  # not in a task of its own, which the end of the loop would cancel
                 await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
             except asyncio.CancelledError as exc:
                 cancelled = exc
@@ -133,7 +133,7 @@ async def wait_for_begun(begun: Begun) -> list[Outcome]:
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
-    if isinstance(exc, KVXferError):  # which says in a line what the user can do
+    if isinstance(exc, KVXferError):  # its text says in one line what the user can do
         logger.warning("%s of %d blocks failed: %s", name, num_keys, printable(exc))
     else:
         logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
@@ -150,10 +150,10 @@ def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcom
 
 
 async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:
-    """Drain; a drain that raises has made nothing quiet, and is made again after a pause.
+    """Drain, and retry after a pause if the drain raises; return whether memory is quiet.
 
-    When `gives_up` is set nobody waits for the memory any more: the next failure is the last, and
-    the answer is that the memory is not quiet.
+    Once `gives_up` is set, nobody waits for the memory any longer: the next failure is the last,
+    and the memory is not quiet.
     """
     pause = Pause(FIRST_DRAIN_PAUSE_S, LAST_DRAIN_PAUSE_S)
     while True:
@@ -173,7 +173,7 @@ async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> 
 
 
 async def wait_for_mark(mark: StreamMark | None) -> None:
-    """Wait until a device has reached a mark; for those whose transfers a device does not order."""
+    """Wait until a device has reached a mark; for transfers that the device does not order."""
     if mark is None:
         return
     began = runtime.monotonic()

@@ -33,9 +33,9 @@ class StorePlan:
         keys: Keys with a slot, now being stored; the caller must end each with `finish_store`.
         slots: Slot of each of `keys`.
         evicted: Keys that were evicted for them, no longer in the index.
-        evicted_by: The same keys, by why they had to go.
+        evicted_by: The same keys, by the reason for their eviction.
         refused: Keys without room, even after eviction.
-        present: Keys that the index had already, ready or being stored.
+        present: Keys that were already in the index, ready or being stored.
     """
 
     keys: list[BlockKey]
@@ -57,7 +57,7 @@ class _Entry:
 class _Quarantined:
     """Quarantine of one key: slots of its corrupt blocks, which were pinned when found corrupt.
 
-    `num_pins` counts every pin on the key, those on a new block of the same key included: the key
+    `num_pins` counts every pin on the key, including those on a new block of the same key: the key
     alone does not tell which of the two a reader unpins, so both stay until all are unpinned.
     """
 
@@ -70,7 +70,7 @@ class BlockIndex:
 
     Owned by one event loop or thread; does no I/O and never blocks. Batches are in prefix order:
     the last keys of a batch are the first to be evicted, because a block is of no use without the
-    blocks of its prefix. Each slot is for one block; the policy is new, and of as many slots.
+    blocks of its prefix. Each slot holds one block; the policy must be new, for as many slots.
 
     Attributes:
         num_slots: Number of slots.
@@ -84,8 +84,8 @@ class BlockIndex:
         self._policy = policy
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
-        self._free_slots: list[int] = []  # that had a block, or were listed
-        self._next_slot = 0  # the first of those that never had one
+        self._free_slots: list[int] = []  # that once had a block, or that `keep_out` listed
+        self._next_slot = 0  # the first slot that never had a block
 
     @property
     def num_free_slots(self) -> int:
@@ -108,7 +108,7 @@ class BlockIndex:
         return [key for key in self._entries if key.startswith(prefix)]
 
     def gauges(self, slot_size_bytes: int) -> Mapping[Gauge, float]:
-        """State of the index for observers; of any thread, and so maybe of different moments."""
+        """State of the index for observers; thread-safe, but values may be of different moments."""
         return {
             Gauge.CAPACITY_BYTES: self.num_slots * slot_size_bytes,
             Gauge.USED_BYTES: (self.num_slots - self.num_free_slots) * slot_size_bytes,
@@ -116,19 +116,19 @@ class BlockIndex:
         }
 
     def state(self, key: BlockKey) -> BlockState | None:
-        """State of a block, None when there is none under this key."""
+        """State of the block under a key; None if there is none."""
         entry = self._entries.get(key)
         if entry is None or entry.storing:
             return None if entry is None else BlockState.STORING
         return BlockState.LOADING if entry.num_pins else BlockState.READY
 
     def are_ready(self, keys: Iterable[BlockKey]) -> list[bool]:
-        """Say of each block whether it may be read."""
+        """Return for each block whether it may be read."""
         entries = map(self._entries.get, keys)
         return [entry is not None and not entry.storing for entry in entries]
 
     def are_storing(self, keys: Iterable[BlockKey]) -> list[bool]:
-        """Say of each block whether its slot is being written."""
+        """Return for each block whether its slot is being written."""
         entries = map(self._entries.get, keys)
         return [entry is not None and entry.storing for entry in entries]
 
@@ -144,10 +144,10 @@ class BlockIndex:
         return entry.slot
 
     def begin_store(self, keys: Sequence[BlockKey]) -> StorePlan:
-        """Assign slots to keys, evicting if need be; to the leading keys when not all fit.
+        """Assign slots to keys, evicting if need be; to the leading keys if not all fit.
 
         Pinned blocks, blocks that are being stored and blocks of this batch are not evicted.
-        Counts as a use of the keys that are present already.
+        Counts as a use of the keys that are already present.
 
         Raises:
             DuplicateError: A key appears twice; nothing was changed.
@@ -198,7 +198,7 @@ class BlockIndex:
     def pin(self, keys: Sequence[BlockKey]) -> list[int]:
         """Pin blocks against eviction, until each is unpinned as often; return their slots.
 
-        Not a use of the blocks: that is counted by `touch`.
+        Does not count as a use of the blocks; `touch` does.
 
         Raises:
             BlockStateError: A key is absent or still being stored; nothing was pinned.
@@ -275,10 +275,10 @@ class BlockIndex:
         return removed
 
     def quarantine(self, key: BlockKey) -> None:
-        """Hide a corrupt block at once; its slot is free when its last pin is gone.
+        """Hide a corrupt block at once; its slot becomes free when its last pin is gone.
 
-        Without effect on a key that is absent or being stored: the caller read an earlier block
-        of that key, which is quarantined or removed already.
+        Ignores a key that is absent or being stored: the caller read an earlier block of that key,
+        which has already been quarantined or removed.
         """
         entry = self._entries.get(key)
         if entry is None or entry.storing:
@@ -294,10 +294,10 @@ class BlockIndex:
             self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
 
     def quarantine_all(self, prefix: bytes = b"") -> tuple[list[BlockKey], list[BlockKey]]:
-        """Remove every block whose key begins with a prefix, also those that are pinned.
+        """Remove every block whose key begins with a prefix, including pinned ones.
 
         Returns:
-            Keys that were removed, and keys of blocks that stay, since they are being stored.
+            Keys that were removed, and keys of blocks that stay because they are being stored.
         """
         removed, left = list[BlockKey](), list[BlockKey]()
         for key in self.keys(prefix):
@@ -306,20 +306,20 @@ class BlockIndex:
         return removed, left
 
     def keep_out(self, slots: Collection[int]) -> None:
-        """Keep free slots out of use, e.g. since an earlier transfer may still touch them."""
+        """Keep free slots out of use, e.g. because an earlier transfer may still touch them."""
         free = [*range(self.num_slots - 1, self._next_slot - 1, -1), *self._free_slots]
         self._free_slots = [slot for slot in free if slot not in slots]
         self._next_slot = self.num_slots
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Put slots that were kept out into use again; each once."""
+        """Put slots that were kept out back into use, each once."""
         self._free_slots.extend(slots)
 
     def clear(self) -> None:
         """Remove every block and free all slots, as if no store had begun and no block were pinned.
 
         The caller must ensure that no slot is still being read or written, and must neither finish
-        the stores nor unpin the blocks of before.
+        earlier stores nor unpin earlier blocks.
         """
         self._entries.clear()
         self._quarantined.clear()

@@ -19,7 +19,7 @@ MAX_GATHERED_BYTES = 4 << 10
 copying takes longer than hashing."""
 
 MAX_LOCKED_BYTES = 64 << 10
-"""Most bytes that xxhash hashes without letting go of the interpreter lock."""
+"""Maximum bytes that xxhash hashes without releasing the interpreter lock."""
 
 SLICE_BYTES = 2 << 20
 """Bytes of blocks in such fragments after which other threads get the interpreter lock."""
@@ -45,7 +45,7 @@ class Integrity(enum.Enum):
 
     @property
     def needs_secret(self) -> bool:
-        """Whether only who has a secret can verify a block."""
+        """Whether it takes a secret to verify a block."""
         return self in {Integrity.KEYED, Integrity.SEALED}
 
     def reads(self, other: "Integrity") -> bool:
@@ -62,9 +62,9 @@ class MemoryIntegrity(enum.Enum):
     """Proof that a block in host memory is the one that was stored.
 
     `FENCED`: the tag and the generation of its slot, which catch stale and unfinished blocks
-    without a pass over their bytes; a checksum is made when the block leaves the memory. `FULL`:
-    the XXH3-64 of its bytes, made when it is stored and verified at each load. `OFF`: as `FENCED`,
-    and no checksum is ever made. `fast` is an older word for `full`.
+    without a pass over their bytes; a checksum is computed when the block leaves the memory.
+    `FULL`: the XXH3-64 of its bytes, computed at the store and verified at each load. `OFF`: like
+    `FENCED`, but no checksum is ever computed. `fast` is an older name of `full`.
     """
 
     FENCED = "fenced"
@@ -77,15 +77,15 @@ class MemoryIntegrity(enum.Enum):
 
     @property
     def of_media(self) -> Integrity:
-        """Grade of the same proof where `Integrity` is spoken, as on the wire."""
+        """Corresponding `Integrity`, for the wire and other media."""
         return Integrity.OFF if self is MemoryIntegrity.OFF else Integrity.FAST
 
 
 def read_secret(path: str) -> bytes | None:
     """Read a secret from a file; None for an empty path.
 
-    A file that every user can read or replace is taken with a warning: Kubernetes mounts secrets
-    with mode 0644 where nothing else is asked for.
+    A file that every user can read or replace is accepted with a warning: by default, Kubernetes
+    mounts secrets with mode 0644.
     """
     if not path:
         return None

@@ -15,12 +15,12 @@ class KeyLocks:
     """Exclusive locks of keys, held e.g. while blocks are moved between tiers.
 
     Owned by one event loop. A batch is locked as a whole or not at all, so that no two batches
-    ever wait for each other. Whoever acquires keys has his turn before those who come later.
+    ever wait for each other. Callers of `acquire` take turns in the order of their calls.
     """
 
     def __init__(self) -> None:
         self._ends: dict[BlockKey, asyncio.Event] = {}
-        self._turns: dict[BlockKey, _Turn] = {}  # the last of each key's queue
+        self._turns: dict[BlockKey, _Turn] = {}  # last turn in the queue of each key
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -29,14 +29,14 @@ class KeyLocks:
         return key in self._ends
 
     def is_wanted(self, key: BlockKey) -> bool:
-        """Whether a key is locked, or somebody waits for his turn."""
+        """Whether a key is locked, or a caller waits for its turn."""
         return key in self._ends or key in self._turns
 
     async def wait_for_others(self, keys: Iterable[BlockKey] | None = None) -> None:
-        """Wait until those have ended who lock keys now, or wait for one that is not locked.
+        """Wait for the present holders of locked keys, and for the callers that wait for others.
 
-        Others may have them then: the wait has an end, however often keys are locked. By default
-        these are all that are locked.
+        Later callers may hold the keys by then: the wait ends, however often keys are locked. By
+        default, the keys are all that are locked.
         """
         wanted = list(self._ends) if keys is None else keys
         ends = [self._ends.get(key) or self._turns.get(key) for key in wanted]
@@ -67,7 +67,7 @@ class KeyLocks:
     ) -> T:
         """Wait until the keys are not locked, and lock them while a call runs.
 
-        Once begun the call goes on when its caller is cancelled, and the keys stay locked.
+        Once begun, the call goes on if its caller is cancelled, and the keys stay locked.
         """
         await self.wait(keys)
         held = ExitStack()
@@ -101,10 +101,10 @@ class KeyLocks:
 
 
 class _Turn(asyncio.Event):
-    """Turn of a batch in the queues of its keys; set when it has ended, or was given up.
+    """Turn of a batch in the queues of its keys; set when it has ended or was given up.
 
     Attributes:
-        before: Turns that it waits for, by key; none once it has come.
+        before: Turns that it waits for, by key; empty once the turn has come.
     """
 
     def __init__(self, before: dict[BlockKey, "_Turn"]) -> None:
@@ -112,9 +112,9 @@ class _Turn(asyncio.Event):
         self.before = before
 
     def find_before(self, key: BlockKey) -> "_Turn | None":
-        """Find the last turn before this one that has not ended; None if it is the first.
+        """Find the last turn before this one that has not ended; None if this is the first.
 
-        One that was given up had waited for others, which this one waits for now.
+        If a turn was given up, this one waits for the turns that it was waiting for.
         """
         before = self.before.pop(key, None)
         while before is not None and before.is_set():

@@ -23,12 +23,12 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError, UnknownGroupError
 
 GROUP_INDEX_BYTES = 4
-"""Bytes of the group's index at the end of a key, which vLLM's chunk keys have, too."""
+"""Bytes of the group index at the end of a key, as in vLLM's chunk keys."""
 
 KEY_FORM = "a key of make_block_key: a content hash and a 4-byte group index"
 
 MAX_AXES = 64
-"""Axes of a tensor at most, as in torch and numpy."""
+"""Maximum number of axes of a tensor, as in torch and numpy."""
 
 _BYTES_OF_DTYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -145,9 +145,9 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         page_sizes_bytes: Un-padded page size of each ref, in payload order.
         layer_names: Layers of the group, in payload order.
         layouts: Layout of each ref's pages.
-        spec: The group's spec in words: tokens per block, heads, dimensions, data type.
-        tensors: Tensors of a chunk, in payload order, which together are exactly its bytes; empty
-            where pages are opaque bytes.
+        spec: The group's spec as text: tokens per block, heads, dimensions, data type.
+        tensors: Tensors of a chunk, in payload order, that make up exactly its bytes; empty if
+            pages are opaque bytes.
 
     Raises:
         InvalidArgumentError: Two tensors have the same name.
@@ -199,7 +199,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         revision: Revision of the weights, such as a commit or a hash of their files. `connect`
             requires one where blocks outlive the process, or are shared.
         dtype: Data type of the cached values.
-        quantization: Quantization of the cache, empty when there is none.
+        quantization: Quantization of the cache; empty if there is none.
         config_hash: Hash of everything in the model's configuration that changes keys or
             values at equal tokens: RoPE parameters, sliding windows, adapters.
         groups: One identity per KV-cache group.
@@ -211,8 +211,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             empty on devices whose bytes do not depend on it.
 
     Raises:
-        InvalidArgumentError: A field is of another type, a chunk has more bytes than 64 bits count,
-            or the tensors of a group are not exactly these.
+        InvalidArgumentError: A field has the wrong type, a chunk has 2**63 bytes or more, or the
+            tensors of a group do not make up exactly the bytes of its chunk.
     """
 
     model: str
@@ -256,7 +256,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def fields(self) -> dict[str, Any]:
         """Convert every field that the fingerprint covers to JSON types.
 
-        An empty `tensors` is left out, so that opaque groups keep the fingerprint, and so the
+        An empty `tensors` is left out, so that opaque groups keep the fingerprint, and thus the
         files, that they had before the field existed.
         """
         fields: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
@@ -290,7 +290,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Check that both namespaces are equal, so that blocks of `theirs` may be read as ours.
 
         Raises:
-            NamespaceMismatchError: A field differs; the error has the first one, and both values.
+            NamespaceMismatchError: A field differs; the error names the first, with both values.
         """
         for difference in self.differences(theirs):
             raise NamespaceMismatchError(*difference)

@@ -1,6 +1,6 @@
-"""Observers: who wants to know what happens to blocks, the events they are told, and the reports.
+"""Observers of what happens to blocks, the events that they get, and the reports that send these.
 
-Metrics, events of the engine, journals and spans are observers.
+Metrics, KV events, journals and spans are observers.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ class Cause(enum.StrEnum):
 class Removal(enum.StrEnum):
     """Reason why a block is no longer in a tier.
 
-    Of blocks that made room for others, an `EXPIRED` one had outlived its time to live, and one of
-    `LOW_PRIORITY` was below normal; an `EVICTED` one was next in order. `REPLACED`: it lacked bytes
-    of the block that is stored now. `VANISHED`: another process, or somebody with the shell,
-    removed it. `LEASE_OVER`: an engine lent it, and needs its memory.
+    A block that made room for others was `EXPIRED` if it had outlived its time to live,
+    `LOW_PRIORITY` if its priority was below normal, and `EVICTED` if it was next in order.
+    `REPLACED`: it lacked bytes of the block that is stored now. `VANISHED`: another process, or a
+    user, removed it. `LEASE_OVER`: the engine that lent it needs its memory.
     """
 
     EVICTED = "evicted"
@@ -65,7 +65,7 @@ class Removal(enum.StrEnum):
 
 
 class Gauge(enum.StrEnum):
-    """State of a tier, or of the engine, that is asked for when somebody wants to know it.
+    """State of a tier, or of the engine, that is read on demand.
 
     `BREAKER_OPEN`, `SUSPENDED` and `DISCOVERY_FAILING` are 1 or 0. `QUARANTINED_BYTES` is memory
     that late reads may still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
@@ -114,16 +114,16 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Question to one tier which of these keys it has; see `LookedUp` for the answer to an engine.
+    """Lookup in one tier; see `LookedUp` for the answer to an engine.
 
-    What it has may turn out to be corrupt. None is found where there was no answer.
+    A block that is found may turn out to be corrupt. If the tier did not answer, none is found.
     """
 
     tier: str
     keys: Sequence[BlockKey]
     found: Sequence[bool]
     seconds: float
-    status: Status = Status.DONE  # or `TIMED_OUT` or `FAILED` where there was no answer
+    status: Status = Status.DONE  # or `TIMED_OUT` or `FAILED` if there was no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class LookedUp:
     """Lookup of an engine that was answered."""
 
     keys: Sequence[BlockKey]
-    tiers: Sequence[str]  # that finally gave each block, empty for a miss
+    tiers: Sequence[str]  # that has each block in the end; empty for a miss
     seconds: float
     bytes_of: Mapping[str, int] = field(default_factory=dict)  # by tier, as far as they are known
 
@@ -148,8 +148,8 @@ class Added:
 class Removed:
     """Blocks that are no longer in a tier.
 
-    The fingerprint of their namespace is given where it is another one than the tier's: stores in
-    files evict blocks of any.
+    `namespace` is the fingerprint of their namespace if it is not the tier's: file stores evict
+    blocks of any namespace.
     """
 
     tier: str
@@ -169,7 +169,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Call that was not made, since the tier is suspended after a missed deadline."""
+    """Call that was not made because the tier is suspended after a missed deadline."""
 
     tier: str
     operation: Operation
@@ -178,7 +178,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """Blocks that an engine computes, since loading them from a tier would take longer."""
+    """Blocks that an engine computes because loading them from a tier would take longer."""
 
     tier: str
     keys: Sequence[BlockKey]
@@ -186,7 +186,7 @@ class NotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class NotWrittenBack:
-    """Blocks that are not copied to a tier: it is too slow for the blocks that are stored."""
+    """Blocks that are not copied to a tier because it is too slow for the rate of stores."""
 
     tier: str
     keys: Sequence[BlockKey]
@@ -194,19 +194,19 @@ class NotWrittenBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Batch of an engine that has ended: with the time in its queue, and all that was tried."""
+    """Batch of an engine that has ended, with its time in the queue and in every attempt."""
 
     operation: Operation
     keys: Sequence[BlockKey]
     outcomes: Sequence[Outcome]
     num_bytes: int  # of the blocks that are done
     seconds: float  # from submission to the end
-    waited_s: float  # the longest that one of its pieces waited for its share of bytes in flight
+    waited_s: float  # longest time that one of its pieces waited for its share of bytes in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Request of an engine that is scheduled."""
+    """Request that an engine has scheduled."""
 
     request_id: str
     keys: Sequence[BlockKey]  # of its prompt, in order, group after group
@@ -229,16 +229,16 @@ Event: TypeAlias = (
 )
 
 AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]
-"""Returns the present values; called on any thread, never blocks, and works on a closed tier."""
+"""Returns the current values; called on any thread, never blocks, and works on a closed tier."""
 
 
 class Observer(ABC):
-    """Observer of what happens to blocks. Gets whole batches, and never one call for each block.
+    """Observer of what happens to blocks; called once for each batch, never for each block.
 
-    Events of one tier's `Added` and `Removed` come in the order in which its index changed, so that
-    an index that is rebuilt from them is right. That takes locks: implementors must return at once,
-    be thread-safe, and never call the backend or the engine that they observe. What they raise is
-    logged once, and the observer gets no further event.
+    `Added` and `Removed` of one tier arrive in the order in which its index changed, so that an
+    index rebuilt from them is right. They are sent under locks: implementors must return at once,
+    be thread-safe, and never call the backend or the engine that they observe. If an observer
+    raises, the error is logged and the observer gets no further event.
     """
 
     @abstractmethod
@@ -246,14 +246,14 @@ class Observer(ABC):
         """Note an event; its sequences must not be changed, and may be kept."""
 
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: B027 - events are enough for most
-        """Take a function that tells the state of a tier; numbers of several of one tier add up."""
+        """Take a function that returns a tier's state; values of a tier's functions add up."""
 
 
 class Reports:
-    """Reports to all observers; of one tier, so that whoever reports need not know its name.
+    """Reports of one tier to all observers; the code that reports need not know the tier's name.
 
-    Without observers it is false, and every method returns at once. The sizes of chunks are for the
-    bytes that are looked up.
+    Without observers, it is falsy and every method returns at once. The chunk sizes, one for each
+    group, are for the bytes of lookups.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Reports:
         *,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
-        self._observers = list(observers)  # one object, which all that `of` makes share
+        self._observers = list(observers)  # one object, shared with all reports that `of` creates
         self.tier = tier
         self._chunk_sizes = chunk_sizes
 
@@ -271,17 +271,17 @@ class Reports:
         return bool(self._observers)
 
     def of(self, tier: str, *, chunk_sizes: Sequence[int] = ()) -> "Reports":
-        """Make the reports of a tier to the same observers."""
+        """Create the reports of another tier to the same observers."""
         reports = Reports(tier=tier, chunk_sizes=chunk_sizes or self._chunk_sizes)
         reports._observers = self._observers
         return reports
 
     def tell(self, event: Event) -> None:
-        """Tell an event to every observer."""
+        """Send an event to every observer."""
         self.each(lambda observer: observer.note(event))
 
     def watch(self, ask: AskGauges) -> None:
-        """Give every observer a method that tells the state of this tier; keeps no object alive."""
+        """Give every observer a method that returns this tier's state; does not keep it alive."""
         method = WeakMethod(ask)
 
         def ask_if_alive() -> Mapping[Gauge, float]:
@@ -291,32 +291,32 @@ class Reports:
         self.each(lambda observer: observer.watch(self.tier, ask_if_alive))
 
     def added(self, keys: Sequence[BlockKey]) -> None:
-        """Tell that blocks can be found from now on."""
+        """Report blocks that can be found from now on."""
         if self and keys:
             self.tell(Added(self.tier, keys))
 
     def removed(self, keys: Sequence[BlockKey], reason: Removal, *, namespace: str = "") -> None:
-        """Tell that blocks are gone."""
+        """Report blocks that are gone."""
         if self and keys:
             self.tell(Removed(self.tier, keys, reason, namespace))
 
     def late(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
-        """Tell that a call missed its deadline."""
+        """Report a call that missed its deadline."""
         if self and keys:
             self.tell(Late(self.tier, operation, keys))
 
     def skipped(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
-        """Tell that a tier was not called, since it is suspended."""
+        """Report a call that was not made because the tier is suspended."""
         if self and keys:
             self.tell(Skipped(self.tier, operation, keys))
 
     def not_written_back(self, keys: Sequence[BlockKey]) -> None:
-        """Tell that blocks are not copied to this tier."""
+        """Report blocks that are not copied to this tier."""
         if self and keys:
             self.tell(NotWrittenBack(self.tier, keys))
 
     def looked_up(self, keys: Sequence[BlockKey], tiers: Sequence[str], began: float) -> None:
-        """Tell what an engine looked up, and which tier gave it; arguments as of `LookedUp`."""
+        """Report an engine's lookup and the tiers that have its blocks; arguments as `LookedUp`."""
         bytes_of: dict[str, int] = defaultdict(int)
         for key, tier in zip(keys, tiers, strict=True):
             group = group_of(key)
@@ -333,7 +333,7 @@ class Reports:
         *,
         cause: Cause = Cause.REQUEST,
     ) -> None:
-        """Tell that a batch was moved, or not; there are no sizes where they are not known."""
+        """Report a batch that was moved, or failed to be; `sizes` is empty if they are unknown."""
         if self and keys:
             seconds, bytes_of = runtime.monotonic() - began, _count_bytes(outcomes, sizes)
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
@@ -347,7 +347,7 @@ class Reports:
         *,
         cause: Cause = Cause.REQUEST,
     ) -> list[Outcome]:
-        """Await a store or a load, and tell how it ended, also when it raised or was cancelled."""
+        """Await a store or a load, and report how it ended, even by an error or a cancellation."""
         if not self:
             return list(await call)
         began, sizes = runtime.monotonic(), blocks.block_sizes.tolist()
@@ -358,17 +358,17 @@ class Reports:
             ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
             self.moved(operation, keys, [ended] * len(keys), sizes, began, cause=cause)
             raise
-        if len(outcomes) == len(keys):  # else whoever called takes them all for failed
+        if len(outcomes) == len(keys):  # else the caller treats the whole batch as failed
             self.moved(operation, keys, outcomes, sizes, began, cause=cause)
         return outcomes
 
     def each(self, call: Callable[[Observer], None]) -> None:
-        """Call every observer; one that raises is logged and left out from then on."""
+        """Call a function with every observer; one that raises is logged and then left out."""
         for observer in list(self._observers):
             try:
                 call(observer)
             except Exception as exc:  # noqa: BLE001 - logged
-                # As text: a record that is kept must not keep the frames, and with them the memory.
+                # As text: a log record that is kept would keep the frames, and thus their memory.
                 error = "".join(traceback.format_exception(exc))
                 text = "%s failed, and is told nothing from now on\n%s"
                 logger.warning(text, type(observer).__name__, error)
@@ -377,16 +377,16 @@ class Reports:
 
 @runtime_checkable
 class Observable(Protocol):
-    """Backend that can tell what only it knows: which blocks come and go, and its state."""
+    """Backend that can report what only it knows: which blocks come and go, and its state."""
 
     def observe(self, reports: Reports) -> None:
-        """Tell these reports; before the first other call, and once."""
+        """Report to `reports` from now on; called once, before any other method."""
 
 
 def _count_bytes(outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Mapping[Status, int]:
     if not sizes:
         return {}
-    if list(outcomes).count(outcomes[0]) == len(outcomes):  # as it mostly is
+    if list(outcomes).count(outcomes[0]) == len(outcomes):  # the usual case
         return {outcomes[0].status: sum(sizes)}
     bytes_of: dict[Status, int] = defaultdict(int)
     for outcome, num_bytes in zip(outcomes, sizes, strict=True):
