@@ -52,7 +52,7 @@ BUDGETS = {
     "benchmarks": 4_000,
     "examples": 2_538,
     "kvxfer/cli": 1_579,
-    "kvxfer/copy_engine": 2_272,
+    "kvxfer/copy_engine": 2_273,
     "kvxfer/doctor": 1_401,
     "kvxfer/engine_side": 1_444,
     "kvxfer/explain": 852,

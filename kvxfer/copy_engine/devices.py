@@ -133,7 +133,8 @@ def measure_methods(
     except DeviceLostError:
         raise
     except DeviceError as exc:
-        logger.warning("copies to and from cuda:%d are not measured: %s", device_index, exc)
+        text = "copies to and from cuda:%d use default methods, since they cannot be measured: %s"
+        logger.warning(text, device_index, exc)
         return MethodTable()
     finally:
         gpu.close()

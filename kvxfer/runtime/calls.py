@@ -34,7 +34,7 @@ async def await_call(call: Awaitable[T]) -> T:
     except asyncio.CancelledError as exc:
         if is_caller_cancelled():
             raise
-        raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
+        raise BackendUnavailableError("something other than its caller cancelled the call") from exc
 
 
 async def wait_despite_cancel(
@@ -105,7 +105,7 @@ def _begun(call: "Work[T]") -> "asyncio.Future[T] | Future[T]":
 
 def _result_of(future: "asyncio.Future[T] | Future[T]") -> T:
     if future.cancelled():
-        raise BackendUnavailableError("the call was cancelled, and its caller was not")
+        raise BackendUnavailableError("something other than its caller cancelled the call")
     return future.result()
 
 

@@ -120,7 +120,7 @@ class CircuitBreaker:
     def trip(self, error: str) -> None:
         """Open at once, regardless of the number of failures, and restart the pause."""
         if self.closed:
-            text = "%s: stopped, tried again every %g s: %s"
+            text = "%s: paused, retrying every %g s: %s"
             logger.warning(text, self._name, self._pause.first_s, error)
         self.closed = self._is_probed = False
         self._pause.begin(monotonic())

@@ -105,7 +105,7 @@ class Threads:
             each.add_done_callback(fetch_error)
         left = (await asyncio.wait(running, timeout=timeout_s))[1] if running else ()
         if left:
-            text = "%s: %d calls still run after %g s and are abandoned"
+            text = "%s: abandoned %d calls that still run after %g s"
             logger.warning(text, self._name, len(left), timeout_s)
         self._executor.shutdown()
         return len(left)
@@ -235,7 +235,7 @@ class LoopThread:
             self._thread = start_thread(self._run, name=name)
         except RuntimeError as exc:
             self.loop.close()
-            raise EventLoopError(name, f"no thread can be started for it: {exc}") from exc
+            raise EventLoopError(name, f"its thread cannot be started: {exc}") from exc
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine on the loop and return at once; thread-safe."""

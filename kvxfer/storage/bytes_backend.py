@@ -28,9 +28,9 @@ _NOT_IN_ORDER = (str, bytes, bytearray, Mapping, AbstractSet)
 
 logger = logging.getLogger(__name__)
 
-CORRUPT = Outcome(Status.CORRUPT, reason="the stored bytes are not those that were stored")
+CORRUPT = Outcome(Status.CORRUPT, reason="the value has a wrong checksum or size")
 REFUSED = Outcome(Status.FAILED, reason="the storage refused the value")
-WHOLE_ONLY = Outcome(Status.FAILED, reason="this storage keeps whole chunks only")
+WHOLE_ONLY = Outcome(Status.FAILED, reason="this storage keeps only whole chunks")
 
 
 class BytesBackend(Backend):
@@ -165,7 +165,7 @@ class BytesBackend(Backend):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.wrap_future(closing)
         except TimeoutError:
-            logger.warning("%s: not closed in %g s", type(self).__name__, CLOSE_TIMEOUT_S)
+            logger.warning("%s: not closed within %g s", type(self).__name__, CLOSE_TIMEOUT_S)
 
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [self.name_of(key) for key in keys]

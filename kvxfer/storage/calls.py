@@ -75,7 +75,7 @@ async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool
     removed, left = await telling.delete_or_keep(keys)
     kept = [key for key in keys if key in left]
     if kept and not all(await place.lookup(kept)):
-        reason = f"up to {len(kept)} of {len(keys)} blocks may stay where no lookup finds them"
+        reason = f"up to {len(kept)} of {len(keys)} blocks may remain where no lookup finds them"
         raise BackendUnavailableError(reason)
     return [key in removed for key in keys]
 
@@ -144,7 +144,7 @@ def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
 
 def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcome]:
     if len(outcomes := list(given)) != num_keys:
-        reason = f"{name} gave {len(outcomes)} outcomes for {num_keys} keys"
+        reason = f"{name} returned {len(outcomes)} outcomes for {num_keys} keys"
         return [Outcome(Status.FAILED, reason=reason)] * num_keys
     return outcomes
 
@@ -161,10 +161,10 @@ async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> 
             await await_call(drain())
         except Exception:
             if gives_up.is_set():
-                logger.exception("%s is lost", what)
+                logger.exception("%s cannot be drained, and is not used again", what)
                 return False
             if not pause.num_failures:
-                logger.warning("%s stays in use: it cannot be drained", what, exc_info=True)
+                logger.warning("%s stays in use until it can be drained", what, exc_info=True)
         else:
             return True
         with contextlib.suppress(TimeoutError):

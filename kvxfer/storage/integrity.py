@@ -95,7 +95,7 @@ def read_secret(path: str) -> bytes | None:
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError("secret_file", path, f"a readable file: {reason}") from exc
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        text = "secret file %s has mode %s: every user of this machine can read or replace it"
+        text = "secret file %s has mode %s: every user can read or replace it; run `chmod 600`"
         logger.warning(text, path, f"{mode:04o}")
     return secret
 

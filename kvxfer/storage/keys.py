@@ -245,7 +245,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             listed = sum(tensor.num_bytes for tensor in group.tensors)
             if group.tensors and listed != stored:
                 raise InvalidArgumentError(
-                    f"groups[{index}].tensors", listed, f"{stored} bytes, as many as a chunk has"
+                    f"groups[{index}].tensors", listed, f"{stored} bytes, the size of a chunk"
                 )
 
     @property

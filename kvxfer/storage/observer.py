@@ -370,7 +370,7 @@ class Reports:
             except Exception as exc:  # noqa: BLE001 - logged
                 # As text: a log record that is kept would keep the frames, and thus their memory.
                 error = "".join(traceback.format_exception(exc))
-                text = "%s failed, and is told nothing from now on\n%s"
+                text = "observer %s failed, and gets no further events\n%s"
                 logger.warning(text, type(observer).__name__, error)
                 self._observers[:] = [each for each in self._observers if each is not observer]
 

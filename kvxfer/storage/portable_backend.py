@@ -199,7 +199,7 @@ class PortableBackend(TellsKept, WrappingBackend):
         pages = [self._sizes[group_of(key)] for key in keys]
         sizes = [size for page in pages for size in page]
         if (found := blocks.block_sizes.tolist()) != [sum(page) for page in pages]:
-            raise InvalidArgumentError("blocks", found, f"shards of {sizes}")
+            raise InvalidArgumentError("blocks", found, f"shards of {sizes} bytes")
         return list(map(_worst, _by_page(await move(names, _split(blocks, sizes)), counts)))
 
     def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:

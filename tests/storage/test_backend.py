@@ -56,8 +56,8 @@ BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
     ("given", "reason"),
     [
         (7, "store: TypeError(\"'int' object is not iterable\")"),
-        ([DONE], "store gave 1 outcomes for 2 keys"),
-        ([DONE] * 3, "store gave 3 outcomes for 2 keys"),
+        ([DONE], "store returned 1 outcomes for 2 keys"),
+        ([DONE] * 3, "store returned 3 outcomes for 2 keys"),
         (OSError("no memory"), "store: OSError('no memory')"),
     ],
 )

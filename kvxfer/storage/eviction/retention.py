@@ -71,7 +71,7 @@ def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retentio
         try:
             retaining.retain(keys, retention)
         except Exception:
-            logger.exception("the wish for %d blocks cannot be noted", len(keys))
+            logger.exception("the retention of %d blocks cannot be noted", len(keys))
 
 
 def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retention]:
@@ -80,7 +80,7 @@ def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retenti
         try:
             return retaining.retentions(keys)
         except Exception:
-            logger.exception("the wishes for %d blocks cannot be asked", len(keys))
+            logger.exception("the retention of %d blocks cannot be read", len(keys))
     return [NORMAL] * len(keys)
 
 

@@ -85,7 +85,7 @@ class LeaseBook:
         ticket = require_ticket("ticket", ticket)
         entry = self._tickets.get(ticket, _Ticket())
         if entry.is_complete:
-            raise InvalidArgumentError("ticket", ticket, "one that is not complete or revoked")
+            raise InvalidArgumentError("ticket", ticket, "a ticket neither complete nor revoked")
         self._tickets[ticket] = entry
         added = [] if entry.is_over else self._add(ticket, entry, blocks)
         if complete:
@@ -158,7 +158,7 @@ class LeaseBook:
         blocks = list(blocks)
         for block in blocks:
             if block not in self._offers:
-                raise InvalidArgumentError("blocks", block, "blocks that are offered")
+                raise InvalidArgumentError("blocks", block, "a block that is offered")
         self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[int]) -> None:
@@ -166,7 +166,7 @@ class LeaseBook:
         counts = Counter(blocks)
         for block, count in counts.items():
             if self._pins[block] < count:
-                raise InvalidArgumentError("blocks", block, "blocks that are pinned as often")
+                raise InvalidArgumentError("blocks", block, f"a block with at least {count} pins")
         for block, count in counts.items():
             if self._pins[block] == count:
                 self._pins.pop(block)  # `del` of a `Counter` is slow

@@ -44,7 +44,7 @@ from kvxfer.storage.staging_memory import StagingMemory, touched_by_none
 
 logger = logging.getLogger(__name__)
 
-_READ_ONLY = Outcome(Status.FAILED, reason="an engine's own cache is only read, and in place")
+_READ_ONLY = Outcome(Status.FAILED, reason="peers cannot write to an engine's own cache")
 _NOT_HASHED = Outcome(Status.FAILED, reason="the block could not be hashed")
 
 
