@@ -147,7 +147,7 @@ class CPUCopyEngine(CopyEngine):
 
 
 def _in_order(pairs: FragmentPairs) -> FragmentPairs:
-    """Sort pairs by a side that becomes few long pieces in that order, unless a side is so already.
+    """Sort pairs by a side that becomes few long pieces in that order, unless one already is.
 
     A pool hands out free blocks in the order of their last use: many are neighbours, but do not
     follow one another.

@@ -32,7 +32,7 @@ def pause_of_look(began: float, shortest_s: float) -> float:
 
 
 class Copy:
-    """Copy that was begun. This class is a copy that has ended; a copy by a device ends later.
+    """Copy that was begun. One of this class has already ended; a copy by a device ends later.
 
     Whoever began it must keep it, and the memory of both sides, until it has ended.
     """
@@ -53,8 +53,8 @@ class Copy:
 class CopyEngine(ABC):
     """Copy engine: copies described blocks between memory that one machine can address.
 
-    Implementors must leave `copy`, even by an error, only when every byte has landed and neither
-    side is touched any longer, and must not hold the interpreter lock while bytes move. The only
+    Implementors must return from `copy`, or raise, only when every byte has landed and neither side
+    is touched any longer, and must not hold the interpreter lock while bytes move. The only
     exception is `DeviceLostError`: a lost device may still touch memory.
     """
 

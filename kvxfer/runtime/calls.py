@@ -213,10 +213,10 @@ class Calls:
     ) -> T:
         """Wait for a call until its deadline, `timeout_s` from now; None sets no deadline.
 
-        If the call still runs at its deadline, `note_late` is called, even if the caller is gone.
-        A cancelled caller cancels its call, unless that `outlives_caller`: it then runs to its
-        deadline, which exposes a slow backend although no caller waits so long. Since a call that
-        `keeps_caller` may write to the caller's memory, a cancelled caller waits to the deadline.
+        If the call still runs then, `note_late` is called, even if the caller is gone. Cancelling
+        the caller cancels the call, unless it `outlives_caller`: it then runs to its deadline,
+        which exposes a slow backend although no caller waits that long. A call that `keeps_caller`
+        may write to the caller's memory: even a cancelled caller waits for it, until its deadline.
 
         Raises:
             TimeoutError: The call did not end in time.
@@ -260,7 +260,7 @@ class Calls:
             note_late()
 
     async def drain(self) -> None:
-        """Wait until the calls that were abandoned before have ended."""
+        """Wait until the calls that were abandoned so far have ended."""
         if self._abandoned:
             await asyncio.wait(self._abandoned)
 

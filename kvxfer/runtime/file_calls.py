@@ -83,7 +83,7 @@ class Disk:
 
 
 def is_absent(exc: OSError) -> bool:
-    """Whether an error proves that no file or folder of ours has a name.
+    """Whether an error proves that there is no file or folder of ours under a name.
 
     Any other error, such as too many open files, says nothing about what is there.
     """

@@ -58,7 +58,7 @@ class Pause:
 
 
 class Suspension(Pause):
-    """Suspension of a tier: for a while after a missed deadline every key is a miss there."""
+    """Suspension of a tier: for a while after a missed deadline, every key is a miss there."""
 
     def __init__(self, name: str, pause_s: float, *, what: str = "the tier") -> None:
         super().__init__(pause_s)
@@ -126,7 +126,7 @@ class CircuitBreaker:
         self._pause.begin(monotonic())
 
     def abandon(self, probe: int) -> None:
-        """Take back a probe that showed neither success nor failure, e.g. since it was cancelled.
+        """Take back a probe that showed neither success nor failure, such as a cancelled one.
 
         `probe` is the value of the attribute right after the call was allowed. The probe of
         another call is left alone.

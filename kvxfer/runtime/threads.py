@@ -27,7 +27,7 @@ END_OF_TASKS_S = 1.0
 """How long a loop that ends waits for the tasks that it has cancelled."""
 
 NUM_BLOCKING = 32
-"""Maximum threads for a loop's blocking calls, the same as in asyncio's default executor."""
+"""Maximum threads for a loop's blocking calls; asyncio's default executor has no more, either."""
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ async def run_aside(name: str, func: Callable[[], T]) -> T:
 
 
 class LoopThread:
-    """Event loop on its own thread, from construction to `stop`, for blocking calls from others.
+    """Event loop on its own thread, from construction to `stop`; other threads submit work to it.
 
     Work that is submitted while it `is_ending` may never begin. Raises `EventLoopError` if no
     thread can be started, e.g. because the interpreter is shutting down.

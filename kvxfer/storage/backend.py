@@ -272,8 +272,8 @@ class Purgeable(Protocol):
     async def purge(self, prefix: bytes = b"") -> Any:
         """Delete the blocks of the namespace whose keys begin with a prefix, and no others.
 
-        A prefix that only the caller knows, such as a salt, takes no blocks from others. Without a
-        prefix, every block is deleted, which backends may refuse: see `can_purge_all`.
+        With a prefix that only the caller knows, such as a salt, nobody else loses blocks. Without
+        a prefix, every block is deleted, which backends may refuse: see `can_purge_all`.
         """
 
 
@@ -331,7 +331,7 @@ class Begun:
         return self._outcomes
 
     def wait(self) -> Sequence[Outcome]:
-        """Block until the copy has ended; replaces calls of `poll`, with the same errors."""
+        """Block until the copy has ended, instead of polling; errors as `poll`."""
         return ask_until_answered(self.poll)
 
     def _end(self, *, has_landed: bool) -> None:

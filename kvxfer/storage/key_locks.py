@@ -33,10 +33,10 @@ class KeyLocks:
         return key in self._ends or key in self._turns
 
     async def wait_for_others(self, keys: Iterable[BlockKey] | None = None) -> None:
-        """Wait for the present holders of locked keys, and for the callers that wait for others.
+        """Wait for the holder of each locked key; for other keys, for the last turn in the queue.
 
         Later callers may hold the keys by then: the wait ends, however often keys are locked. By
-        default, the keys are all that are locked.
+        default, waits for all keys that are locked.
         """
         wanted = list(self._ends) if keys is None else keys
         ends = [self._ends.get(key) or self._turns.get(key) for key in wanted]
@@ -114,7 +114,7 @@ class _Turn(asyncio.Event):
     def find_before(self, key: BlockKey) -> "_Turn | None":
         """Find the last turn before this one that has not ended; None if this is the first.
 
-        If a turn was given up, this one waits for the turns that it was waiting for.
+        If an earlier turn was given up, this one waits for the turn before that.
         """
         before = self.before.pop(key, None)
         while before is not None and before.is_set():

@@ -197,7 +197,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         model: Model identifier, e.g. a repository name or path.
         revision: Revision of the weights, such as a commit or a hash of their files. `connect`
-            requires one where blocks outlive the process, or are shared.
+            requires one if blocks outlive the process, or are shared.
         dtype: Data type of the cached values.
         quantization: Quantization of the cache; empty if there is none.
         config_hash: Hash of everything in the model's configuration that changes keys or

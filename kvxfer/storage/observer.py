@@ -131,7 +131,7 @@ class LookedUp:
     """Lookup of an engine that was answered."""
 
     keys: Sequence[BlockKey]
-    tiers: Sequence[str]  # that has each block in the end; empty for a miss
+    tiers: Sequence[str]  # that provided each block in the end; empty for a miss
     seconds: float
     bytes_of: Mapping[str, int] = field(default_factory=dict)  # by tier, as far as they are known
 
@@ -194,7 +194,7 @@ class NotWrittenBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Batch of an engine that has ended, with its time in the queue and in every attempt."""
+    """Batch of an engine that has ended, including its time in the queue and every attempt."""
 
     operation: Operation
     keys: Sequence[BlockKey]
@@ -316,7 +316,7 @@ class Reports:
             self.tell(NotWrittenBack(self.tier, keys))
 
     def looked_up(self, keys: Sequence[BlockKey], tiers: Sequence[str], began: float) -> None:
-        """Report an engine's lookup and the tiers that have its blocks; arguments as `LookedUp`."""
+        """Report an engine's lookup and the tier of each block; arguments as of `LookedUp`."""
         bytes_of: dict[str, int] = defaultdict(int)
         for key, tier in zip(keys, tiers, strict=True):
             group = group_of(key)

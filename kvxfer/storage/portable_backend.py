@@ -91,7 +91,7 @@ def portable_namespace(
 
 
 def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
-    """List for each group the groups, in the portable namespace, of the shards a worker holds."""
+    """List, for each group, the portable namespace's groups of the shards that a worker holds."""
     firsts = accumulate((len(mapping.page.shards) for mapping in mappings[:-1]), initial=0)
     return [
         [first + shard for shard in mapping.shards]
@@ -221,7 +221,7 @@ class PortableBackend(TellsKept, WrappingBackend):
 
 
 def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
-    """Group a backend's answers for shards by page; a page without answers would seem present."""
+    """Group answers for shards by page; raise if some are missing, or a page would seem present."""
     ends = list(accumulate(counts))
     if len(answers) != ends[-1]:
         raise BackendUnavailableError(f"{len(answers)} answers for {ends[-1]} shards")

@@ -140,7 +140,7 @@ class LRU(EvictionPolicy):
         # Not a dict: taking the oldest item of a dict gets slower with every item taken.
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
         self._held: set[BlockKey] = set()  # held keys that are in the order
-        # Keys, with their ages, that evictions passed over as held: older than all in the order.
+        # Held keys that evictions passed over, with their ages: older than all in the order.
         self._passed: dict[BlockKey, int] = {}
         self._returned = Ranking()  # passed over, and no longer held
         self._ages = itertools.count()
@@ -392,13 +392,13 @@ class RetainingPolicy(EvictionPolicy):
 
     - A priority above 0 is used up after as many half-lives. The key then takes the place in the
       order of the other policy that its last use gave it. If more keys are above normal than their
-      share, so does the one with the least time left: if all keys get the highest priority, they
-      have the order of the other policy.
+      share allows, the one with the least time left does so early: if all keys get the highest
+      priority, they have the order of the other policy.
     - If there are several wishes for a key, the highest priority and the longest life count.
     - A use of a key that has expired, or is below normal, disproves the wish, which is dropped.
 
-    No operation looks at all keys: it costs O(log n) for a key with a wish, and for any other key
-    what it costs in the other policy.
+    No operation looks at all keys: one on a key with a wish costs O(log n), and one on any other
+    key what it costs in the other policy.
 
     Args:
         policy: The other policy, which must be new.

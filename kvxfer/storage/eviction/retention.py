@@ -1,4 +1,4 @@
-"""Retention: callers' wishes how long to keep blocks, and backends that respect wishes."""
+"""Retention: callers' wishes for how long to keep blocks, and backends that respect wishes."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ DEFAULT_PRIORITY_HALF_LIFE_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Caller's wish how long to keep blocks, beyond what their use suggests.
+    """Caller's wish for how long to keep blocks, beyond what their use suggests.
 
     A wish changes the order of eviction and nothing else: no store fails because of it.
 
@@ -75,7 +75,7 @@ def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retentio
 
 
 def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retention]:
-    """Return a backend's wishes for blocks; `NORMAL` if it does not respect wishes, or fails."""
+    """Return the wishes noted in a backend; `NORMAL` if it does not respect wishes, or fails."""
     if (retaining := backend.provide(Retaining)) is not None:
         try:
             return retaining.retentions(keys)

@@ -51,13 +51,13 @@ class LeaseBook:
        starts again when the last of them has gone;
     3. is *over* when its lease has ended, or it was released or revoked: its blocks are no longer
        found, except under other tickets;
-    4. has *ended* when it is over, it is complete or was revoked, and none of its blocks is pinned,
+    4. has *ended* when it is over, is complete or was revoked, and none of its blocks is pinned,
        except those still offered under other tickets. It is then forgotten, and its blocks may be
        overwritten.
 
     If a ticket is released while it is open, it is over at once: later offers under it are ignored,
     and it ends when it is complete, because until then its blocks are still being computed. A block
-    may have several keys, all of which its bytes satisfy: the last block of a prompt may be the
+    may have several keys, and its bytes are right for each: the last block of a prompt may be the
     beginning of the same block of a longer prompt. A release or hold of an unknown ticket, e.g.
     before its first offer, does nothing: that ticket ends with its lease. So the book only has
     tickets that were offered and have not ended. Even held, a complete one ends after `LONGEST_S`.
@@ -154,7 +154,7 @@ class LeaseBook:
         return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Pin offered blocks until each is unpinned as often: their last tickets do not end."""
+        """Pin offered blocks: until each is unpinned as often, its last ticket cannot end."""
         blocks = list(blocks)
         for block in blocks:
             if block not in self._offers:

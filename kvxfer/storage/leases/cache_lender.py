@@ -102,7 +102,7 @@ class CacheLender(Lender):
             self._require_hashable("hash_early", hash_early)
         self.description = description
         self.book = LeaseBook(lease_s)
-        # A generation for each block of each group: block ids of several groups may be equal.
+        # A generation for each block of each group, since groups may have the same block ids.
         self._slots_per_group = max(self._num_blocks)
         self._generations = Generations(self._slots_per_group * len(groups))
         self._threads = threads
@@ -164,8 +164,8 @@ class CacheLender(Lender):
     ) -> Held:
         """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
 
-        An unknown ticket changes nothing. By the number, the reader can end this hold, and with it
-        all its earlier ones of the ticket.
+        An unknown ticket changes nothing. By the number, the reader can end this hold and all its
+        earlier ones of the ticket.
         """
         self._expire()
         is_complete = self.book.hold(ticket, holder, number)
