@@ -167,7 +167,7 @@ class BoxPlanner:
             pattern = known[0]
         else:
             are_paired = np.array_equal(lengths[0], lengths[1])
-            parts, firsts = _part(lengths[0]) if are_paired else (None, [0])
+            parts, firsts = _split_by_length(lengths[0]) if are_paired else (None, [0])
             pattern = _Pattern([each.copy() for each in lengths], parts, firsts)
         begins, offsets = [], []
         for addresses, _ in sides:
@@ -196,9 +196,9 @@ class BoxPlanner:
 def parts_by_length(
     source: Pieces | Descriptors, destination: Pieces | Descriptors
 ) -> Iterator[FragmentPairs]:
-    """Split pairs of pieces by their length; see `_part`."""
+    """Split pairs of pieces by their length; see `_split_by_length`."""
     pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
-    parts, firsts = _part(source.lengths)
+    parts, firsts = _split_by_length(source.lengths)
     for nth, _ in enumerate(firsts):
         yield pairs if parts is None else pairs.take(parts == nth)
 
@@ -385,7 +385,7 @@ def _are_equal(some: Sequence[Addresses | Indices], others: Sequence[Addresses |
     return len(some) == len(others) and all(map(np.array_equal, some, others))
 
 
-def _part(lengths: Addresses) -> tuple[Indices | None, list[int]]:
+def _split_by_length(lengths: Addresses) -> tuple[Indices | None, list[int]]:
     """Split pieces into parts by length, since short pieces would make the rows of all short.
 
     Returns the part of each piece, or None if there is only one, and the first piece of each part.

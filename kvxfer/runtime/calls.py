@@ -54,7 +54,7 @@ async def wait_despite_cancel(
         BackendUnavailableError: The work was cancelled, and the caller was not.
         Exception: Whatever the work raises.
     """
-    future = _begun(work)
+    future = _as_future(work)
     await wait_for_all([future], on_cancel, within_s=within_s)
     return _result_of(future)
 
@@ -92,14 +92,14 @@ async def _wait_to_the_end(future: "asyncio.Future[Any]", within_s: float | None
 
 async def outlive_caller(call: "Work[T]") -> T:
     """Await a call like `await_call`; if the caller is cancelled, it runs on, its error ignored."""
-    future = _begun(call)
+    future = _as_future(call)
     if not isinstance(future, Future):
         future.add_done_callback(fetch_error)
     await _until_done(future)
     return _result_of(future)
 
 
-def _begun(call: "Work[T]") -> "asyncio.Future[T] | Future[T]":
+def _as_future(call: "Work[T]") -> "asyncio.Future[T] | Future[T]":
     return call if isinstance(call, Future) else asyncio.ensure_future(call)
 
 
@@ -230,17 +230,17 @@ class Calls:
         try:
             await asyncio.wait([task], timeout=timeout_s)
         except asyncio.CancelledError:
-            self._leave(task)
+            self._abandon(task)
             if not outlives_caller:
                 task.cancel()
-            timer = loop.call_at(ends_at, self._end_late, task, note_late)
+            timer = loop.call_at(ends_at, self._cancel_late, task, note_late)
             task.add_done_callback(lambda _: timer.cancel())
             if keeps_caller:
                 await _wait_to_the_end(task, ends_at - loop.time())
             raise
         if not task.done():
-            self._leave(task)
-            self._end_late(task, note_late)
+            self._abandon(task)
+            self._cancel_late(task, note_late)
             raise TimeoutError
         return await await_call(task)
 
@@ -249,11 +249,11 @@ class Calls:
         for call in self._abandoned:
             call.cancel()
 
-    def _leave(self, call: "asyncio.Future[Any]") -> None:
+    def _abandon(self, call: "asyncio.Future[Any]") -> None:
         self._abandoned.add(call)
-        call.add_done_callback(self._end)
+        call.add_done_callback(self._forget)
 
-    def _end_late(self, call: "asyncio.Future[Any]", note_late: Callable[[], None]) -> None:
+    def _cancel_late(self, call: "asyncio.Future[Any]", note_late: Callable[[], None]) -> None:
         if not call.done():
             self._late.add(call)
             call.cancel()
@@ -264,7 +264,7 @@ class Calls:
         if self._abandoned:
             await asyncio.wait(self._abandoned)
 
-    def _end(self, call: "asyncio.Future[Any]") -> None:
+    def _forget(self, call: "asyncio.Future[Any]") -> None:
         self._abandoned.discard(call)
         self._late.discard(call)
         fetch_error(call)

@@ -182,7 +182,7 @@ class DaemonThreads(ThreadPoolExecutor):
         """Make a call once all threads have ended after `shutdown`: on the last thread, or now."""
         with self._lock:
             self._when_ended.append(call)
-        self._tell_end()
+        self._call_if_ended()
 
     def _work(self) -> None:
         while call := self._calls.get():
@@ -192,9 +192,9 @@ class DaemonThreads(ThreadPoolExecutor):
                 self._num_busy -= 1
         with self._lock:
             self._num_alive -= 1
-        self._tell_end()
+        self._call_if_ended()
 
-    def _tell_end(self) -> None:
+    def _call_if_ended(self) -> None:
         calls: list[Callable[[], object]] = []
         with self._lock:
             if self._closed and not self._num_alive:
