@@ -36,9 +36,6 @@ NUM_TABLES = 4
 class FragmentTable(PinnedMemory):
     """Table of fragments' addresses and lengths, in pinned memory that a kernel can read.
 
-    Args:
-        driver: Driver of the kernel's GPU.
-
     Attributes:
         num_fragments: Fragments that it has room for.
     """
@@ -185,7 +182,7 @@ class ComputeStream:
 
     Args:
         driver: Driver of the device; not closed with the stream.
-        device: The device.
+        device: GPU whose current stream is marked.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:

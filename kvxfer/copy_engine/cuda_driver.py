@@ -21,7 +21,6 @@ LEGACY_STREAM = CudaStream(1)
 """The legacy default stream. Source: cuda.h, CU_STREAM_LEGACY."""
 
 CudaEvent = NewType("CudaEvent", int)
-"""Handle of an event."""
 
 NUM_EVENTS = 32
 """Events created in advance, for as many concurrent marks or batches of a direction: one that is

@@ -115,7 +115,6 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check that a safetensors file can hold the tensor."""
         _set(self, "name", require_text("name", self.name))
         _set(self, "dtype", require_text("dtype", self.dtype))
         require_sequence("shape", self.shape, "the size of each axis")
@@ -160,7 +159,6 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensors: tuple[StoredTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the fields, and that the names of tensors are distinct."""
         require_sequence("page_sizes_bytes", self.page_sizes_bytes, "the size of each page")
         sizes = enumerate(self.page_sizes_bytes)
         sizes_bytes = tuple(require_integer(f"page_sizes_bytes[{n}]", size) for n, size in sizes)
@@ -227,7 +225,6 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     instruction_set: str = ""
 
     def __post_init__(self) -> None:
-        """Check the fields, and that the tensors of each group have the bytes of a chunk."""
         for name in _TEXTS:
             _set(self, name, require_text(name, getattr(self, name)))
         require_instances("groups", self.groups, GroupIdentity)
