@@ -1,4 +1,4 @@
-"""Store of block files as its maintenance sees it, whether it is a folder or in a bucket."""
+"""Store of block files as maintenance sees it, in a folder or in a bucket."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,37 +14,37 @@ class ByteCount(Protocol):
     used: int  # valid inside `locked`
 
     def locked(self) -> AbstractContextManager[None]:
-        """Lock the count against all who change it."""
+        """Lock the count against every other writer."""
 
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
     ) -> None:
-        """Count anew, by a walk through all blocks; not less than before if it skips some."""
+        """Recount by a walk through all blocks; a walk that skips some never lowers the count."""
 
     def remove(self, num_bytes: int) -> None:
-        """Count bytes that were removed; only inside `locked`."""
+        """Subtract bytes that were removed; only inside `locked`."""
 
     def close(self) -> None:
         """Release the count."""
 
 
 class OpenBlock(ABC):
-    """Block file that is open for a check; bytes are those of the medium, not those of a cache."""
+    """Block file that is open for a check, which reads the medium and not a cache."""
 
     @abstractmethod
     def read_header(self) -> tuple[bytes, int]:
-        """Read the header, and how many bytes follow it; as `cut_header`."""
+        """Read the header, and count the bytes after it; errors as `cut_header`."""
 
     @abstractmethod
     def read_data(self, offset: int) -> Iterator[memoryview]:
-        """Read the bytes from `offset` on into memory of ours; a piece is valid until the next.
+        """Read the bytes from `offset` on into writable pieces, each valid until the next.
 
         A `FileNotFoundError` if the file was removed or replaced meanwhile.
         """
 
     @abstractmethod
     def quarantine(self) -> bool:
-        """Move the file to quarantine; False when it was removed or replaced meanwhile."""
+        """Move the file to quarantine; False if it was removed or replaced meanwhile."""
 
 
 class StoredNamespace(ABC):
@@ -54,11 +54,11 @@ class StoredNamespace(ABC):
 
     @abstractmethod
     def read_text(self, name: str) -> str:
-        """Read a text that lies beside the blocks."""
+        """Read a text beside the blocks."""
 
     @abstractmethod
     def read_head(self, block: FoundBlock) -> bytes:
-        """Read the header of a block alone; empty when there is none."""
+        """Read only the header of a block; empty if there is none."""
 
     @abstractmethod
     def open(self, block: FoundBlock) -> AbstractContextManager[OpenBlock]:
@@ -66,31 +66,31 @@ class StoredNamespace(ABC):
 
     @abstractmethod
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | OSError | None]:
-        """Remove files; yield the bytes of each that is gone, None if it was, why it cannot be."""
+        """Remove files; yield for each the bytes freed, None if it was gone, or the error."""
 
     @abstractmethod
     def remove_empty(self) -> bool:
-        """Remove `DESCRIPTIONS` if there is nothing else; return whether nothing is left."""
+        """Remove the namespace if it has only `DESCRIPTIONS`; return whether nothing is left."""
 
 
 class BlockStore(ABC):
     """Store of block files. Every method blocks.
 
-    Walks give what is there in no order, namespace by namespace, and hold no more than a folder or
-    an answer of a server in memory. What is removed meanwhile is skipped.
+    Walks go through one namespace after the other, each in any order. They hold one folder, or one
+    response of a server, in memory, and skip what is removed meanwhile.
     """
 
-    place: str  # where the store is, in words
-    num_at_once: int  # files that are read at one time
-    num_skipped: int = 0  # what walks without `errors` have skipped, since it cannot be read
+    place: str  # path or URL of the store, for messages
+    num_at_once: int  # files to read concurrently
+    num_skipped: int = 0  # paths that walks without `errors` skipped since they cannot be read
 
     @abstractmethod
     def require(self) -> None:
-        """Check that a store is there; an `InvalidArgumentError` if something else is."""
+        """Check that there is a store; an `InvalidArgumentError` if there is none."""
 
     @abstractmethod
     def fingerprints(self) -> list[str]:
-        """List the namespaces in the order of their fingerprints."""
+        """List the fingerprints of the namespaces, sorted."""
 
     @abstractmethod
     def namespace(self, fingerprint: str) -> AbstractContextManager[StoredNamespace]:
@@ -100,23 +100,23 @@ class BlockStore(ABC):
     def blocks(
         self, fingerprint: str = "", *, errors: list[OSError] | None = None
     ) -> Iterator[FoundBlock]:
-        """Walk through every block file of one namespace or all, those in quarantine included.
+        """Walk through the block files of one namespace or all, those in quarantine included.
 
-        `errors` takes those of folders that cannot be opened. Without it, one for which there is no
-        permission is passed over, and any other ends the walk.
+        Errors of folders and files that cannot be read go to `errors`. Without it, the walk skips
+        what is damaged or not permitted to read, and any other error ends it.
         """
 
     @abstractmethod
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
-        """Walk through everything in all namespaces."""
+        """Walk through all entries of all namespaces."""
 
     @abstractmethod
     def open_path(self, path: str) -> AbstractContextManager[OpenBlock]:
-        """Open any file by its path below the root, to be read alone."""
+        """Open any file read-only, by its path below the root."""
 
     @abstractmethod
     def open_count(self) -> ByteCount:
-        """Open the count of the bytes."""
+        """Open the count of the store's bytes."""
 
     @abstractmethod
     def collect(self) -> int:

@@ -27,17 +27,16 @@ from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity
 
 FILES_IN_LINE = 1024
-"""Files that wait for a thread: an interrupted check ends when the last of these is read."""
+"""Files given to the threads at a time. Interrupted, a check drops those not yet begun."""
 
 
 class Verdict(enum.Enum):
     """Verdict on a block file.
 
-    `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong that shows without the secret.
-    `SEALED`: the same of a sealed block, without the secret or with that of another key.
-    `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
-    `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, and engines
-    with that integrity read it. `UNREADABLE`: the operating system, or the server, cannot read it.
+    `GOOD`: every byte is as stored. `KEYED`, `SEALED`: the check lacks the secret or the key of the
+    block, and found no fault that shows without it. `UNCHECKED`: the header is intact, and the data
+    has no checksum. `CORRUPT`: no lookup may find the file. `OTHER`: engines with another integrity
+    stored it and can read it. `UNREADABLE`: the operating system, or the server, cannot read it.
     `GONE`: it was removed meanwhile.
     """
 
@@ -56,10 +55,8 @@ class Finding:
     """Verdict on one file, and its reason.
 
     Attributes:
-        block: The file.
-        verdict: The verdict.
-        reason: Why the file is bad, empty when it is not.
-        quarantined: Whether the file was put in quarantine.
+        reason: Why the file is bad; empty if it is not.
+        quarantined: Whether the check moved the file to quarantine.
     """
 
     block: FoundBlock
@@ -69,20 +66,20 @@ class Finding:
 
     @property
     def bad(self) -> bool:
-        """Whether something is wrong."""
+        """Whether the check found a fault."""
         return self.verdict in (Verdict.CORRUPT, Verdict.OTHER, Verdict.UNREADABLE)
 
 
 class BlockCheck:
-    """Check of single files, of which only the place is known; blocks; thread-safe.
+    """Check of single files, whose headers tell their integrity; blocks; thread-safe.
 
     Args:
-        secret: The secret of `integrity=keyed` or `sealed`. With one, every file must be of that
-            integrity. Without, nobody can tell whether such a file is whole.
-        tenant: Whose sealed files are verified.
+        secret: Secret of `integrity=keyed` or `sealed`. With a secret, files of the other
+            integrities are refused. Without one, keyed and sealed files cannot be verified.
+        tenant: Tenant whose sealed files are verified.
 
     Raises:
-        InvalidArgumentError: The secret is of no use, or a tenant without one.
+        InvalidArgumentError: The secret has a wrong length, or a tenant is given without one.
     """
 
     def __init__(self, secret: bytes | None = None, tenant: str = "") -> None:
@@ -99,7 +96,7 @@ class BlockCheck:
         return self._secret is not None
 
     def digester(self, integrity: Integrity) -> Digester:
-        """Make the digester for files of an integrity."""
+        """Make the digester for files of an integrity: that of `OFF` if its secret is missing."""
         if not integrity.needs_secret:
             return Digester(integrity)
         if self._secret is None:
@@ -108,10 +105,10 @@ class BlockCheck:
         return Digester(integrity, self._secret, tenant)
 
     def require_secret_for(self, header: BlockHeader, expected: Integrity) -> None:
-        """Check that a file is one which needs the secret, if there is one.
+        """Check that a file needs the secret, if this check has one.
 
         Raises:
-            OtherIntegrityError: Anybody could have made it.
+            OtherIntegrityError: Anybody could have made the file.
         """
         if self.has_secret and not header.integrity.needs_secret:
             raise OtherIntegrityError(header.integrity, expected)
@@ -121,11 +118,11 @@ class BlockCheck:
     ) -> Finding:
         """Read a whole file and compare it with its name, its folder, its seal and its checksum.
 
-        With `repair`, a corrupt file is put in quarantine.
+        With `repair`, a corrupt file is moved to quarantine.
 
         Raises:
             BackendUnavailableError: The server is gone.
-            OSError: The file cannot be put in quarantine.
+            OSError: The file cannot be moved to quarantine.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -168,8 +165,8 @@ class StoreCheck:
     Engines may use the store meanwhile: blocks that they remove are skipped.
 
     Attributes:
-        num_bytes: Bytes of the blocks to verify; those in quarantine are not among them.
-        errors: Errors of folders that could not be opened, whose blocks are not verified.
+        num_bytes: Bytes of the blocks to verify, without those in quarantine.
+        errors: Errors of folders and files that could not be read, which are not verified.
         num_quarantined: Files that were in quarantine already.
 
     Raises:
@@ -202,7 +199,7 @@ class StoreCheck:
         """Read every block, several at a time.
 
         Args:
-            repair: Put corrupt files in quarantine.
+            repair: Move corrupt files to quarantine.
 
         Yields:
             The finding on each block, namespace by namespace.
@@ -215,7 +212,7 @@ class StoreCheck:
                 yield from _map_in_threads(check, blocks, self._store.num_at_once)
 
     def namespace_problems(self) -> Iterator[str]:
-        """Report missing or damaged descriptions of namespaces; no block depends on these."""
+        """Report missing or damaged descriptions of namespaces; no block depends on them."""
         for fingerprint in self._store.fingerprints():
             try:
                 with self._store.namespace(fingerprint) as namespace:
@@ -239,7 +236,7 @@ class StoreCheck:
 
 
 def _expected_in(folder: TextFolder) -> Integrity:
-    """Integrity that a secret is for: `KEYED` unless all that need one are sealed."""
+    """Find the integrity that a secret is for: `SEALED` if only that needs one, else `KEYED`."""
     secret_kinds = {kind for kind in kinds_in(folder) if kind.needs_secret}
     return Integrity.SEALED if secret_kinds == {Integrity.SEALED} else Integrity.KEYED
 

@@ -15,40 +15,39 @@ from kvxfer.pages.maintenance.block_store import BlockStore, ByteCount, StoredNa
 from kvxfer.pages.names import FoundBlock, OtherEntry
 
 FILES_PER_LOCK = 64
-"""Files that are removed per lock of the ledger; engines that store wait meanwhile."""
+"""Files removed under one lock of the ledger, for which engines that store have to wait."""
 
 Fate: TypeAlias = Literal["num_quarantined", "num_old", "num_excess"]
-"""Reason for which a block is removed: where `RemovedCounts` counts it."""
+"""Reason for removing a block: the field of `RemovedCounts` that counts it."""
 
 
 @dataclass(slots=True)
 class RemovedCounts:
-    """Number of files and bytes that were removed."""
+    """Numbers of files and bytes that were removed, or would be."""
 
     num_temporary: int = 0  # files of dead writers
     num_quarantined: int = 0  # corrupt files
-    num_old: int = 0  # blocks that were not used for too long
-    num_excess: int = 0  # blocks that were used least recently, beyond the capacity
+    num_old: int = 0  # blocks unused for too long
+    num_excess: int = 0  # least recently used blocks, beyond the capacity
     num_folders: int = 0  # of namespaces without blocks
-    num_bytes: int = 0  # that the files took on the disk, without temporary ones
+    num_bytes: int = 0  # on the disk, without temporary files
     num_bytes_left: int = 0
 
     def add(self, fate: Fate, num_bytes: int) -> None:
-        """Count a block of so many bytes on the disk."""
+        """Count a removed block of `num_bytes` on the disk."""
         setattr(self, fate, getattr(self, fate) + 1)
         self.num_bytes += num_bytes
 
 
 class GarbageCollection:
-    """Garbage collection of a store, by age and by capacity; blocks.
+    """Garbage collection of a store, by age and by capacity; blocks the thread.
 
-    Engines may use the store meanwhile: the lock of the count is held while files are removed, and
-    a removed file is a miss to them. Of each block, 16 bytes are held in memory where there is a
-    capacity.
+    Engines may use the store meanwhile: files are removed under the lock of the count, and a
+    removed file is a miss. With a capacity, each block takes 16 bytes of memory.
 
-    Blocks of `capacity_bytes` may stay, and each for `max_age_s` unused. Engines note the use of a
-    block on the disk once an hour, and in a bucket never: there it counts since it was stored.
-    `check` is called between steps, of which each leaves the count right; it may raise to end.
+    At most `capacity_bytes` of blocks stay, each at most `max_age_s` after its last use. On a disk,
+    engines record uses once an hour; in a bucket, a block counts as used when it was stored.
+    `check` is called between steps, each of which leaves the count right; it may raise to stop.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class GarbageCollection:
         self._capacity_bytes = capacity_bytes
         self._oldest = -math.inf if max_age_s is None else runtime.wall_time() - max_age_s
         self._order = _UseOrder()
-        self._num_bytes = self._num_bytes_going = 0  # of the blocks that were noted
+        self._num_bytes = self._num_bytes_going = 0  # of all blocks; quarantined and too old ones
         self._removed = RemovedCounts()
         self._error: OSError | None = None
 
     def run(self) -> RemovedCounts:
-        """Remove files, and correct the count of bytes; then an OSError tells of one that stays."""
+        """Remove files and correct the count; at the end, raise the first OSError of a removal."""
         self._store.require()
         with contextlib.closing(self._open_count()) as count:
             self._collect(count)
@@ -78,7 +77,7 @@ class GarbageCollection:
         return self._removed
 
     def preview(self) -> RemovedCounts:
-        """Count the present files that `run` would remove; change nothing.
+        """Count the files that `run` would remove now; change nothing.
 
         Raises:
             InvalidArgumentError: There is no store.
@@ -101,9 +100,9 @@ class GarbageCollection:
         return removed
 
     def _open_count(self) -> ByteCount:
-        """Open the count; on a full disk, remove the largest of the files first, for room.
+        """Open the count; if the disk is full, make room by removing the largest of the files.
 
-        That file is removed without the lock: the bytes are recounted right afterwards.
+        That file is removed without the lock, since the bytes are recounted right afterwards.
         """
         try:
             return self._store.open_count()
@@ -111,7 +110,7 @@ class GarbageCollection:
             if exc.errno not in runtime.FULL_ERRORS:
                 raise
             self._plan()
-            going = self._going(self._store.blocks())  # to its end: a walk has folders open
+            going = self._going(self._store.blocks())  # `max` ends the walk, which has folders open
             first = max(going, key=lambda each: each[0].num_bytes, default=None)
             if first is None:
                 raise
@@ -124,7 +123,7 @@ class GarbageCollection:
             self._cut(sum(block.num_bytes_on_disk for block in self._noted()))
 
     def _noted(self) -> Iterator[FoundBlock]:
-        """Walk through the blocks and note those that no other reason removes."""
+        """Walk through all blocks, and note the uses of those that only the capacity may remove."""
         self._order, self._num_bytes, self._num_bytes_going = _UseOrder(), 0, 0
         for block in self._store.blocks():
             self._check()
@@ -136,13 +135,13 @@ class GarbageCollection:
             yield block
 
     def _cut(self, num_bytes: int) -> None:
-        """Cut off what is beyond the capacity, of a store with so many bytes, if that is known."""
+        """Cut off the blocks beyond the capacity, if there is one, of a store of `num_bytes`."""
         if self._capacity_bytes is not None:
             num_bytes = max(num_bytes, self._num_bytes)
             self._order.cut(num_bytes - self._num_bytes_going - self._capacity_bytes)
 
     def _fate(self, block: FoundBlock) -> Fate | None:
-        """Say why a block goes; None when it stays."""
+        """Return why a block is removed; None if it stays."""
         if block.quarantined:
             return "num_quarantined"
         if block.used < self._oldest:
@@ -167,7 +166,7 @@ class GarbageCollection:
                         before = self._removed.num_bytes
                         try:
                             self._remove(namespace, some)
-                        finally:  # those that were removed before the server was gone
+                        finally:  # also if the server fails after some were removed
                             count.remove(self._removed.num_bytes - before)
                     self._check()
         for fingerprint in fingerprints:
@@ -187,7 +186,7 @@ class GarbageCollection:
 
 
 class _UseOrder:
-    """Order in which blocks were used, and a cut through it: what was used before it goes."""
+    """Order in which blocks were used, with a cut: blocks used before it are removed."""
 
     def __init__(self) -> None:
         self._used = array("d")
@@ -200,7 +199,7 @@ class _UseOrder:
         self._sizes.append(block.num_bytes_on_disk)
 
     def cut(self, num_bytes: int) -> None:
-        """Cut off the least recently used of the noted blocks, until they have so many bytes."""
+        """Cut off the least recently used of the noted blocks, as few as have `num_bytes`."""
         used = np.array(self._used)
         order = np.argsort(used, kind="stable")
         sums = np.cumsum(np.array(self._sizes)[order])
@@ -211,7 +210,7 @@ class _UseOrder:
             self._num_at_cut = int((going == self._cut_at).sum())
 
     def is_cut(self, block: FoundBlock) -> bool:
-        """Whether a block goes; of those used at the time of the cut, the first that are asked."""
+        """Whether a block is cut off; of those used right at the cut, the first that are asked."""
         if block.used == self._cut_at and self._num_at_cut:
             self._num_at_cut -= 1
             return True

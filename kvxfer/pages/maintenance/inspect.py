@@ -20,8 +20,8 @@ class Inspection:
     Attributes:
         header: The header.
         num_bytes: Size of the data in the file.
-        seal_error: Why the seal does not hold, empty when it does.
-        checksum_error: Why the checksum does not hold, empty when it does.
+        seal_error: Why the seal does not hold; empty if it does.
+        checksum_error: Why the checksum does not hold; empty if it does.
         is_sealed: Whether the seal could be checked.
         is_summed: Whether the checksum could be checked.
         is_named: Whether the file has the name of its key.
@@ -44,9 +44,9 @@ class Inspection:
 
 
 def inspect_file(store: BlockStore, path: str, check: BlockCheck) -> Inspection:
-    """Read a file, of its header no more than `MAX_HEADER_BYTES`; a link is not followed.
+    """Inspect a file, of whose header at most `MAX_HEADER_BYTES` are read; no link is followed.
 
-    The root of the store, below which its path begins, may be just the folder that it lies in.
+    `path` begins below the root of `store`, which may be just the folder of the file.
 
     Raises:
         BlockFileError: It is not a block file.
@@ -83,9 +83,9 @@ def inspect_file(store: BlockStore, path: str, check: BlockCheck) -> Inspection:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Split the path of a block file into that of its store and the rest.
+    """Split the path of a block file into the path of its store and the rest.
 
-    A file that does not lie in the folder of a namespace has for a store the folder it lies in.
+    The store of a file outside of any namespace's folder is the folder that contains the file.
     """
     parts = path.split("/")
     start = -3 if len(parts) > 2 and is_fingerprint(parts[-3]) else -1

@@ -15,8 +15,8 @@ from kvxfer.storage.keys import Namespace
 class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks and bytes of one namespace.
 
-    Bytes are those on the disk, headers included. Uses are seconds since the epoch, exact to an
-    hour: the last one of the least and of the most recently used block, None without blocks.
+    Bytes are those on the disk, headers included. `oldest_use` and `newest_use` are the last uses
+    of the least and of the most recently used block, seconds since the epoch, exact to an hour.
     """
 
     fingerprint: str
@@ -24,14 +24,14 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
     integrity: tuple[Integrity, ...]  # that its blocks may have
     num_blocks: int  # that a lookup can find
     num_bytes: int
-    oldest_use: float | None
+    oldest_use: float | None  # None without blocks
     newest_use: float | None
     num_quarantined: int
     quarantined_bytes: int
 
 
 def measure_usage(store: BlockStore) -> list[NamespaceUsage]:
-    """Walk through a store and count per namespace, in the order of fingerprints; blocks."""
+    """Measure each namespace of a store by a walk, sorted by fingerprint; blocks the thread."""
     store.require()
     return [_measure(store, fingerprint) for fingerprint in store.fingerprints()]
 
@@ -42,7 +42,7 @@ def _measure(store: BlockStore, fingerprint: str) -> NamespaceUsage:
         integrity = tuple(kinds_in(opened))
         with contextlib.suppress(BlockFileError):
             namespace = read_namespace(opened)
-    counts, num_bytes = [0, 0], [0, 0]  # of blocks, and of those in quarantine
+    counts, num_bytes = [0, 0], [0, 0]  # by whether a block is in quarantine
     oldest, newest = math.inf, -math.inf
     for block in store.blocks(fingerprint):
         if block.misplaced:  # no lookup finds it
