@@ -10,14 +10,14 @@ from kvxfer.storage.integrity import Integrity
 
 
 class Digester:
-    """Digester: makes the checksums of one integrity.
+    """Maker of the checksums of one integrity.
 
-    `KEYED` and `SEALED` take a secret of 32 bytes, `SEALED` also several, the newest first, and a
-    tenant. Its `cipher` encrypts the data of blocks, and makes their checksums.
+    `KEYED` takes a secret of 32 bytes. `SEALED` takes one or several, the newest first, and a
+    tenant; its `cipher` encrypts the data of blocks, and makes their checksums.
 
     Raises:
-        InvalidArgumentError: `KEYED` or `SEALED` without a secret, one of another length, a secret
-            or a tenant without these, or the package `blake3` is missing.
+        InvalidArgumentError: `KEYED` or `SEALED` has no secret, or one of a wrong length; a secret
+            or a tenant is given to an integrity that takes none; or `blake3` is not installed.
         MissingExtraError: The package `cryptography` is missing.
     """
 
@@ -40,11 +40,11 @@ class Digester:
             _import_blake3()
 
     def checksum(self, data: Iterable[memoryview]) -> str:
-        """Hash the concatenation of `data` to hexadecimal digits; to none when integrity is off."""
+        """Hash the concatenation of `data` to hexadecimal digits; empty if integrity is off."""
         return "" if self.integrity is Integrity.OFF else self._hash(data)
 
     def seal(self, text: bytes) -> str:
-        """Hash a header to hexadecimal digits; with XXH3 also when integrity is off."""
+        """Hash a header to hexadecimal digits: with BLAKE3 if integrity is keyed, else XXH3."""
         return self._hash([memoryview(text)])
 
     def _hash(self, data: Iterable[memoryview]) -> str:

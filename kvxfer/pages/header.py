@@ -14,36 +14,37 @@ from kvxfer.storage.keys import BlockKey, StoredTensor
 from kvxfer.text import printable
 
 PAGE_BYTES = 4096
-"""Bytes of a page: the unit in which disks, O_DIRECT and GDS move bytes."""
+"""Size of a disk page, the unit in which disks, O_DIRECT and GDS move bytes."""
 
 LENGTH_BYTES = 8
-"""Bytes of the length at the start of a file, little-endian, of the text after it."""
+"""Size of the number at the start of a file: the length, little-endian, of the text after it."""
 
 MAX_HEADER_BYTES = 1 << 20
-"""Most bytes of a header; a longer one is not read. About 10,000 tensors fit."""
+"""Maximum size of a header, enough for about 10,000 tensors; a longer one is not read."""
 
 FORMAT_VERSION = "1"
 MAX_KEY_BYTES = 119
-"""Most bytes of a key: in hexadecimal, with the suffixes of a file, it is a name of less than 255
-bytes."""
+"""Maximum size of a key: a file's name, hexadecimal with a suffix, must stay below 255 bytes."""
 
 MAX_DETAIL_CHARS = 1000
-"""Most characters of an error: text from a file must not fill a log."""
+"""Maximum length of an error: text from a file must not fill a log."""
 OTHER_KEY_REASON = "sealed with another key, of another tenant or another secret"
-_METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
+_METADATA_BYTES = 1024  # more than the metadata takes, with the longest key and keyed checksums
 
 
 class BlockFileError(KVXferError, ValueError):
-    """File that is not a block file, or not the one that it should be."""
+    """File that is not a block file, or not the expected one."""
 
-    def __init__(self, detail: str) -> None:  # text from a file must do nothing to a terminal
+    def __init__(self, detail: str) -> None:  # text from a file must not control a terminal
         super().__init__(printable(detail, MAX_DETAIL_CHARS)[:MAX_DETAIL_CHARS])
 
 
 class OtherIntegrityError(BlockFileError):
-    """Block of another integrity, or sealed with another key: engines that have these can read it.
+    """Block of another integrity, or sealed with another key, which other engines can read.
 
-    It `said` that integrity; `key_id` names the key of a sealed block, where it is not ours.
+    Attributes:
+        said: Integrity of the block.
+        key_id: Id of the key that sealed the block, if this process lacks it; else empty.
     """
 
     def __init__(self, said: Integrity, expected: Integrity, *, key_id: str = "") -> None:
@@ -54,7 +55,7 @@ class OtherIntegrityError(BlockFileError):
 
     @property
     def outcome(self) -> Outcome:
-        """Outcome of a load of the block: what another key has sealed is not there for us."""
+        """Outcome of a load of the block: `MISSING` if it was sealed with another key."""
         return Outcome(Status.MISSING if self.key_id else Status.FAILED, reason=str(self))
 
 
@@ -84,15 +85,14 @@ _tensor_decoder = msgspec.json.Decoder(_Tensor)
 class BlockHeader:
     """Header of a block file: the identity, place and checksum of its data.
 
-    The data is that of the tensors, in order. Where a group says which tensors its chunks are,
-    the file lists them. Otherwise it holds one tensor, `blocks`: uint8,
-    `(num_blocks, block_size_bytes)`, the blocks of the chunk from the one at byte `start` of the
-    chunk on; what their pages are is written in the `namespace.json` of the folder. A sealed file
-    lists the tensor `sealed`, uint8, `(num_bytes,)`, in place of either, behind a header as long as
-    theirs.
+    The data is that of the tensors, in order. If the group lists tensors for its chunks, the file
+    has those. Otherwise it has one tensor, `blocks`: uint8, `(num_blocks, block_size_bytes)`, the
+    blocks from byte `start` of the chunk on; `namespace.json` describes their pages. A sealed file
+    lists the tensor `sealed`, uint8, `(num_bytes,)`, instead, and its header is as long as an
+    unsealed one.
 
-    The header is sealed: its own checksum covers every field, that of the data included, so that
-    a changed header is never mistaken for another block's.
+    The header's own checksum, its seal, covers every other field, the checksum of the data
+    included, so that a changed header is never mistaken for another block's.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -102,8 +102,8 @@ class BlockHeader:
     start: int  # offset of the data in the chunk, in bytes
     tensors: tuple[StoredTensor, ...]
     integrity: Integrity
-    checksum: str  # hexadecimal digits over the data
-    min_size_bytes: int = 0  # of the header, where it is longer than `tensors` need
+    checksum: str  # of the data, in hexadecimal digits
+    min_size_bytes: int = 0  # of the header, if it is longer than `tensors` need
 
     @property
     def num_bytes(self) -> int:
@@ -121,17 +121,17 @@ class BlockHeader:
         return max(header_size(self.tensors), self.min_size_bytes)
 
     def covers(self, key: BlockKey, start: int, num_bytes: int, size_bytes: int) -> bool:
-        """Whether a file of `size_bytes` is whole, and has these bytes of the chunk of a key."""
+        """Whether a file of `size_bytes` is whole, and has these bytes of the key's chunk."""
         is_whole = self.key == key and self.data_offset + self.num_bytes == size_bytes
         return is_whole and self.start <= start and start + num_bytes <= self.stop
 
     def encode(self, digester: Digester) -> bytes:
-        """Write the header, `data_offset` bytes long."""
+        """Encode the header, `data_offset` bytes long."""
         return self.frame(digester).fill(self.key, self.checksum)
 
     @classmethod
     def decode(cls, data: bytes) -> "BlockHeader":
-        """Read a whole header of this version; its seal is not checked."""
+        """Decode a whole header of this version, without a check of its seal."""
         if header_size_in(data) != len(data):
             raise BlockFileError(f"not a block file: {len(data)} bytes are not the whole header")
         try:
@@ -159,10 +159,11 @@ class BlockHeader:
 
     @classmethod
     def verify(cls, data: bytes, digester: Digester) -> "BlockHeader":
-        """Read a whole header and check its seal.
+        """Decode a whole header and check its seal; that of a keyed one only with the secret.
 
-        An `OtherIntegrityError` if it was written with another integrity, and nothing else is wrong
-        that shows without the secret.
+        Raises:
+            OtherIntegrityError: It was written with another integrity, and is otherwise good.
+            BlockFileError: It is damaged, or not the header of a block file.
         """
         header = cls.decode(data)
         is_other = digester.integrity not in (header.integrity, Integrity.OFF)
@@ -177,7 +178,7 @@ class BlockHeader:
         return header
 
     def frame(self, digester: Digester) -> "HeaderFrame":
-        """Make the frame of headers that differ in key and checksums alone."""
+        """Make the frame of all headers that differ from this one only in key and checksums."""
         return HeaderFrame(
             self.namespace,
             self.start,
@@ -189,7 +190,7 @@ class BlockHeader:
 
 
 class HeaderFrame:
-    """Common part of the headers of many blocks, see `BlockHeader`: all but key and checksums."""
+    """Part that headers of many blocks have in common: all but key and checksums."""
 
     def __init__(
         self,
@@ -213,26 +214,26 @@ class HeaderFrame:
         self._after_seal = b"}" + listed + b"}"
 
     def fill(self, key: BlockKey, checksum: str) -> bytes:
-        """Write the header of one block, whole pages."""
+        """Encode the header of one block, in whole disk pages."""
         head = f'{self._before_key}{key.hex()}{self._after_key}{checksum}"'.encode()
         seal = self._digester.seal(head + self._after_seal).encode()
         parts = (self._length, head, b',"seal":"', seal, b'"', self._after_seal)
         return b"".join(parts).ljust(self._num_bytes)
 
     def checksum_in(self, head: bytes, key: BlockKey) -> str:
-        """Read the checksum from a header where `fill` writes it; any text from another header."""
+        """Read the checksum where `fill` writes it; arbitrary text from a different header."""
         start = LENGTH_BYTES + len(f"{self._before_key}{key.hex()}{self._after_key}")
         return head[start : head.find(b'"', start)].decode(errors="replace")
 
     def bound(self, key: BlockKey) -> bytes:
-        """List what the tag of a sealed block covers of its header: all but the checksums."""
+        """Return what a sealed block's tag covers of the header: not integrity and checksums."""
         return b"".join(
             (self._length, f'{self._before_key}{key.hex()}"'.encode(), self._after_seal)
         )
 
 
 def header_in(head: bytes) -> BlockHeader | None:
-    """Read a whole header; None where it is not that of a block file."""
+    """Decode a whole header; None if it is not that of a block file."""
     try:
         return BlockHeader.decode(head)
     except BlockFileError:
@@ -240,12 +241,12 @@ def header_in(head: bytes) -> BlockHeader | None:
 
 
 def padded(num_bytes: int) -> int:
-    """Round bytes up to whole pages, as a file takes them on the disk."""
+    """Round up to whole disk pages, the bytes that a file occupies on the disk."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def header_size(tensors: Sequence[StoredTensor]) -> int:
-    """Count the bytes of a header that lists `tensors`: whole pages, whatever key and checksum."""
+    """Compute the size of any header that lists `tensors`: whole disk pages."""
     return _size(_list(tensors))
 
 
@@ -264,7 +265,7 @@ def _size(listed: bytes) -> int:
 
 
 def _list(tensors: Sequence[StoredTensor]) -> bytes:
-    """Tensors as safetensors lists them, each after a comma."""
+    """Encode tensors as safetensors lists them, each after a comma."""
     entries, start = {}, 0
     for tensor in tensors:
         stop = start + tensor.num_bytes

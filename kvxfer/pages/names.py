@@ -1,4 +1,4 @@
-"""Names of the files and folders of a store, and the modes that they are made with."""
+"""Names of the files and folders of a store, and the mode of its folders."""
 
 import re
 from collections.abc import Sequence
@@ -28,27 +28,27 @@ _TEMPORARY_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """Block file in a store."""
+    """Block file that a walk through a store has found."""
 
     fingerprint: str
-    folder: str  # its name in the folder of the namespace
+    folder: str  # name, within the folder of the namespace
     key: BlockKey
     num_bytes: int
-    used: float  # when it was last written or noted as read, seconds since the epoch
+    used: float  # last write or recorded use, in seconds since the epoch
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is in quarantine because it is corrupt."""
+        """Whether the file is in quarantine because it is corrupt."""
         return self.folder == QUARANTINE
 
     @property
     def misplaced(self) -> bool:
-        """Whether it lies where no lookup finds it."""
+        """Whether the file is in a folder where no lookup finds it."""
         return not self.quarantined and not self.key.hex().startswith(self.folder)
 
     @property
     def num_bytes_on_disk(self) -> int:
-        """Bytes that the file takes on the disk."""
+        """Bytes that the file occupies on the disk."""
         return padded(self.num_bytes)
 
     @property
@@ -59,13 +59,13 @@ class FoundBlock:
 
 @dataclass(frozen=True, slots=True)
 class OtherEntry:
-    """File or folder of a namespace that is no block.
+    """File or folder of a namespace that is not a block.
 
     Attributes:
         fingerprint: The namespace.
         abandoned: Whether it is a temporary file whose writer is dead.
-        goes_along: Whether it goes with the namespace when that has no blocks; a foreign file and
-            one that is being written keep it.
+        goes_along: Whether it is removed with a namespace that has no blocks. A foreign file, or a
+            file that is still being written, keeps the namespace.
     """
 
     fingerprint: str
@@ -88,7 +88,7 @@ def file_names(keys: Sequence[BlockKey]) -> list[str]:
 
 
 def temporary_name(owner: str, number: int) -> str:
-    """Name an unfinished file: after the process that makes it, and its number there."""
+    """Name an unfinished file after the process that writes it and a number in that process."""
     return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
 
 
@@ -123,5 +123,5 @@ def is_owner(name: str) -> bool:
 
 
 def claim_path(root: Path, owner: str) -> Path:
-    """Make the path of a process's claim."""
+    """Return the path of a process's claim."""
     return root / f"{owner}{CLAIM_SUFFIX}"

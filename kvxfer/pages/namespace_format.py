@@ -1,4 +1,4 @@
-"""Format of the block files of one namespace: their headers, and the checks of what was read."""
+"""Format of the block files of one namespace: their headers, and checks of files that were read."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -14,21 +14,21 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, StoredTensor
 
 PART = Outcome(Status.FAILED, reason="a part of a chunk: this group is stored in whole chunks")
-"""Outcome of a store of bytes that no file or object of their group can hold."""
+"""Outcome of storing bytes that no file or object of their group can hold."""
 
 
 class GroupFormat:
-    """Sizes of the files of a group, and the tensors that they list.
+    """Sizes of a group's files, and the tensors that they list.
 
-    A group whose chunks are tensors has files of whole chunks, which list those. Any other's
-    files hold whole blocks of opaque bytes, listed as one tensor.
+    If the group lists tensors, each file has those of a whole chunk. Otherwise each file has one
+    tensor, whole blocks of opaque bytes.
     """
 
     def __init__(self, namespace: Namespace, group: int) -> None:
         self.block_size_bytes = namespace.groups[group].block_size_bytes
         self.chunk_size_bytes = namespace.chunk_size_bytes(group)
         self._tensors = namespace.groups[group].tensors
-        self.header_size_bytes = header_size(self._tensors)  # `blocks` fits into its first page
+        self.header_size_bytes = header_size(self._tensors)  # one disk page has room for `blocks`
         self.file_size_bytes = self.header_size_bytes + self.chunk_size_bytes
         self.has_parts = not self._tensors and self.block_size_bytes < self.chunk_size_bytes
         if self.header_size_bytes > MAX_HEADER_BYTES:
@@ -37,7 +37,7 @@ class GroupFormat:
             raise InvalidArgumentError(f"groups[{group}].tensors", found, expected)
 
     def tensors(self, num_bytes: int) -> tuple[StoredTensor, ...]:
-        """List the tensors of a file with `num_bytes` of data, which it can hold."""
+        """List the tensors of a file with `num_bytes` of data, for which `can_hold` is true."""
         if self._tensors:
             return self._tensors
         shape = num_bytes // self.block_size_bytes, self.block_size_bytes
@@ -52,12 +52,12 @@ class GroupFormat:
 
 
 class NamespaceFormat:
-    """Format of the block files of a namespace, wherever they are kept."""
+    """Format of the block files of a namespace, in any medium."""
 
     def __init__(self, namespace: Namespace, digester: Digester) -> None:
         self.fingerprint = namespace.fingerprint
         self.digester = digester
-        # By the last bytes of a key, which are its group.
+        # By the last bytes of a key, its group.
         self._formats = {
             group.to_bytes(GROUP_INDEX_BYTES, "big"): GroupFormat(namespace, group)
             for group in range(len(namespace.groups))
@@ -79,7 +79,7 @@ class NamespaceFormat:
         return [self._formats[key[-GROUP_INDEX_BYTES:]] for key in keys]
 
     def require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        """Check that parts of chunks, which lie within these, are whole blocks."""
+        """Check that parts of chunks are whole blocks; `CallGuard` checks that they lie within."""
         formats = self.formats(keys)
         block_sizes = np.array([each.block_size_bytes for each in formats])
         starts, sizes = blocks.payload_starts, blocks.block_sizes
@@ -93,7 +93,7 @@ class NamespaceFormat:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether data is encrypted, so that it is never that of the caller's memory."""
+        """Whether data is stored encrypted, and so never straight from the caller's memory."""
         return self.digester.cipher is not None
 
     def headers(
@@ -103,7 +103,7 @@ class NamespaceFormat:
         sizes: Sequence[int],
         data: Sequence[Sequence[memoryview]],
     ) -> list[bytes]:
-        """Make the headers of files with this data, which is encrypted in place if it is sealed."""
+        """Make the headers of files with this data; sealing encrypts the data in place."""
         frames, digester, headers = self._frames, self.digester, []
         for key, start, num_bytes, pieces in zip(keys, starts, sizes, data, strict=True):
             frame = frames.get((key[-GROUP_INDEX_BYTES:], start, num_bytes))
@@ -126,7 +126,7 @@ class NamespaceFormat:
         data: Sequence[Sequence[memoryview]],
         into: memoryview | None = None,
     ) -> list[bool]:
-        """Whether files are as stored, from byte 0 of their chunks; decrypts like `check`."""
+        """Whether files are intact and begin at byte 0 of their chunks; decrypts like `check`."""
         cipher = self.digester.cipher
         if cipher is None:
             # One comparison for the seal, the key, the namespace, the size and the checksum.
@@ -143,7 +143,7 @@ class NamespaceFormat:
         return whole
 
     def data_size(self, key: BlockKey, file_size_bytes: int) -> int:
-        """Compute the bytes of data of a file, which must be such as a file of its group has."""
+        """Compute the bytes of data in a file; a `BlockFileError` if no file can have its size."""
         expected = self.format(key)
         num_bytes = file_size_bytes - expected.header_size_bytes
         if not expected.can_hold(num_bytes):
@@ -154,20 +154,20 @@ class NamespaceFormat:
     def check(
         self, key: BlockKey, head: bytes, data: memoryview, into: memoryview | None = None
     ) -> int:
-        """Check everything that was read of a file; return the offset of its data in the chunk.
+        """Verify a whole file that was read; return the offset of its data in the chunk.
 
-        What is decrypted goes to the place of `data`, or `into` other memory.
+        Sealed data is decrypted in place, or `into` other memory.
 
         Raises:
             OtherIntegrityError: The block was stored with another integrity, or sealed with a key
-                that is not ours.
-            BlockFileError: A byte is not what was stored, or the file is another block's.
+                that this process lacks.
+            BlockFileError: A byte differs from what was stored, or the file is another block's.
         """
         digester, namespace = self.digester, self.fingerprint
         if self.are_whole([key], [head], [len(data)], [[data]], into)[0]:
             return 0
         header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
-        require_readable(header, digester)  # before what only such a header lists
+        require_readable(header, digester)  # first: a sealed header rightly lists another tensor
         for said, expected in zip_longest(header.tensors, self._tensors(key, len(data))):
             if said != expected:
                 raise BlockFileError(f"tensor: the file says {said}, expected {expected}")

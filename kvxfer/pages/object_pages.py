@@ -1,4 +1,4 @@
-"""Pages of a namespace: its objects' names, and their bytes, those of the file backend's files."""
+"""Pages of a namespace as objects, with the names and bytes of the file backend's files."""
 
 import weakref
 from typing import Any
@@ -18,20 +18,20 @@ from kvxfer.storage.backend import DONE, PARTIAL, Outcome
 from kvxfer.storage.keys import BlockKey, Namespace
 
 MAX_INLINE_BYTES = (2 << 20) + (64 << 10)
-"""Bytes of a page, with its header, that is verified and copied on the event loop: some 0.2 ms for
-2 MiB, no more than the way to a thread and back costs while all cores are busy."""
+"""Size, with the header, up to which a page is verified and copied on the event loop. 2 MiB take
+about 0.2 ms, no longer than the way to a thread and back while all cores are busy."""
 
 MAX_FREE_BYTES = 64 << 20
-"""Most bytes of memory that are kept for later pages."""
+"""Maximum bytes of memory kept for later pages."""
 
 SEALED_COSTS = 8
-"""Times that opening a sealed page takes of verifying another one and copying it."""
+"""How many times longer it takes to decrypt a sealed page than to verify and copy any other."""
 
 
 class Pages(NamespaceFormat):
     """Pages of one namespace in a store of objects; thread-safe.
 
-    The names of its objects begin with `folder`; one of them is the `description`.
+    All names begin with `folder`. The object `description_name` holds the `description`.
     """
 
     def __init__(self, prefix: str, namespace: Namespace, digester: Digester) -> None:
@@ -43,26 +43,26 @@ class Pages(NamespaceFormat):
         self._memory = PageMemory()
 
     def name(self, key: BlockKey) -> str:
-        """Name the object of a key, as a path below the root of a file store."""
+        """Name the object of a key: the prefix, and the path below the root of a file store."""
         return self.place(key) + file_name(key)
 
     def place(self, key: bytes) -> str:
-        """Name the folder of a key, by its first byte."""
+        """Name the folder of a key, or of all keys with a prefix, after the first byte."""
         return f"{self.folder}{key[:1].hex()}/"
 
     def key_in(self, name: str) -> BlockKey:
-        """Extract the key from an object's name; empty when it is not that of a page."""
+        """Extract the key from an object's name; empty if it is not the name of a page."""
         key = key_in_name(name.rpartition("/")[2])
         return key if key and name == self.name(key) else BlockKey(b"")
 
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
-        """Copy a block into memory of its own, behind its header."""
+        """Make a block's page, header and data, in memory of its own."""
         page = self._memory.take(self.format(key).header_size_bytes + block.num_bytes)
         self.write(key, block, page)
         return page.data
 
     def write(self, key: BlockKey, block: Descriptors, page: NDArray[np.uint8]) -> None:
-        """Copy a block into memory of just the size of its page, behind its header."""
+        """Make a block's page, header and data, in memory of exactly its size."""
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
         self._copy_engine.gather(block, _address(page) + head_size)
         data = page.data[head_size:]
@@ -71,13 +71,13 @@ class Pages(NamespaceFormat):
         )[0]
 
     def decode(self, key: BlockKey, page: Any, block: Descriptors) -> Outcome:
-        """Verify a whole page, a buffer, and copy what a block has of it to the block's memory.
+        """Verify a whole page, and copy the bytes that `block` describes to the block's memory.
 
-        That memory is written only where the outcome is `DONE`.
+        `page` is any buffer. The block's memory is written only if the outcome is `DONE`.
 
         Raises:
-            OtherIntegrityError: The page was stored with another integrity.
-            BlockFileError: A byte is not what was stored, or it is another page.
+            OtherIntegrityError: The page was stored with another integrity, or another key.
+            BlockFileError: A byte differs from what was stored, or it is another block's page.
         """
         data = np.frombuffer(page, np.uint8)
         size = self.data_size(key, len(data))
@@ -92,13 +92,13 @@ class Pages(NamespaceFormat):
 
     @property
     def max_inline_bytes(self) -> int:
-        """Bytes of the largest page that is decoded sooner than a thread could begin to."""
+        """Size of the largest page that is decoded on the event loop sooner than on a thread."""
         return MAX_INLINE_BYTES // SEALED_COSTS if self.is_encrypted else MAX_INLINE_BYTES
 
     def require_readable(self, head: memoryview) -> BlockHeader | None:
-        """Read the header of a page that we can read; None if it is damaged, as a load will find.
+        """Read a page's header; None if it is damaged, which a load will report.
 
-        Otherwise it is an `OtherIntegrityError`.
+        An `OtherIntegrityError` if the page has another integrity, or another key.
         """
         header = header_in(bytes(head))
         if header is not None:
@@ -106,29 +106,29 @@ class Pages(NamespaceFormat):
         return header
 
     def covers(self, key: BlockKey, head: memoryview, size_bytes: int, block: Descriptors) -> bool:
-        """Whether an object has all bytes of a block, by its header; see `require_readable`."""
+        """Whether an object has all bytes of a block, by its header; errors: `require_readable`."""
         header = self.require_readable(head)
         extent = int(block.payload_starts[0]), block.num_bytes
         return header is not None and header.covers(key, *extent, size_bytes)
 
     def close(self) -> None:
-        """Release the engine that copies."""
+        """Close the copy engine."""
         self._copy_engine.close()
 
 
 class PageMemory:
-    """Memory of pages on their way to the bucket, used again when nobody holds it any more.
+    """Memory for pages on their way to a bucket, reused once nothing refers to it.
 
-    Fresh memory costs more than copying a page into it: the kernel gives it page by page. A client
-    may hold a page longer than its request takes, if that is late; until then it is not touched.
-    Thread-safe.
+    Fresh memory costs more than the copy of a page into it, because the kernel maps it in small
+    steps. The client of a late request may hold its page beyond the deadline; the memory is not
+    reused before the client has dropped it. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Take memory of this size; it comes back with the last reference to the array."""
+        """Take memory of this size; it is given back when the array has no reference left."""
         free = self._free.setdefault(num_bytes, [])
         try:
             memory = free.pop()

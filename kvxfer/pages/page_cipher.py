@@ -1,4 +1,4 @@
-"""Cipher of sealed pages: AES-256-GCM, under a key of its own for every page."""
+"""Cipher of sealed pages: AES-256-GCM, with a separate key for every page."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ KEY_ID_BYTES = 16
 TAG_BYTES = 16
 
 SALT_BYTES = 24
-"""Bytes of a page's random salt: as many as may be drawn at random for ever.
+"""Size of a page's salt, large enough for a practically unlimited number of random draws.
 
 Source: https://c2sp.org/XAES-256-GCM
 """
 
 EXTRA = "sealed"
-_NONCE = bytes(12)  # no key encrypts a second page
+_NONCE = bytes(12)  # constant, since no key encrypts a second page
 _CHECKSUM = re.compile(
     f"([0-9a-f]{{{2 * KEY_ID_BYTES}}})([0-9a-f]{{{2 * SALT_BYTES}}})([0-9a-f]{{{2 * TAG_BYTES}}})"
 )
@@ -27,13 +27,12 @@ _CHECKSUM = re.compile(
 class PageCipher:
     """Cipher of the sealed pages of one tenant; thread-safe.
 
-    HKDF-SHA256 derives from each secret a key for every namespace of the tenant, and from that one
-    a key for every page, by its block key and a random salt. So there is no bound on the number of
-    pages, whichever processes store them, and nothing is encrypted twice under a key.
+    HKDF-SHA256 derives from each secret a key for each namespace of the tenant, and from that key,
+    a random salt and the block key, a key for each page. So no key encrypts twice, and any number
+    of processes may store any number of pages. The checksum of a page has the salt, the tag, and
+    the id of the namespace's key, which reveals nothing of the key.
 
-    The checksum of a page names its key without revealing it, and has the salt and the tag.
-
-    Pages are sealed with the first of its secrets; those of the others are read, too.
+    The first secret seals pages. Pages sealed with the other secrets are still read.
 
     Source: RFC 5869, HKDF; NIST SP 800-38D, GCM.
     """
@@ -42,18 +41,18 @@ class PageCipher:
         require_extra(EXTRA, "cryptography", what="integrity=sealed")
         self._secrets = secrets
         self._tenant = tenant
-        self._keys: dict[str, dict[str, bytes]] = {}  # by namespace, and id of the key
+        self._keys: dict[str, dict[str, bytes]] = {}  # by namespace and key id
 
     def key_id(self, namespace: str) -> str:
-        """Name the key that pages of a namespace are sealed with, in hexadecimal digits."""
+        """Return the id, hexadecimal digits, of the key that seals pages of a namespace."""
         return next(iter(self._keys_of(namespace)))
 
     def knows(self, namespace: str, key_id: str) -> bool:
-        """Whether pages of a namespace that are sealed with this key can be read."""
+        """Whether pages of a namespace that were sealed with this key can be read."""
         return key_id in self._keys_of(namespace)
 
     def encrypt(self, namespace: str, key: bytes, bound: bytes, data: memoryview) -> str:
-        """Encrypt a page in place; return the checksum, which covers the `bound` bytes, too."""
+        """Encrypt a page in place; return the checksum, which covers the bytes `bound`, too."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         key_id, namespace_key = next(iter(self._keys_of(namespace).items()))
@@ -75,9 +74,9 @@ class PageCipher:
         data: Iterable[memoryview],
         into: memoryview | None = None,
     ) -> bool:
-        """Decrypt a page in place, or `into` other memory; whether it is what `encrypt` was given.
+        """Decrypt a page in place, or `into` other memory; return whether it is authentic.
 
-        What was decrypted may be used only then. A key that it does not know opens nothing.
+        If it is not, or its key is unknown, the decrypted bytes must not be used.
         """
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -108,13 +107,13 @@ class PageCipher:
 
 
 def key_id_in(checksum: str) -> str:
-    """Read from the checksum of a sealed page the name of its key; empty for any other text."""
+    """Read the key id from the checksum of a sealed page; empty for any other text."""
     parts = _CHECKSUM.fullmatch(checksum)
     return parts[1] if parts else ""
 
 
 def _derive(secret: bytes, namespace: str, tenant: str) -> tuple[str, bytes]:
-    """Derive the key of a tenant's namespace from a secret, and what names it."""
+    """Derive the key of a tenant's namespace from a secret; return its id and the key."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

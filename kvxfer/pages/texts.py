@@ -1,4 +1,4 @@
-"""Texts beside the pages of a namespace: its description, and the kinds of its pages."""
+"""Texts beside the pages of a namespace: its description, and records of its pages' integrity."""
 
 import re
 from collections.abc import Iterable
@@ -18,22 +18,22 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 
 MAX_TEXT_BYTES = 16 << 20
-"""Most bytes of a text that are read: namespaces with thousands of tensors have a few MiB."""
+"""Maximum bytes read of a text. Descriptions with thousands of tensors take a few MiB."""
 
 NUM_SAMPLES = 64
-"""Number of pages to examine where there is no record."""
+"""Maximum number of pages whose headers are examined where a record gives no answer."""
 
 RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
-"""Files beside the pages: each allows for pages of one kind in the namespace."""
+"""Names of the records. Each says that the namespace may hold pages of that integrity."""
 
 DESCRIPTIONS = frozenset({NAMESPACE_FILE, *RECORDS.values()})
-"""Text files that are removed with the namespace that they describe."""
+"""Names of all texts, which are removed with the namespace that they describe."""
 
 _KEY_ID = re.compile(f"^[0-9a-f]{{{2 * KEY_ID_BYTES}}}$", re.MULTILINE)
 
 
 class TextFolder(Protocol):
-    """Folder of a namespace, as far as it has texts."""
+    """Place of a namespace's texts: its folder, or its prefix in a bucket."""
 
     @property
     def fingerprint(self) -> str:
@@ -44,13 +44,13 @@ class TextFolder(Protocol):
 
 
 def describe_namespace(namespace: Namespace) -> str:
-    """Describe every field of a namespace, as a `namespace.json` has them."""
+    """Encode every field of a namespace as the text of its `namespace.json`."""
     text = msgspec.json.format(msgspec.json.encode(namespace.fields()), indent=2).decode()
     return text + "\n"
 
 
 def load_namespace(path: str) -> Namespace:
-    """Read a namespace from a `namespace.json`, wherever the file is now."""
+    """Read a namespace from a `namespace.json`, which may have been copied elsewhere."""
     try:
         return msgspec.json.decode(read_named_file(path).data, type=Namespace)
     except (OSError, ValueError, msgspec.MsgspecError) as exc:  # ValueError: a NUL in the path
@@ -62,7 +62,8 @@ def load_namespace(path: str) -> Namespace:
 def read_namespace(folder: TextFolder) -> Namespace:
     """Read the description of a folder's namespace.
 
-    A `BlockFileError` if there is no good one, a `BackendUnavailableError` if the server is gone.
+    Raises a `BlockFileError` if it is missing, damaged or another's, and a
+    `BackendUnavailableError` if the server is gone.
     """
     try:
         namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)
@@ -80,10 +81,10 @@ def read_namespace(folder: TextFolder) -> Namespace:
 
 
 def make_record(digester: Digester, fingerprint: str, before: str | None = None) -> str:
-    """Make the record of a digester's kind.
+    """Make the record of a digester's integrity.
 
-    That of keyed pages proves the secret, and does not reveal it; that of sealed ones names their
-    keys, also those in the record `before`.
+    A record of keyed pages proves the secret without revealing it. A record of sealed pages lists
+    the ids of their keys, those in the record `before` included.
     """
     if digester.cipher is not None:
         return with_key(before, digester.cipher.key_id(fingerprint))
@@ -94,12 +95,12 @@ def make_record(digester: Digester, fingerprint: str, before: str | None = None)
 
 
 def with_key(record: str | None, key_id: str) -> str:
-    """Add the name of a key to a record of sealed pages, or to none."""
+    """Add a key id to a record of sealed pages; None makes a new record."""
     return "\n".join([Integrity.SEALED.value, *sorted({*_key_ids_in(record), key_id}), ""])
 
 
 def has_other_keys(record: str | None, digester: Digester, fingerprint: str) -> bool:
-    """Whether a record names keys that a digester lacks; False for one that does not seal."""
+    """Whether a record lists keys that a digester lacks; False if the digester does not seal."""
     cipher = digester.cipher
     return cipher is not None and not all(
         cipher.knows(fingerprint, key_id) for key_id in _key_ids_in(record)
@@ -107,13 +108,13 @@ def has_other_keys(record: str | None, digester: Digester, fingerprint: str) -> 
 
 
 def proof_in(record: str | None) -> str:
-    """Extract the proof from a record of keyed pages; empty when it is missing or damaged."""
+    """Extract the proof from a record of keyed pages; empty if either is missing or damaged."""
     proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
 
 
 def read_record(folder: TextFolder, kind: Integrity) -> str | None:
-    """Read the record of a kind; None where there is none."""
+    """Read the record of an integrity; None if there is none."""
     try:
         return folder.read_text(RECORDS[kind])
     except OSError as exc:
@@ -125,13 +126,13 @@ def read_record(folder: TextFolder, kind: Integrity) -> str | None:
 def require_secret(
     folder: TextFolder, digester: Digester, heads: Iterable[bytes], where: str
 ) -> None:
-    """Check that the keyed pages of a folder, `where`, are sealed with the secret of a digester.
+    """Check that the keyed pages of a folder are sealed with the secret of a digester.
 
-    The record proves it; where it is missing or differs, the headers of some pages do, `heads`,
-    which are read in here if need be.
+    The record proves it. If the record is missing or differs, one of the headers `heads` with a
+    valid seal does; only then are they read. The error names the folder as `where`.
 
     Raises:
-        InvalidArgumentError: They are sealed with another secret.
+        InvalidArgumentError: The pages are sealed with another secret.
     """
     said = proof_in(read_record(folder, Integrity.KEYED))
     if said == proof_in(make_record(digester, folder.fingerprint)):
@@ -143,17 +144,16 @@ def require_secret(
 
 
 def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
-    """Whether a folder has keyed pages, by its record or by the headers of some."""
+    """Whether a folder has keyed pages, according to its record or to some headers."""
     return read_record(folder, Integrity.KEYED) is not None or any(map(_is_keyed, heads))
 
 
 def kinds_in(folder: TextFolder) -> list[Integrity]:
-    """List the kinds of pages that there may be in a folder, by its records."""
+    """List the integrities of which there are records, readable or not, in a folder."""
     return [kind for kind in RECORDS if _may_have_record(folder, kind)]
 
 
 def _key_ids_in(record: str | None) -> list[str]:
-    """List the names of keys in a record of sealed pages."""
     return _KEY_ID.findall(record or "")
 
 

@@ -17,13 +17,13 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 1 << 20
-"""Bytes that are read and hashed at a time: a file of any size is verified in this memory."""
+"""Bytes read and hashed at a time, all the memory that verifying a file of any size takes."""
 
 
 def check_header(
     head: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
 ) -> BlockHeader:
-    """Read a header and compare it with its seal, with the names of its folder and its file."""
+    """Decode a header, and check its seal, and its namespace, key and size of data."""
     header = BlockHeader.verify(head, digester)
     for name, said, expected in (
         ("namespace", header.namespace, namespace),
@@ -36,10 +36,10 @@ def check_header(
 
 
 def require_readable(header: BlockHeader, digester: Digester) -> None:
-    """Check that we read blocks of a header's integrity and, if it is sealed, have its key.
+    """Check that a digester reads blocks of a header's integrity and, if sealed, has their key.
 
     Raises:
-        OtherIntegrityError: Only engines with another integrity, or another key, can read it.
+        OtherIntegrityError: Only engines with another integrity, or another key, read the block.
     """
     said, ours = header.integrity, digester.integrity
     if not ours.reads(said):
@@ -56,9 +56,9 @@ def check_data(
     data: Iterable[memoryview],
     into: memoryview | None = None,
 ) -> None:
-    """Compare the data of a file with its checksum, in pieces; do nothing when integrity is off.
+    """Compare the data of a file, in pieces, with the checksum in its verified header.
 
-    The header was verified. Sealed data is decrypted in its place, or `into` other memory.
+    Does nothing if integrity is off. Sealed data is decrypted in place, or `into` other memory.
 
     Raises:
         OtherIntegrityError: See `require_readable`.
@@ -77,7 +77,7 @@ def check_data(
 
 
 def read_header(fd: int) -> tuple[bytes, int]:
-    """Read the header of an open file, and how many bytes follow it; as `cut_header`."""
+    """Read the header of an open file, and count the bytes after it; errors as `cut_header`."""
     found = runtime.disk().fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("not a block file: not a regular file")
@@ -85,9 +85,9 @@ def read_header(fd: int) -> tuple[bytes, int]:
 
 
 def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
-    """Read the header of a file by its leading bytes, and compute how many bytes follow it.
+    """Read the header with `read`, which returns leading bytes; count the bytes that follow it.
 
-    What cannot be a block file is a `BlockFileError`.
+    A `BlockFileError` if the file cannot be a block file.
     """
     size = header_size_in(read(LENGTH_BYTES))
     if file_size_bytes <= size:
@@ -96,7 +96,7 @@ def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[byte
 
 
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:
-    """Read the data after the header, piece by piece; a piece is valid until the next."""
+    """Read the bytes from `offset` on, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))
     while num_read := runtime.disk().preadv(fd, [memory], offset):
         yield memory[:num_read]
