@@ -46,16 +46,16 @@ from kvxfer.storage.observer import Gauge, Removal, Reports
 from kvxfer.text import printable
 
 STALLED_S = 30.0
-"""Seconds after which a write that has not ended counts as a failure."""
+"""How long a write may take before it counts as a failure of the disk."""
 
 ROOM_BYTES = 1 << 20
-"""Bytes of blocks that are removed where a disk is too full to open the store on it."""
+"""Bytes of blocks to remove if the disk is too full to open the store."""
 
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
-"""Times and pauses of asking whether another process has stored a block: a second, after which
-its disk is slower than computing the block again. At every tenth, it may have failed, or its block
-be gone: then ours is stored, unless it still writes."""
+"""Attempts, and the pause between them, to find a block that another process is storing: a second
+in all, after which computing the block again is faster. Every tenth attempt also tries to store
+our block, because the other process may have failed, or its block may be gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +64,15 @@ T = TypeVar("T")
 
 
 class FileBackend(Backend):
-    """Backend that keeps blocks in files below a folder, and evicts when they exceed its capacity.
+    """Backend that keeps blocks in files below a folder, and evicts those beyond its capacity.
 
     Lookups ask the disk, not memory: a block that another process stored is found, and one that
     another process evicted is a miss.
 
     Args:
         config: See `FileConfig`.
-        namespace: Namespace of the blocks, which says how large they are; has a folder of its own
-            below the root.
+        namespace: Namespace of the blocks, which determines their sizes. It gets a folder of its
+            own below the root.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, not one block fits, a parameter is out of
@@ -123,8 +123,8 @@ class FileBackend(Backend):
         """See `Backend.lookup`; asks the file system.
 
         Raises:
-            BackendUnavailableError: The file system cannot tell: the process has no descriptors
-                or no memory left, for example.
+            BackendUnavailableError: The file system gives no answer, for example because the
+                process has no descriptors or memory left.
         """
         self._check(keys)
         return await self._ask(self._lookups, self._files.have_files, keys)
@@ -146,7 +146,7 @@ class FileBackend(Backend):
         return await self._load(keys, blocks, self._reader.read)
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """See `Retaining.retain`; for as long as this process has the store open."""
+        """See `Retaining.retain`; lasts until this process closes the store."""
         self._space.index.retain(keys, retention)
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
@@ -154,7 +154,7 @@ class FileBackend(Backend):
         return self._space.index.retentions(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. One that is cancelled goes on; stores of its keys wait for it.
+        """See `Backend.delete`. A cancelled delete goes on, and stores of its keys wait for it.
 
         Raises:
             BackendUnavailableError: The file system refuses to remove files.
@@ -166,12 +166,12 @@ class FileBackend(Backend):
         """Remove blocks of this namespace, whichever process stored them; return how many.
 
         Args:
-            prefix: Beginning of their keys. What is stored under it meanwhile may stay. Without a
-                prefix every block is removed, and stores wait.
+            prefix: Beginning of their keys. Blocks stored under it meanwhile may stay. Without a
+                prefix, every block is removed, and stores wait.
 
         Raises:
-            BackendUnavailableError: The file system refuses to remove files, or to list a folder;
-                all others are removed.
+            BackendUnavailableError: A file cannot be removed, or a folder cannot be listed; all
+                other blocks were removed.
         """
         self._guard.check()
         require_instance("prefix", prefix, bytes)
@@ -194,17 +194,17 @@ class FileBackend(Backend):
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
         self._guard.check()
-        await self._scans.ask(lambda: None)  # on the thread that walks, after the walk
+        await self._scans.ask(lambda: None)  # queued behind the walk, on its thread
 
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
-        """Find the blocks that were used last, the very last one first, of all that are there."""
+        """List the most recently used blocks of this namespace, the latest first."""
         await self.wait_indexed()
         return await self._scans.ask(self._space.index.recently_used, num_blocks)
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. Calls stuck in the file system are left behind.
+        """See `Backend.aclose`; ends within `close_timeout_s`.
 
-        Ends within `close_timeout_s`; files that such calls use are closed when these end.
+        Calls that hang in the file system are left behind; their files are closed when they end.
         """
         await self._guard.aclose(self._release)
 
@@ -215,7 +215,7 @@ class FileBackend(Backend):
         num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))
         if num_left:
             release: Callable[[], None] = self._close_files
-            for each in pools:  # each waits for its end, and then has the next one wait
+            for each in pools:  # a chain: the end of one pool begins the wait for the one before
                 release = partial(each.when_ended, release)
             release()
         else:
@@ -228,7 +228,10 @@ class FileBackend(Backend):
     async def _ask(
         self, threads: Threads, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a function that touches no memory of the caller on a thread."""
+        """Call a function on a thread, and translate its errors.
+
+        It must not touch the caller's memory, since it goes on when the caller is cancelled.
+        """
         try:
             return await threads.ask(func, *args, **kwargs)
         except (OSError, MemoryError) as exc:
@@ -238,12 +241,12 @@ class FileBackend(Backend):
     async def _remove(
         self, keys: Sequence[BlockKey], func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Remove blocks on a thread; stores of these keys wait, though the call is cancelled."""
+        """Remove blocks on a thread; stores of these keys wait, even if the caller is cancelled."""
         removing = partial(self._ask, self._removers, func, *args, **kwargs)
         return await self._deletes.hold_during(keys, removing)
 
     def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
-        """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
+        """Open the folder, the ledger and the I/O engine; if the disk is full, make room once."""
         try:
             try:
                 return self._open_here(config, namespace, digester)
@@ -299,17 +302,17 @@ class FileBackend(Backend):
         probe = self._breaker.probe
         try:
             written = await self._write(keys, blocks)
-            kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
+            kinds = {id(each): each for each in written}.values()  # few: blocks share outcomes
             if (error := medium_failure(kinds)) is not None:
                 self._breaker.record(error)
         finally:
-            self._breaker.abandon(probe)  # one that found out nothing
+            self._breaker.abandon(probe)  # if it had no result
         if BUSY in kinds:
             await self._await_others(keys, blocks, written)
         return [outcome or DONE for outcome in written]
 
     async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
-        """Write blocks that are not there; see `StoreBatch.write`."""
+        """Write the missing blocks of a batch; see `StoreBatch.write`."""
         batch, began = self._batch(keys, blocks), runtime.monotonic()
         self._writing_since.append(began)
         try:
@@ -330,7 +333,7 @@ class FileBackend(Backend):
         move: Callable[[int, int], list[T]],
         blocks: Descriptors,
     ) -> list[T | Outcome]:
-        """Move a batch on threads, a share each; return one result per block."""
+        """Move a batch in shares, each on a thread; return one result per block."""
 
         def move_share(start: int, stop: int) -> Sequence[T | Outcome]:
             try:
@@ -347,9 +350,9 @@ class FileBackend(Backend):
     async def _await_others(
         self, keys: Sequence[BlockKey], blocks: Descriptors, outcomes: list[Outcome | None]
     ) -> None:
-        """Wait a moment for other processes that are storing the same blocks.
+        """Wait up to a second for processes that store the same blocks; update `outcomes`.
 
-        They may have stored another part of a chunk: then ours is stored after all.
+        If they stored another part of a chunk, ours is stored after all.
         """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
         for attempt in range(1, BUSY_ATTEMPTS + 1):
@@ -383,20 +386,20 @@ class FileBackend(Backend):
         return outcomes
 
     def _keys_there(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
-        """List the blocks that are there; note the errors of folders that cannot be read."""
+        """List the keys of the blocks in the folder; `errors` gets those of unreadable folders."""
         tree = BlockTree(self._root, on_error=errors.append)
         found = tree.blocks(self._folder.fingerprint, prefix)
         return [each.key for each in found if not each.quarantined]
 
     def _clear(self, errors: Sequence[OSError], keys: Sequence[BlockKey]) -> int:
-        """Remove blocks; then raise the first error of their list: not all were removed."""
+        """Remove blocks; then raise the first error of listing them, which left some out."""
         num_removed = sum(self._space.remove(keys, reason=Removal.CLEARED))
         if errors:
             raise errors[0]
         return num_removed
 
     def _end_first_walk(self, walk: Future[None], namespace: Namespace) -> None:
-        """Log how the first walk ended, and the other namespaces of the store."""
+        """Log a failure of the first walk, or the other namespaces of the store."""
         try:
             walk.result()
             self._log_other_namespaces(namespace)
@@ -406,13 +409,13 @@ class FileBackend(Backend):
             logger.exception("%s: cannot be scanned", self._root)
 
     def _log_other_namespaces(self, namespace: Namespace) -> None:
-        """Log why blocks of the same model are misses: the first field that is different."""
+        """Log why blocks of the same model are misses: the first field that differs."""
         for theirs in self._tree.namespaces():
             try:
                 if theirs.model == namespace.model:
                     namespace.require_same(theirs)
             except NamespaceMismatchError as exc:
-                why = printable(exc, MAX_DETAIL_CHARS)  # with text of a file in it
+                why = printable(exc, MAX_DETAIL_CHARS)  # it contains text from a file
                 text = "blocks of the same model in %s are not found here: %s"
                 logger.info(text, theirs.fingerprint, why)
 
@@ -424,13 +427,13 @@ class FileBackend(Backend):
 
 
 _EVERY_KEY = BlockKey(b"")
-"""Name that a purge locks, for whose end all stores wait."""
+"""Stand-in for all keys: a purge locks it, and every store waits for that."""
 
 
 def _remove_oldest(root: Path) -> bool:
-    """Remove `ROOM_BYTES` of the blocks that were used least recently; return whether any was."""
+    """Remove the least recently used blocks, `ROOM_BYTES` or more; return whether any was."""
     store = FolderStore(root)
-    with contextlib.suppress(InvalidArgumentError, OSError):  # no store, or none that can be read
+    with contextlib.suppress(InvalidArgumentError, OSError):  # no store, or an unreadable one
         num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())
         removed = GarbageCollection(store, capacity_bytes=max(0, num_bytes - ROOM_BYTES)).run()
         logger.warning("%s: no room on the disk: removed %d blocks", root, removed.num_excess)

@@ -21,24 +21,25 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Configuration of `file://`, with the attributes of `BoundedConfig`.
 
     Attributes:
-        path: Root of the store; created with mode 0700 if need be. Several processes, and
-            several hosts whose file system has `flock`, may share it.
-        capacity: Bytes of all files below the root, of any namespace, headers and quarantine
-            included.
-        min_free: Bytes that stay free on the file system.
-        integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 one with a
-            secret; verified after every load. `off` does neither. `sealed` encrypts blocks.
-        secret_file: File with the 32 bytes of the secret, for `integrity=keyed` and `sealed`; for
-            `sealed` also with several, the newest first.
-        tenant: Name of whom `sealed` blocks belong to; each tenant has a key of its own.
-        durability: With `fsync` a block counts as stored only once it would survive a power cut.
-        direct: `auto` uses O_DIRECT where the file system has it.
-        engine: Engine that moves the bytes: `uring` is io_uring, `posix` the kernel's vectored
-            calls. `auto` is the first one where the kernel permits it, else the second.
-        read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
-        write_threads: Threads that write, likewise.
-        rescan_factor: Pause before a new walk through the folders for files of other processes,
-            when there is nothing left to evict, as a multiple of the time of the last walk.
+        path: Root of the store; created with mode 0700 if it is missing. Several processes may
+            share it, also on several hosts if the file system has `flock`.
+        capacity: Maximum bytes of all files below the root, of any namespace, headers and
+            quarantine included.
+        min_free: Bytes to keep free on the file system.
+        integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 checksum with
+            a secret; every load verifies it. `off` does neither. `sealed` encrypts blocks.
+        secret_file: File with the 32 bytes of the secret, for `integrity=keyed` and `sealed`. For
+            `sealed`, it may hold several secrets, the newest first.
+        tenant: Owner of `sealed` blocks; each tenant has a key of its own.
+        durability: With `fsync`, a block counts as stored only once it would survive a power cut.
+        direct: `auto` uses O_DIRECT if the file system supports it.
+        engine: I/O engine: `uring` is io_uring, `posix` is `preadv` and `pwritev`. `auto` is
+            `uring` if the kernel permits it, else `posix`.
+        read_threads: Maximum threads that read; `uring` uses at most 4, each with 64 files in
+            flight.
+        write_threads: Maximum threads that write, likewise.
+        rescan_factor: Pause before another walk for files of other processes when nothing is left
+            to evict, as a multiple of the time that the last walk took.
         close_timeout_s: Seconds that closing waits for calls that hang in the file system.
     """
 
@@ -62,7 +63,7 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def require_root(config: FileConfig) -> Path:
-    """Get the root of the store, which must be a valid path: not empty, and without a NUL."""
+    """Return the root as an absolute path, which must not be empty or contain a NUL."""
     if not config.path:
         raise InvalidArgumentError("path", "", "the folder of the store")
     try:
@@ -75,7 +76,7 @@ def require_root(config: FileConfig) -> Path:
 
 
 def require_room(config: FileConfig, namespace: Namespace) -> int:
-    """Compute the bytes on the disk of the largest chunk, which must fit into the capacity."""
+    """Compute the bytes that the largest chunk takes on the disk; it must fit the capacity."""
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
     largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:

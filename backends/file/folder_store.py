@@ -1,4 +1,4 @@
-"""Store in a folder, as its maintenance sees it."""
+"""Store in a folder, as maintenance sees it."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from kvxfer.pages.texts import DESCRIPTIONS
 from kvxfer.pages.verification import read_data, read_header
 
 NUM_THREADS = 8
-"""Files that are read at one time: as many as engines read by default."""
+"""Files to read concurrently, as many as engines read by default."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class FolderStore(BlockTree, BlockStore):
         self.place = str(root)
 
     def require(self) -> None:
-        """See `BlockStore.require`: it has a count, a namespace or a block."""
-        tree = BlockTree(self.root)  # a part of it that cannot be read is skipped
-        has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
+        """See `BlockStore.require`: a store has a ledger, a namespace or a block."""
+        tree = BlockTree(self.root)  # skips what cannot be read
+        has_block = any(True for _ in tree.blocks())  # first: raises if the root cannot be read
         namespaces = (self.root / name / NAMESPACE_FILE for name in tree.fingerprints())
         if not has_block and not any(map(_is_file, (self.root / LEDGER_NAME, *namespaces))):
             wanted = f"the root of a store, the folder with {LEDGER_NAME}"
@@ -71,7 +71,7 @@ class FolderStore(BlockTree, BlockStore):
         """See `BlockStore.open_count`.
 
         Raises:
-            OSError: The ledger cannot be made.
+            OSError: The ledger cannot be opened or created.
         """
         return Ledger(self.root)
 
