@@ -1,4 +1,4 @@
-"""Reader of block files, each verified after it was read."""
+"""Reader of block files, which verifies each file after reading it."""
 
 import contextlib
 import logging
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 class BlockReader:
     """Reader of shares of batches; blocks; thread-safe.
 
-    A failure is not raised: it is the outcome of its block. A corrupt file is quarantined.
+    A failure is an outcome, not an exception. A corrupt file is quarantined.
 
-    Whole chunks are read many files at a time, on the assumption that all is well. A file for which
-    it is not, and every part of a chunk, is read once more, alone and with all checks.
+    Whole chunks are read many files at a time, in the expectation that all is well. A file for
+    which that fails, and every part of a chunk, is read alone and with all checks.
     """
 
     def __init__(self, files: BlockFiles, space: Space) -> None:
@@ -61,13 +61,13 @@ class BlockReader:
         return [outcome or MISSING for outcome in outcomes]
 
     def _find_whole(self, some: Round) -> dict[int, int]:
-        """Find the folders of the whole chunks in a round, without those that would be a miss."""
+        """Find the whole chunks to read together: the descriptor of each one's folder, by index."""
         folder, found = self._files.folder, dict[int, int]()
         formats, sizes = self._files.formats(some.keys), some.blocks.block_sizes.tolist()
         for index, fd in enumerate(folder.folders_of(some.keys)):
             expected = formats[index]
             is_whole = sizes[index] == expected.chunk_size_bytes
-            # Read straight, a part is in the caller's memory before it is known to be one.
+            # A zero-copy read would put a part into the caller's memory before it shows as one.
             if is_whole and some.zero_copy and expected.has_parts:
                 is_whole = folder.sizes([some.keys[index]]) == [expected.file_size_bytes]
             if is_whole and isinstance(fd, int):
@@ -75,7 +75,7 @@ class BlockReader:
         return found
 
     def _read_whole(self, some: Round, folders: Sequence[int]) -> list[Outcome | None]:
-        """Read whole chunks: `DONE`, `_REPLACED` if memory may have been written, or None."""
+        """Read whole chunks: `DONE`, else `_REPLACED` if memory may have been written, or None."""
         files, keys, sizes = self._files, some.keys, some.blocks.block_sizes.tolist()
         scratch = files.scratch(keys, PAGE_BYTES + (0 if some.zero_copy else max(sizes)))
         vectors = (
@@ -109,7 +109,7 @@ class BlockReader:
         return outcomes
 
     def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
-        """Read any part of one chunk, with all checks and the reason of a failure."""
+        """Read a chunk or a part of one with all checks, which find the reason of a failure."""
         try:
             fd = self._files.folder.open_block(key, self._files.flags)
         except OSError as exc:
@@ -147,7 +147,7 @@ class BlockReader:
         return DONE
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
-        """Leave a block to engines of its integrity and key, and note these for lookups."""
+        """Leave a block to engines that can read it; record its integrity and key for lookups."""
         with contextlib.suppress(OSError):
             self._files.record.note(exc.said, exc.key_id)
         return exc.outcome
@@ -162,7 +162,7 @@ class BlockReader:
 
 
 def _may_have_data(result: Result, header_size_bytes: int) -> bool:
-    """Whether a read came as far as the data, as one that failed may have."""
+    """Whether a read may have written data to memory, as a failed one may have."""
     if isinstance(result, OSError):
         return not runtime.is_absent(result)
     return result > header_size_bytes

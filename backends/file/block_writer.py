@@ -1,4 +1,4 @@
-"""Writer of block files, each whole under its name or not there at all."""
+"""Writer of block files: each appears under its name whole, or not at all."""
 
 import contextlib
 import itertools
@@ -26,8 +26,7 @@ BUSY = Outcome(Status.FAILED, reason="another process is storing this block")
 class BlockWriter:
     """Writer of shares of batches; blocks; thread-safe.
 
-    A failure is not raised: it is the outcome of its block, and leaves no file where that can be
-    removed.
+    A failure is an outcome, not an exception. It leaves no file, unless that cannot be removed.
 
     Attributes:
         is_durable: Whether a block counts as stored only once it would survive a power cut.
@@ -42,7 +41,7 @@ class BlockWriter:
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write block i of `blocks` to the file of `keys[i]`.
 
-        The outcome is `BUSY` where another process is writing the file, or has made it meanwhile.
+        The outcome is `BUSY` if another process is writing the file, or created it meanwhile.
         """
         outcomes: list[Outcome] = []
         for some in self._files.rounds(keys, blocks):
@@ -53,10 +52,10 @@ class BlockWriter:
         return outcomes
 
     def sync_names(self, keys: Sequence[BlockKey]) -> Outcome | None:
-        """Sync the folders of files that are there if blocks must survive a power cut.
+        """Sync the folders of files that exist, if blocks must survive a power cut.
 
-        Whoever has stored them may not have synced these yet, or have been killed before. Returns
-        why they would not survive it, else None.
+        The processes that stored the files may have been killed before they synced the folders.
+        Returns the failure of a sync, else None.
         """
         try:
             if keys and self.is_durable:
@@ -92,7 +91,7 @@ class BlockWriter:
         totals = np.add(scratch.header_sizes, sizes).tolist()
         wanted = list(range(len(keys)))
         results: list[Result] = [0] * len(keys)
-        for renew in (False, True):  # what was gone perhaps with its folder is made once more
+        for renew in (False, True):  # try again, once, where the folder may have been removed
             self._make(keys, vectors, totals, wanted, results, renew=renew)
             wanted = [i for i in wanted if getattr(results[i], "errno", 0) in GONE]
             if not wanted:
@@ -111,7 +110,7 @@ class BlockWriter:
         *,
         renew: bool,
     ) -> None:
-        """Write those files whole and name them; their results are their sizes."""
+        """Write and name the files at `indices`; set their `results` to their sizes or errors."""
         folder, owner, files = self._files.folder, self._ledger.owner, dict[int, NewFile]()
         fds = folder.folders_of([keys[index] for index in indices], create=True, renew=renew)
         for index, fd in zip(indices, fds, strict=True):
@@ -136,7 +135,7 @@ class BlockWriter:
         except OSError as exc:
             for index in named:
                 results[index] = exc
-                with contextlib.suppress(OSError):  # else it stays, and is counted
+                with contextlib.suppress(OSError):  # a file that stays is counted
                     self._files.folder.remove(keys[index])
 
 

@@ -21,19 +21,19 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
 KEYS_PER_LOCK = 256
-"""Files that are removed at one time, while all other processes wait."""
+"""Files removed under one lock of the ledger, for which all other processes wait."""
 
 MIN_FREE_FILES = 32
-"""Files that stay free where their number is limited: for claims, folders, and other programs."""
+"""Inodes to keep free, if their number is limited, for claims, folders and other programs."""
 
 SHORT_SCAN_S = 0.05
-"""Seconds of a walk that is repeated without a pause, whenever it may help."""
+"""Duration of a walk below which the next one needs no pause before it."""
 
 WALK_WAIT_S = 1.0
-"""Seconds that a store without room waits for a walk, of which most take less."""
+"""How long a store without room waits for a walk; most walks take less."""
 
 OTHER_ERRORS = MEDIUM_ERRORS | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of a removal that say nothing of its file."""
+"""Errors of a removal that say nothing about the file."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 class Space:
     """Space of one store, which all namespaces and processes below its root share.
 
-    Files are known from a walk through the tree and from this process's stores; files of other
-    processes are found by another walk, when there is nothing left to evict. The bytes of all are
-    counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
-    blocks, and raises an OSError if the file system does not answer. The eviction policy is for a
-    store of `num_slots` of the largest files.
+    Known files are those that the last walk through the tree found, and those that this process
+    stored. When nothing is left to evict, another walk looks for files of other processes. The
+    `Ledger` counts the bytes of all files; its lock is held while files are evicted. Thread-safe;
+    every method blocks, and raises an OSError if the file system fails. The eviction policy is for
+    a store of `num_slots` of the largest files.
 
     Attributes:
         index: The known files.
-        walks: Thread of the walks that `begin_scan` begins, to be closed.
+        walks: Thread of the walks that `begin_scan` begins; closed by the owner of the space.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Space:
         self._walk: Future[None] | None = None
         self._walk_lock = runtime.lock()
         self._next_scan = 0.0
-        self._num_walks = 0  # that have ended and were learned
+        self._num_walks = 0  # that have ended, and that the index has learned
         self._must_rescan = False
         self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
-        self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
-        self._not_removed: dict[Victim, bool] = {}  # whether for good; until an eviction ends
+        self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # evicted, and not reported yet
+        self._not_removed: dict[Victim, bool] = {}  # by an eviction under way; True: for good
 
     def observe(self, reports: Reports) -> None:
-        """Tell these reports of files that come and go, and how much room they take."""
+        """Report files that come and go, and how much room they take."""
         self._reports = reports
         reports.watch(self._gauges)
         self._tell_walk()  # the first one may have ended
@@ -89,11 +89,11 @@ class Space:
         return self._walk is not None and not self._walk.done()
 
     def begin_scan(self) -> Future[None]:
-        """Begin a walk on a thread, unless one is under way there; return its end.
+        """Begin a walk on the thread for walks, unless one is under way; return the walk's future.
 
-        It collects files of dead writers, finds blocks, and recounts. Files that other processes
+        It removes files of dead writers, finds blocks, and recounts. Files that other processes
         store or remove meanwhile may be counted twice, or after they are gone: the count may be too
-        high until the next walk, never too low. Nothing is changed where the tree cannot be read.
+        high until the next walk, never too low. If the tree cannot be read, the count stays.
         """
         with self._walk_lock:
             if self._walk is None or self._walk.done():
@@ -103,11 +103,11 @@ class Space:
     def reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], *, spare: Sequence[BlockKey] = ()
     ) -> int:
-        """Make room for files that are not there; each must be settled by `settle`.
+        """Reserve room for new files, each of which the caller must `settle`.
 
-        Others are evicted for them if need be, but not those to `spare`. Returns how many of the
-        leading keys there is room for. Nothing is reserved when it raises, as when the bytes of the
-        store are not known.
+        Evicts other files if necessary, but not those to `spare`. Returns for how many of the
+        leading keys there is room. If it raises, for example because the store has no count,
+        nothing is reserved.
         """
         if self._must_rescan:
             self._must_rescan = not self._rescan(self._num_walks)
@@ -116,7 +116,8 @@ class Space:
         try:
             if fitting < len(keys) and self._rescan(num_walks):
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
-            if not self._ledger.known and self._rescan(self._num_walks):  # lost during that walk
+            # The count was lost during that walk:
+            if not self._ledger.known and self._rescan(self._num_walks):
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
         except BaseException:
             self.settle(keys[:fitting], stored=[False] * fitting)
@@ -124,11 +125,10 @@ class Space:
         return fitting
 
     def evict(self, sizes: Sequence[int], *, spare: Sequence[BlockKey]) -> int:
-        """Evict files of as many bytes as turned out not to fit, although room was reserved.
+        """Evict files for others that turned out not to fit, although room was reserved.
 
-        Only known files are evicted, and not those to `spare`; where they are too few, the next
-        `reserve` looks for more. Returns how many of the leading files there should be room for
-        now.
+        Evicts only known files, and not those to `spare`; if they are too few, the next `reserve`
+        looks for more. Returns for how many of the leading files there should be room now.
         """
         needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
@@ -137,14 +137,14 @@ class Space:
         return fitting
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
-        """Make reserved files candidates for eviction, or give their room back."""
-        # First: once they are candidates for eviction, another thread may tell that they are gone.
+        """Make stored files candidates for eviction; give back the room of those not stored."""
+        # First: once the files are candidates, another thread may evict them and report that.
         self._reports.added([key for key, done in zip(keys, stored, strict=True) if done])
         is_given_back = all(stored)
         settled: tuple[int, int, list[BlockKey]] | None = None
         if not is_given_back:
             with contextlib.suppress(OSError, MemoryError):
-                with self._ledger.locked():  # a walk that ended in between would give it back, too
+                with self._ledger.locked():  # both at once: a walk must not recount in between
                     settled = self.index.settle(keys, stored=stored)
                     self._ledger.give_back(settled[1])
                 is_given_back = True
@@ -152,17 +152,17 @@ class Space:
         self._reports.removed(gone, Removal.DELETED)
         if not is_given_back:  # the count stays too high until the next walk
             num_written += num_given_back
-        with contextlib.suppress(OSError, MemoryError):  # as it does here
+        with contextlib.suppress(OSError, MemoryError):  # here, too, the count would stay too high
             self._ledger.settle(num_written)
 
     def quarantine(self, key: BlockKey, fd: int) -> bool:
-        """Move the open file of a key to quarantine, where it is among the first to be evicted.
+        """Move the open file of a key to quarantine, from which files are evicted first.
 
-        It is removed instead if it cannot be moved. False when another process removed or replaced
-        it since it was opened.
+        If the file cannot be moved, it is removed. Returns False if another process removed or
+        replaced it since it was opened.
         """
         moved, is_known = None, False
-        # Locked, so that nobody stores the key anew before it was told that it is gone.
+        # Locked, so that nobody stores the key again before its removal was reported.
         with contextlib.suppress(OSError), self._ledger.locked():
             moved, is_known = self._quarantine(key, fd), True
             if moved is not None:
@@ -180,9 +180,9 @@ class Space:
         return moved
 
     def discard(self, key: BlockKey, fd: int, *, reason: Removal = Removal.REPLACED) -> bool:
-        """Remove the open file of a key; False when another process removed or replaced it."""
+        """Remove the open file of a key; False if another process removed or replaced it."""
         with self._ledger.locked():
-            num_bytes = padded(runtime.disk().fstat(fd).st_size)  # a removed file may tell nothing
+            num_bytes = padded(runtime.disk().fstat(fd).st_size)  # `fstat` may fail once removed
             was_there = self._folder.remove_open(key, fd)
             if was_there:
                 self._ledger.remove(num_bytes)
@@ -193,7 +193,7 @@ class Space:
     def remove(self, keys: Sequence[BlockKey], *, reason: Removal = Removal.DELETED) -> list[bool]:
         """Remove the files of keys; return for each whether it was there.
 
-        If one cannot be removed, all others are, and its error is raised.
+        If a file cannot be removed, the others are removed before its error is raised.
         """
         removed: list[bool | OSError] = []
         for start in range(0, len(keys), KEYS_PER_LOCK):
@@ -246,7 +246,7 @@ class Space:
             learning = self.index.learn_walk(found, is_partial=is_partial)
             is_learning = True
             while is_learning:
-                with self._ledger.locked():  # for some files at a time: others wait for it, too
+                with self._ledger.locked():  # one step at a time, since others wait for the lock
                     is_learning = next(learning, False)
                     self._tell_walk()
                 runtime.sleep(STEP_PAUSE_S)
@@ -277,28 +277,28 @@ class Space:
                         self._reports.removed(gone, Removal.VANISHED)
                         self._ledger.reserve(sum(needed[:fitting]))
                         return fitting
-                runtime.sleep(STEP_PAUSE_S)  # others have the count before more is evicted
-        except BaseException as exc:  # the ledger has counted nothing: nothing is given back there
+                runtime.sleep(STEP_PAUSE_S)  # lets others lock the ledger before more is evicted
+        except BaseException as exc:  # the ledger reserved nothing, so it needs nothing back
             self.index.settle(keys[:fitting], stored=[False] * fitting)
             if not isinstance(exc, RemovedCountError):
                 raise
-            return 0  # a walk makes another one
+            return 0  # a walk makes a new count
 
     def _require_counted(self) -> None:
-        """Refuse room when the store has no count, and a walk could not make one."""
+        """Raise an OSError if the store has no count, and the last walk could not make one."""
         if self._is_uncounted and not self._ledger.known:
             text = "its bytes are not known, as a part of it cannot be read"
             raise OSError(errno.EIO, text, str(self._tree.root))
 
     def _tell_walk(self) -> None:
-        """Tell which files of our namespace a walk found, and which it did not find any more."""
+        """Report which files of our namespace a walk found, and which it no longer found."""
         if self._reports:
             appeared, vanished = self.index.take_changes()
             self._reports.removed(vanished, Removal.VANISHED)
             self._reports.added(appeared)
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        """State of the store, as of its last change by this process; asks nothing of the disk."""
+        """Return the state of the store as this process last saw it, without asking the disk."""
         return {
             Gauge.CAPACITY_BYTES: self._config.capacity,
             Gauge.USED_BYTES: self._ledger.used,
@@ -307,9 +307,9 @@ class Space:
 
     @contextlib.contextmanager
     def _spared(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        """Hold files back from eviction; tell what was evicted instead of them at the end.
+        """Protect files from eviction; at the end, report the files that were evicted.
 
-        What could not be removed is there, counted, and perhaps chosen the next time.
+        Files that could not be removed go back to the index: they exist, and count.
         """
         held = self.index.hold(keys)
         try:
@@ -327,7 +327,10 @@ class Space:
     def _make_room(
         self, needed: Sequence[int], free_bytes: float, free_files: float, most: float
     ) -> tuple[int, bool]:
-        """Evict until files fit; return how many do, and whether `most` were removed before."""
+        """Evict at most `most` files, until files of `needed` bytes fit.
+
+        Returns how many of these fit, and whether `most` was too low.
+        """
         total, num_left = 0, most
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
@@ -340,7 +343,7 @@ class Space:
                 if victim is None:
                     return fitting, not num_left
                 freed = self._evict(victim, with_folder=fitting >= free_files)
-                num_left -= victim not in self._not_removed  # those are chosen again later
+                num_left -= victim not in self._not_removed  # a file that stays does not count
                 free_bytes += victim.num_bytes if freed else 0
                 free_files += freed
         return len(needed), False
@@ -354,10 +357,10 @@ class Space:
                     folder = NamespaceFolder(self._tree.root, victim.fingerprint)
                     opened.callback(folder.close)
                 found_in = QUARANTINE if victim.quarantined else ""
-                num_bytes = folder.remove(victim.key, found_in)  # which others may have changed
+                num_bytes = folder.remove(victim.key, found_in)  # others may have replaced the file
             except OSError as exc:
                 is_apart = victim.quarantined or victim.fingerprint != self._folder.fingerprint
-                may_not = is_apart and exc.errno in (errno.EACCES, errno.EPERM)  # another user's
+                may_not = is_apart and exc.errno in (errno.EACCES, errno.EPERM)  # of another user
                 of_file = victim.quarantined and exc.errno not in OTHER_ERRORS
                 stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
                 self._not_removed[victim] = stays
@@ -368,15 +371,15 @@ class Space:
             if self._reports and not victim.quarantined:
                 reason = Removal.VANISHED if num_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
-            if num_bytes is None:  # another process removed it, and has counted it
+            if num_bytes is None:  # another process removed it, and subtracted its bytes
                 return 0
             self._ledger.remove(padded(num_bytes))
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self, num_walks: int) -> bool:
-        """Look for unknown files by a walk, if none has ended since there were `num_walks`.
+        """Look for unknown files by a walk, unless one has ended since there were `num_walks`.
 
-        Returns whether one has ended within `WALK_WAIT_S`.
+        Waits at most `WALK_WAIT_S`. Returns whether a walk has ended.
         """
         if self._num_walks > num_walks:
             return True
@@ -390,8 +393,9 @@ class Space:
         return bool(done)
 
     def _free(self) -> tuple[float, float]:
-        """Count the bytes and files that there is room for, less bytes reserved and not written."""
+        """Compute the free bytes and inodes that stores may use, without bytes reserved already."""
         found = runtime.disk().statvfs(self._tree.root)
-        free = found.f_bavail * found.f_frsize if found.f_blocks else math.inf  # it may not tell
+        # Some file systems do not report their totals.
+        free = found.f_bavail * found.f_frsize if found.f_blocks else math.inf
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
         return free - self._config.min_free - self._ledger.reserved, free_files
