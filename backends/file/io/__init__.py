@@ -1,4 +1,4 @@
-"""Engines that move bytes between files and memory, and what of it a machine has."""
+"""Engines that move bytes between files and memory, and the choice of one for a machine."""
 
 from kvxfer.backends.file.io.file_io import FileIO, IOVector, NamedFile, NewFile, Result
 from kvxfer.backends.file.io.selection import EngineName, open_engine, probe_direct

@@ -1,4 +1,4 @@
-"""I/O engine with the kernel's vectored calls, and what it tells of files."""
+"""I/O engine that uses `preadv` and `pwritev`, and calls for sizes and small files."""
 
 import contextlib
 import errno
@@ -14,12 +14,12 @@ from kvxfer import runtime
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no FIFO may block us
 CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o600
 
 MAX_FILES = 64
-"""Most files of a call and of a claim, whose names fit into its list; see docs/architecture.md."""
+"""Maximum files of one call, and of one list in a claim; see docs/architecture.md."""
 
 MEDIUM_ERRORS = runtime.FULL_ERRORS | frozenset(
     {
@@ -46,7 +46,7 @@ MEDIUM_ERRORS = runtime.FULL_ERRORS | frozenset(
 """Errors of a whole disk, file system or server; all other errors concern one file."""
 
 DAMAGE_ERRORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
-"""Errors of a damaged file or folder, beside which others may be whole."""
+"""Errors of one damaged file or folder; others may be intact."""
 
 _TEXT_BYTES = 64 << 10
 
@@ -61,7 +61,7 @@ Result = int | OSError
 """Bytes that were moved, or the error."""
 
 Size = int | OSError | None
-"""Bytes of a file; None where it is absent, the error where that cannot be told."""
+"""Bytes of a file; None if it is absent, an error if neither is known."""
 
 
 class NamedFile(NamedTuple):
@@ -73,9 +73,9 @@ class NamedFile(NamedTuple):
 
 
 class NewFile(NamedTuple):
-    """File to be made: its folder's descriptor, its names there, and the memory to write.
+    """File to create: its folder's descriptor, its names there, and the memory to write.
 
-    Bytes that are written beyond its size are padding, and cut off.
+    Bytes beyond `size_bytes` are padding, which is truncated after the write.
     """
 
     folder_fd: int
@@ -86,22 +86,22 @@ class NewFile(NamedTuple):
 
 
 class FileIO:
-    """I/O engine: one `preadv` or `pwritev` per file, from and to the described memory.
+    """I/O engine that makes one `preadv` or `pwritev` per file, on the described memory.
 
-    It moves the leading bytes of each file, goes on after a short read or write, never touches the
-    memory after the call, and lets one file's failure leave the others alone. Calls block, come
-    from several threads, and have at most `MAX_FILES` files.
+    It moves the leading bytes of each file, continues after a short read or write, and never
+    touches the memory after the call. A failure of one file leaves the others alone. Calls block,
+    may come from several threads, and take at most `MAX_FILES` files.
 
     Attributes:
-        files_per_call: Number of files that is best for one call.
-        max_threads: Threads beyond which calls only get in each other's way.
+        files_per_call: Best number of files for one call.
+        max_threads: Number of threads beyond which calls only slow each other down.
     """
 
     files_per_call: int = 1
     max_threads: int = 64
 
     def read(self, fd: int, vector: IOVector) -> Result:
-        """Read a file into pieces of memory, to their end or the file's."""
+        """Read a file into pieces of memory until either ends."""
         return _move(runtime.disk().read_pieces, fd, vector)
 
     def write(self, fd: int, vector: IOVector) -> Result:
@@ -113,11 +113,11 @@ class FileIO:
         return [self._read_one(file, flags) for file in files]
 
     def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
-        """Make each file, write it from its first byte on, and name it when it is whole.
+        """Create each file under its temporary name, write it, and rename it once it is whole.
 
-        Nobody else makes these, or uses their temporary names. A file that failed is removed. One
-        that exists already is left alone; its result is a `FileExistsError`. With `durable` the
-        bytes have reached the disk before the name is given.
+        The caller ensures that nobody else creates them. A file that failed is removed. An existing
+        file is left alone; its result is a `FileExistsError`. With `durable`, the bytes are on the
+        disk before the file is renamed.
         """
         return [self._write_one(file, flags, durable=durable) for file in files]
 
@@ -156,7 +156,7 @@ class FileIO:
             is_named = True
         except OSError as exc:
             return exc
-        finally:  # whatever was raised, no file without its name is left
+        finally:  # whatever was raised, no temporary file is left
             if not is_named:
                 discard(file)
         return file.size_bytes
@@ -204,13 +204,13 @@ def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
 
 
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:
-    """Get the bytes of a file in a folder; None for a link, a folder or the like."""
+    """Get the size of a regular file in a folder; None for a link, a folder or the like."""
     found = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Size]:
-    """Get the bytes of files in folders, given by their descriptors or by why there is none."""
+    """Get the sizes of files in folders: open descriptors, or the errors of opening them."""
     sizes: list[Size] = []
     get_status = runtime.disk().stat
     for folder, name in zip(folders, names, strict=True):
@@ -229,7 +229,7 @@ def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Si
 
 
 def require_known(sizes: Sequence[Size]) -> list[int | None]:
-    """Check that it could be told of each file whether it is there, or raise why not."""
+    """Check that it is known of each file whether it is there; raise the first error if not."""
     for size in sizes:
         if isinstance(size, OSError):
             raise size
@@ -245,14 +245,14 @@ def read_whole(fd: int, most_bytes: int) -> bytes:
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Write all bytes of an open file that is empty."""
+    """Write all of `data` to an open, empty file."""
     done = 0
     while done < len(data):
         done += runtime.disk().pwrite(fd, data[done:], done)
 
 
 def discard(file: NewFile) -> None:
-    """Remove a file under its temporary name; if that fails, it is collected later."""
+    """Remove a temporary file; if that fails, a later walk removes it."""
     with contextlib.suppress(OSError):
         runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)
 

@@ -1,4 +1,4 @@
-"""io_uring: an array of operations for the kernel, an array of results back.
+"""io_uring, which takes an array of operations and returns an array of results.
 
 Source: https://kernel.dk/io_uring.pdf, and `linux/io_uring.h`.
 """
@@ -48,7 +48,7 @@ _PARAMETERS = np.dtype(
         ("cq", "<u4", 10),
     ]
 )
-_HEAD, _TAIL = 0, 1  # their index among the offsets of either queue
+_HEAD, _TAIL = 0, 1  # indices into the offsets of either queue
 _SQ_ARRAY, _CQ_ENTRIES = 6, 5
 _SINGLE_MMAP = 1 << 0
 
@@ -63,17 +63,17 @@ _syscall.restype = ctypes.c_long
 
 
 class Ring:
-    """One io_uring, used by the thread that made it; any thread may close it.
+    """One io_uring, used by the thread that created it; any thread may close it.
 
     Args:
-        num_operations: Most operations of one `run`, a power of two.
-        num_files: Slots for files that are opened and closed by operations.
+        num_operations: Maximum operations of one `run`, a power of two.
+        num_files: Slots for files that operations open and close.
 
     Attributes:
         last_opcode: Largest opcode that the kernel knows.
 
     Raises:
-        OSError: The kernel has no io_uring, an old one, or does not permit it.
+        OSError: The kernel has no io_uring, has too old a one, or does not permit it.
     """
 
     def __init__(self, num_operations: int, num_files: int) -> None:
@@ -98,7 +98,7 @@ class Ring:
             operations: `OPERATION`, `(n,)`; their `user_data` is overwritten.
 
         Returns:
-            int32 `(n,)`: results as the system calls have them, errors negative.
+            int32 `(n,)`: results of the system calls, errors as negative numbers.
         """
         count, tail = len(operations), int(self._submitted[0])
         operations["user_data"] = np.arange(count)
@@ -117,14 +117,14 @@ class Ring:
         return results
 
     def close(self) -> None:
-        """Give the ring back; may be called again."""
+        """Close the ring; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
             nothing = np.zeros(0, np.uint32)
             self._submitted = self._taken = self._completed = nothing
             self._operations = self._completions = np.zeros(0, OPERATION)
-            for memory in self._maps:  # which hold descriptors of their own
+            for memory in self._maps:  # each has a descriptor of its own
                 memory.close()
 
     def _enter(self, num_submitted: int, num_awaited: int) -> int:
@@ -166,7 +166,7 @@ class Ring:
 
 
 def _set_up(num_operations: int, parameters: NDArray[np.void]) -> int:
-    """Make a ring; with Linux 6.1 and later, one that works while a thread waits for it."""
+    """Create a ring; from Linux 6.1 on, one that completes operations on the thread that waits."""
     parameters["flags"] = _SINGLE_ISSUER | _DEFER_TASKRUN
     try:
         return _call(_SETUP, num_operations, parameters.ctypes.data)

@@ -1,4 +1,4 @@
-"""Selection of the I/O engine and of direct I/O, by what the machine and its disk have."""
+"""Selection of the I/O engine and of direct I/O, by what the machine and its disk support."""
 
 import ctypes
 import fcntl
@@ -17,16 +17,16 @@ EngineName = Literal["auto", "uring", "posix"]
 Direct = Literal["auto", "off"]
 
 DIRECT_ALIGNMENTS = (512, 4096)
-"""Bytes to which file systems want addresses and lengths of O_DIRECT aligned, the least first."""
+"""Alignments of addresses and lengths that file systems require for O_DIRECT, ascending."""
 
 logger = logging.getLogger(__name__)
 
 
 def open_engine(name: EngineName) -> FileIO:
-    """Open an I/O engine; `auto` is the best one that this machine has.
+    """Open an I/O engine; `auto` is the best one that this machine supports.
 
     Raises:
-        InvalidArgumentError: The machine does not have it.
+        InvalidArgumentError: The machine does not support it.
     """
     if name != "posix":
         try:

@@ -40,15 +40,15 @@ Operations = NDArray[np.void]
 StringAddresses = NDArray[np.int64]
 
 MAX_THREADS = 4
-"""Threads beyond which calls wait for the GIL; the ring keeps enough files in flight."""
+"""Number of threads beyond which calls wait for the GIL; each ring keeps many files in flight."""
 _RING_ENTRIES = 8 * MAX_FILES  # a power of two, and room for the six steps of a file
 
 
 class UringFileIO(FileIO):
-    """I/O engine with an io_uring per thread; no Python runs from opening a file to closing it.
+    """I/O engine with an io_uring per thread; no Python runs between a file's open and close.
 
     Raises:
-        OSError: The kernel has no io_uring, an old one, or forbids it, as many containers do.
+        OSError: The kernel has no io_uring, or too old a one, or forbids it, as in many containers.
     """
 
     files_per_call = MAX_FILES
@@ -77,7 +77,7 @@ class UringFileIO(FileIO):
         self._has_noreplace &= -errno.EINVAL not in codes
         results: list[Result] = []
         for file, code in zip(files, codes, strict=True):
-            if code:  # the plain calls tell why, or go on where too little was written
+            if code:  # plain calls report the error, or succeed after a short write
                 discard(file)
             results.append(
                 self._write_one(file, flags, durable=durable) if code else file.size_bytes
@@ -92,7 +92,7 @@ class UringFileIO(FileIO):
             self._rings.clear()
 
     def _ring(self) -> Ring | None:
-        """Get the ring of this thread; None when no more can be made, as without descriptors."""
+        """Get the ring of this thread; None if it has none and cannot create one."""
         ring: Ring | None = getattr(self._local, "ring", None)
         if ring is not None:
             return ring
@@ -139,7 +139,7 @@ def _write_by(
     padded: bool,
     durable: bool,
 ) -> list[int]:
-    """Make, write and name files; return 0 for each that has its name, which no short one gets."""
+    """Create, write and name files; return 0 for each with its name, which no short file gets."""
     assert len(files) <= MAX_FILES
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
@@ -186,7 +186,7 @@ def _close_slots(steps: Operations) -> None:
 def _point_at(
     steps: Operations, pieces: IOVector, files: Sequence[NamedFile] | Sequence[NewFile]
 ) -> None:
-    """Let each step move the memory of a file, of which `pieces` is the concatenation."""
+    """Point each step at a file's pieces of memory; `pieces` is the concatenation of them all."""
     lengths = np.array([len(file.vector) for file in files])
     steps["length"] = lengths
     steps["address"] = pieces.ctypes.data + (np.cumsum(lengths) - lengths) * pieces.strides[0]
