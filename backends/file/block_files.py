@@ -22,23 +22,23 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
 MIN_ZERO_COPY_BYTES = 16 << 10
-"""Mean size of fragments from which on the kernel reads and writes the described memory itself.
-Smaller fragments are gathered first: hashing them one by one would cost more than copying them.
-Measured with 19 blocks of 180 fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
+"""Mean fragment size from which on the kernel reads and writes the described memory itself. Smaller
+fragments are gathered first, because hashing them one by one would cost more than copying them.
+Measured with 19 blocks of 180 fragments of 32 KiB: zero-copy loads take 45 ms, gathering 120."""
 
 SHARE_BYTES = 16 << 20
-"""Bytes that justify a second thread, where the number of files does not."""
+"""Bytes that justify another thread, even if the number of files does not."""
 
 ROUND_BYTES = 32 << 20
-"""Most bytes of a round, whose files are open at one time."""
+"""Maximum bytes of a zero-copy round, whose files are open at the same time."""
 
 GATHERED_BYTES = 8 << 20
-"""Bytes of a round whose data goes through scratch memory, of which every thread has its own."""
+"""Maximum bytes of a round whose data passes through scratch memory, which each thread has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Blocks whose files are open at one time; `zero_copy`: the kernel uses their memory itself."""
+    """Blocks whose files are open together; with `zero_copy`, the kernel accesses their memory."""
 
     keys: Sequence[BlockKey]
     blocks: Descriptors
@@ -53,13 +53,13 @@ class Round:
 
 
 class Scratch:
-    """Page-aligned scratch memory: a row per file, with its header in whole pages and its data.
+    """Scratch memory aligned to disk pages: a row per file, with its header and its data.
 
-    Every header ends where the data begins; a short one begins later than its row.
+    Every header ends where the data begins; a header shorter than others begins later in its row.
 
     Attributes:
         header_sizes: Bytes of each file's header.
-        room_bytes: Bytes for the data of a file.
+        room_bytes: Bytes of room for the data of each file.
     """
 
     def __init__(self, memory: NDArray[np.uint8], header_sizes: Sequence[int]) -> None:
@@ -80,12 +80,12 @@ class Scratch:
         return [self._view[end - num_bytes : end] for end, num_bytes in sizes]
 
     def data(self, row: int, num_bytes: int) -> memoryview:
-        """View the leading bytes of the room of a file."""
+        """View the leading bytes of a row's room for data."""
         start = row * self._row_bytes + self._data_offset
         return self._view[start : start + num_bytes]
 
     def data_of(self, some: Round) -> list[list[memoryview]]:
-        """View the data of each block where the kernel reads it into, or writes it from."""
+        """View the data of each block in the memory that the kernel reads into or writes from."""
         if some.zero_copy:
             return view_blocks(some.blocks)
         return [[self.data(nth, size)] for nth, size in enumerate(some.blocks.block_sizes.tolist())]
@@ -93,24 +93,24 @@ class Scratch:
     def describe(
         self, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
     ) -> Descriptors:
-        """Describe the data in rows that belongs to `blocks`, from a byte of it on."""
+        """Describe the data of `blocks` in these rows, from byte `skip_bytes` of the data on."""
         addresses = self.data_addresses[list(rows)] + np.uint64(skip_bytes)
         return Descriptors.of_pieces(
             addresses, blocks.block_sizes, blocks.payload_starts, owners=(self,)
         )
 
     def vectors(self, sizes: Sequence[int]) -> list[IOVector]:
-        """Describe files of which header and `sizes` bytes of data are in here."""
+        """Describe files whose header and `sizes` bytes of data are in scratch memory."""
         pieces = np.empty((len(sizes), 1, 2), np.uint64)
         pieces[:, 0, 0] = self.header_addresses
         pieces[:, 0, 1] = np.add(self.header_sizes, sizes)
         return list(pieces)
 
     def vectors_around(self, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
-        """Describe files whose header is in here and whose data is in described memory.
+        """Describe files whose header is in scratch memory and whose data is in that of `blocks`.
 
-        With a tail, the bytes after the data go in here, too, so that a file that is too long is
-        noticed.
+        With `tail`, scratch memory also takes bytes after the data, which show a file that is too
+        long.
         """
         ends = np.cumsum(np.diff(blocks.block_offsets) + 1 + tail)
         firsts = np.concatenate(([0], ends[:-1]))
@@ -129,8 +129,8 @@ class Scratch:
 class BlockFiles(NamespaceFormat):
     """Block files of one namespace in its folder, with the engines that read and write them.
 
-    Closes the engines and the folder. `alignment` is that which O_DIRECT requires of addresses and
-    lengths, in bytes; 0 without O_DIRECT.
+    Owns the folder and the engines. `alignment` is what O_DIRECT requires of addresses and lengths,
+    in bytes; 0 without O_DIRECT.
     """
 
     def __init__(
@@ -185,9 +185,9 @@ class BlockFiles(NamespaceFormat):
         return bits % self._alignment == 0
 
     def scratch(self, keys: Sequence[BlockKey], room_bytes: int) -> Scratch:
-        """Get scratch memory for the headers of some files, and whole pages of room behind each.
+        """Get scratch memory for headers of files, with at least `room_bytes` behind each.
 
-        It belongs to the calling thread, until its next call.
+        It belongs to the calling thread, until the thread's next call.
         """
         header_sizes = [each.header_size_bytes for each in self.formats(keys)]
         num_bytes = len(keys) * (max(header_sizes) + padded(room_bytes))
@@ -205,13 +205,13 @@ class BlockFiles(NamespaceFormat):
 
 @dataclass(frozen=True, slots=True)
 class SystemFailure(Outcome):
-    """Outcome of a block on whose file a system call failed, with the number of its error."""
+    """Outcome of a block after a system call for its file failed, with the error's number."""
 
     errno: int = 0
 
 
 def failure(exc: Exception) -> SystemFailure:
-    """Translate an error about one file, most often one of the operating system."""
+    """Translate an error about one file, usually of the operating system, to an outcome."""
     errno, text = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (None, None)
     reason = f"{type(exc).__name__}: {text or exc}"
     return SystemFailure(Status.FAILED, reason=reason, errno=errno or 0)

@@ -18,21 +18,20 @@ from kvxfer.storage.observer import Gauge, Removal
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 
 FILES_PER_STEP = 500
-"""Files that a walk tells the index of at one time, while all others wait for it."""
+"""Files that the index learns from a walk in one step, for which all its other users wait."""
 
 NOTE_USE_S = 3600.0
-"""Seconds by which a file's time of last use on the disk, which other processes see, may be
-late."""
+"""Maximum delay of a file's time of last use on the disk, which is what other processes see."""
 
 T = TypeVar("T")
 
 FileId = BlockKey
-"""A fingerprint in binary, followed by a key: one name for the files of all namespaces."""
+"""A binary fingerprint followed by a key, unique among the files of all namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """File chosen for eviction: its namespace, key and bytes, and why it goes, not another one."""
+    """File chosen for eviction, and the reason why it was chosen before others."""
 
     fingerprint: str
     key: BlockKey
@@ -43,11 +42,11 @@ class Victim:
 
 @dataclass(slots=True)
 class _Entry:
-    """File: what it takes on the disk, and when it was last used, as the disk has it."""
+    """File that is known: its bytes on the disk, and its last use as the disk records it."""
 
     num_bytes: int
-    used: float  # in quarantine: inf if it could not be removed, until a walk finds it anew
-    held: bool  # it is being written, or spared
+    used: float  # in quarantine: inf if it could not be removed, until a walk finds it again
+    held: bool  # while it is being written, or protected from eviction
     walk: int  # number of the last walk that found it, or during which this process wrote it
     removed: bool = False  # while it was held
 
@@ -56,25 +55,25 @@ class _Entry:
 class _Walk:
     """Walk that is under way."""
 
-    # Files that this process has removed since it began, and whether from quarantine: the walk may
-    # have found them before.
+    # Files that this process has removed since the walk began, and whether from quarantine: the
+    # walk may have found them before.
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
-    # Bytes and last use of files that it found under names that this process writes to.
+    # Bytes and last use of files that the walk found under names that this process is writing.
     beside: dict[FileId, tuple[int, float]] = field(default_factory=dict)
-    there: set[FileId] = field(default_factory=set)  # that it found where lookups do
+    there: set[FileId] = field(default_factory=set)  # files found where lookups find them, too
     num_foreign_bytes: int = 0  # of misplaced files, which only take room
-    is_partial: bool = False  # it may have missed files: those that it did not find stay known
+    is_partial: bool = False  # the walk may have missed files, so it must not drop any
 
 
 class FileIndex:
     """Index of a store's files in the order of eviction; files being written are not evicted.
 
-    Every file has one entry, which says what is known of it. A walk drops the entries that neither
-    it nor this process has seen since it began, and adds those that it found and this process has
-    not removed. At its end the bytes of the store are those of all entries.
+    Every known file has one entry. A walk drops the entries of files that it did not find, unless
+    this process wrote them since the walk began, and adds the files that it found, unless this
+    process removed them since. After that, the bytes of the store are those of all entries.
 
-    Memory only: no call waits for a disk. Thread-safe. Keys are those of one namespace; the policy,
-    which is new, has `FileId`s.
+    Memory only: no call waits for a disk. Thread-safe. Methods take keys of one namespace; the
+    policy must be new, and gets `FileId`s.
     """
 
     def __init__(self, fingerprint: str, policy: EvictionPolicy) -> None:
@@ -84,14 +83,14 @@ class FileIndex:
         self._lock = runtime.lock()
         self._entries: dict[FileId, _Entry] = {}
         self._num_bytes = 0  # of these entries
-        self._quarantined = OrderedDict[FileId, _Entry]()  # a dict finds its first only slowly
+        self._quarantined = OrderedDict[FileId, _Entry]()  # a dict would find its first slowly
         self._walk: _Walk | None = None
         self._num_walks = 0
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
         self._walked = False
 
     def hold(self, keys: Sequence[BlockKey]) -> list[FileId]:
-        """Protect those files that are candidates from eviction; return them, for `release`."""
+        """Protect files from eviction; return those that were candidates, for `release`."""
         held = []
         with self._lock:
             for file in self._ids(keys):
@@ -109,7 +108,7 @@ class FileIndex:
                 self._make_candidate(file, self._entries[file])
 
     def admit(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[BlockKey]:
-        """Add files that are being written; return those that were removed behind our back."""
+        """Add files that are being written; return known ones that others must have removed."""
         now, vanished = runtime.wall_time(), []
         with self._lock:
             policy = self._policy.active()
@@ -117,7 +116,7 @@ class FileIndex:
                 if (earlier := self._entries.get(file)) is not None:
                     self._drop(file)
                     vanished.append(key)
-                    # This walk has found it: its bytes count even if the store in its place fails.
+                    # The walk has found the earlier file, which counts even if this store fails.
                     if self._walk and earlier.walk == self._num_walks:
                         self._walk.beside[file] = earlier.num_bytes, earlier.used
                 self._add(file, num_bytes, now, policy)
@@ -128,8 +127,8 @@ class FileIndex:
     ) -> tuple[int, int, list[BlockKey]]:
         """Keep files that were written, the first as the most recently used; drop the others.
 
-        Returns the bytes of the files that were written, and of those that were not; and the files
-        that were removed before they were settled.
+        Returns the bytes of the files that were written, the bytes of those that were not, and the
+        keys of files that were removed between their write and this call.
         """
         num_written = num_given_back = 0
         gone: list[BlockKey] = []
@@ -152,14 +151,14 @@ class FileIndex:
         return num_written, num_given_back, gone
 
     def gauges(self) -> Mapping[Gauge, float]:
-        """Numbers of known files, of all namespaces; may be called on any thread."""
+        """Count the known files of all namespaces; may be called on any thread."""
         return {
             Gauge.STORED_BLOCKS: len(self._entries),
             Gauge.QUARANTINED_BLOCKS: len(self._quarantined),
         }
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Count a use, the first file's as the last; return files whose use to note on the disk."""
+        """Count a use of files, the first as the latest; return those to record on the disk."""
         now, old = runtime.wall_time(), []
         with self._lock:
             policy = self._policy.active()
@@ -168,32 +167,32 @@ class FileIndex:
                 if entry is None:
                     continue
                 policy.touch(file)
-                if abs(now - entry.used) > NOTE_USE_S:  # or a clock was ahead
+                if abs(now - entry.used) > NOTE_USE_S:  # a clock may have been ahead
                     entry.used = now
                     old.append(key_in(file))
         return old
 
     def recently_used(self, count: int) -> list[BlockKey]:
-        """Find the files that were used last, the very last one first."""
+        """Find the most recently used files of the namespace, the latest first."""
         with self._lock:
             uses = [(each.used, file) for file, each in self._entries.items()]
         latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(self._namespace)))
         return [key_in(file) for _, file in latest]
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """Note a caller's wish for files; unknown ones are ignored."""
+        """Note the retention of files; unknown files are ignored."""
         with self._lock:
             for file in reversed(self._ids(keys)):
                 if file in self._entries:
                     self._policy.retain(file, retention)
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-        """Return what is left of the wish for each file."""
+        """Return what is left of the retention of each file."""
         with self._lock:
             return [self._policy.retention(file) for file in self._ids(keys)]
 
     def choose_victim(self) -> Victim | None:
-        """Take the next file to evict out of the index; None when there is none."""
+        """Take the next file to evict, quarantined files first, out of the index; None if none."""
         with self._lock:
             first = next(iter(self._quarantined.values()), None)
             quarantined = first is not None and first.used < inf
@@ -210,9 +209,9 @@ class FileIndex:
         return Victim(fingerprint, key_in(file), entry.num_bytes, quarantined, reason)
 
     def put_back(self, victim: Victim, *, stays: bool) -> None:
-        """Keep a victim that could not be removed, as the last one that is chosen again.
+        """Put back a victim that could not be removed, as the last to be chosen again.
 
-        One in quarantine is the next again, or if it `stays`, when a walk has found it anew.
+        In quarantine it is the first instead or, if it `stays`, not chosen until a walk finds it.
         """
         (file,) = file_ids(victim.fingerprint, [victim.key])
         with self._lock:
@@ -231,14 +230,14 @@ class FileIndex:
             self._forget(file)
 
     def quarantine(self, key: BlockKey, num_bytes: int) -> None:
-        """Move a file to quarantine, where it may replace another one."""
+        """Move a file to quarantine, where it may replace another file of its key."""
         (file,) = self._ids([key])
         with self._lock:
             self._forget(file)
             self._quarantine(file, num_bytes)
 
     def begin_walk(self) -> None:
-        """Begin to note what this process removes, until `end_walk`."""
+        """Begin a walk, and note which files this process removes, until `end_walk`."""
         with self._lock:
             self._walk = _Walk()
             self._num_walks += 1
@@ -246,11 +245,11 @@ class FileIndex:
     def learn_walk(
         self, found: Iterable[FoundBlock], *, is_partial: bool = False
     ) -> Iterator[bool]:
-        """Drop the files that a walk did not find and add those that it found, some at a time.
+        """Drop the files that a walk did not find, and add those that it found, in steps.
 
-        A partial walk may have missed some, and drops none. They are put in order at once; then
-        others use the index meanwhile: no step takes longer than some milliseconds; True is yielded
-        after each. No file may be held as spared during a step.
+        A partial walk may have missed files, and drops none. The call sorts all files; the iterator
+        yields True after each step of at most some milliseconds, between which others may use the
+        index. During a step, no file may be held by `hold`.
         """
         ordered = sorted(found, key=lambda block: block.used)
         blocks = [(file_ids(each.fingerprint, [each.key])[0], each) for each in ordered]
@@ -268,7 +267,7 @@ class FileIndex:
         if not walk.is_partial:
             yield from self._in_steps(self._vanish, known)
         yield from self._in_steps(self._find, blocks)
-        if is_first:  # what was stored before the end of the first walk is more recently used
+        if is_first:  # files stored before it ended were used more recently than those it found
             newer = dict.fromkeys(known)
 
             def note_newer(file: FileId) -> None:
@@ -281,9 +280,9 @@ class FileIndex:
             yield from self._in_steps(self._renew, list(newer))
 
     def end_walk(self) -> int:
-        """End a walk that the index has learned; return the bytes of all files.
+        """End a walk that the index has learned; return the bytes of all files, never too few.
 
-        Those included that this process is writing. Never too few, whatever happened meanwhile.
+        Files that this process is writing are included.
         """
         with self._lock:
             walk, self._walk = self._walk or _Walk(), None
@@ -292,9 +291,9 @@ class FileIndex:
                 if (file, False) in walk.gone:  # found before it was removed
                     continue
                 entry = self._entries.get(file)
-                if entry is None:  # another process was first
+                if entry is None:  # our store failed, and the file is another process's
                     self._appear(file, num_bytes, used)
-                elif entry.held:  # which of the two will stay is open
+                elif entry.held:  # either of the two may stay
                     total += num_bytes
             for file, entry in [*self._quarantined.items()]:
                 if entry.walk != self._num_walks and not walk.is_partial:
@@ -303,17 +302,17 @@ class FileIndex:
             return total + self._num_bytes
 
     def take_changes(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return which files the last walk added, and which it dropped, once."""
+        """Return the keys that the last walk added, and those that it dropped, only once."""
         with self._lock:
             (added, dropped), self._walk_result = self._walk_result, ([], [])
         return self.keys_in(added), self.keys_in(dropped)
 
     def keys_in(self, files: Iterable[FileId]) -> list[BlockKey]:
-        """Extract the keys of those files that are in the namespace."""
+        """Extract the keys of files of the namespace; skip other files."""
         return [key_in(file) for file in files if file.startswith(self._namespace)]
 
     def abandon_walk(self) -> None:
-        """End a walk that has failed: what it found is not there yet."""
+        """Forget a walk that failed before `end_walk`."""
         with self._lock:
             self._walk = None
 
@@ -400,7 +399,7 @@ class FileIndex:
         return entry
 
     def _take(self, file: FileId) -> _Entry:
-        """Take a file out that the policy has evicted."""
+        """Remove the entry of a file, which the caller removes from the policy."""
         entry = self._entries.pop(file)
         self._num_bytes -= entry.num_bytes
         return entry
@@ -411,7 +410,7 @@ class FileIndex:
 
 
 def file_ids(fingerprint: str, keys: Iterable[BlockKey]) -> list[FileId]:
-    """Make the ids of files, unique among all namespaces."""
+    """Make the ids of a namespace's files."""
     namespace = bytes.fromhex(fingerprint)
     return [FileId(namespace + key) for key in keys]
 

@@ -27,11 +27,11 @@ NOT_WALKED = Outcome(
 class StoreBatch:
     """Store of the missing blocks of a batch, in shares, each on a thread.
 
-    A file that lacks bytes of a block, as a part of its chunk may, is removed and the block
-    written.
+    If the file of a block lacks bytes of it, because it has another part of the chunk, the file is
+    removed and the block written.
 
-    The first share makes room for all of them: for the leading blocks where it is too little, and
-    without evicting one block of the batch for another.
+    The first share reserves room for all of them, or for the leading blocks if there is too little.
+    No block of the batch is evicted for another.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class StoreBatch:
     def write(self, start: int, stop: int) -> list[Outcome | None]:
         """Store blocks `start` to `stop` (exclusive).
 
-        None is returned for a block whose file is there. For a block that was not begun `NO_ROOM`,
-        `PART`, or why this process must not store it; for any other that of `BlockWriter.write`.
+        Returns None for a block whose file is there; `NO_ROOM`, `PART` or another reason for a
+        block whose write was not begun; for any other the outcome of `BlockWriter.write`.
         """
         with self._lock:
             if not self._has_room:
@@ -73,7 +73,7 @@ class StoreBatch:
     def covered(self) -> list[bool]:
         """Whether the file of each key is there with all bytes of its block; changes nothing.
 
-        False for all where blocks must survive a power cut: to sync folders may hang with the disk.
+        False for all if blocks must survive a power cut: syncing their folders might hang.
         """
         if self._writer.is_durable:
             return [False] * len(self._keys)
@@ -83,11 +83,11 @@ class StoreBatch:
             return [False] * len(self._keys)
 
     def give_back(self) -> None:
-        """Give back the room of blocks that will not be written; no share may run."""
+        """Give back the room of blocks that will not be written; no share may be running."""
         self._settle(sorted(self._reserved))
 
     def _write(self, indices: Sequence[int], *, again: bool = False) -> None:
-        """Write files, and once more those that did not fit although there seemed to be room."""
+        """Write files, and write those again, once, that did not fit although room was reserved."""
         full: list[int] = []
         try:
             keys = [self._keys[index] for index in indices]
@@ -142,9 +142,9 @@ class StoreBatch:
             self._outcomes[index] = refusal
 
     def _look(self, *, discard: bool) -> list[Outcome | None]:
-        """Look whether the files are there: None, or `MISSING`, or why one must not be written.
+        """Look for the file of each block: None if it is there, `MISSING`, or why not to write it.
 
-        It raises an OSError if the records of integrity cannot be read.
+        Raises an OSError if the records of integrity cannot be read.
         """
         looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
@@ -174,7 +174,7 @@ class StoreBatch:
         return looked
 
     def _covers(self, index: int, file_size_bytes: Result, *, discard: bool) -> bool:
-        """Whether a file has all bytes of a block; with `discard`, one that has not is removed."""
+        """Whether a file has all bytes of a block; with `discard`, remove it if it has not."""
         if isinstance(file_size_bytes, OSError):
             raise file_size_bytes
         key, covers = self._keys[index], False
@@ -206,8 +206,8 @@ class StoreBatch:
         outcomes = [self._outcomes[index] for index in indices]
         stored = [outcome is not None and outcome.done for outcome in outcomes]
         failed = [i for i, outcome in enumerate(outcomes) if not stored[i] and outcome is not BUSY]
-        # A failure may leave a file, which takes room: that of a folder that cannot be synced.
-        sizes: Sequence[Size] = [0] * len(failed)  # counted, unless they are known to be absent
+        # A failed store may leave a file that takes room, if its folder cannot be synced.
+        sizes: Sequence[Size] = [0] * len(failed)  # a file counts unless known to be absent
         with contextlib.suppress(MemoryError):
             sizes = self._files.folder.sizes([keys[i] for i in failed]) if failed else []
         for index, size in zip(failed, sizes, strict=True):
@@ -218,7 +218,7 @@ class StoreBatch:
 def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
     """Find the reason of a failure of the medium among the outcomes of `StoreBatch.write`.
 
-    It is empty where a block was written, None where no outcome concerns the medium.
+    The reason is empty if a block was written, None if no outcome concerns the medium.
     """
     told = None
     for outcome in outcomes:
