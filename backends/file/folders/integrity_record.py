@@ -1,4 +1,4 @@
-"""Record of the kinds of integrity in a namespace's folder, with proof of the secret."""
+"""Record of the integrities of blocks in a namespace's folder, with proof of the secret."""
 
 import contextlib
 import itertools
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class IntegrityRecord:
-    """Record of the kinds of blocks in a namespace's folder, shared by its processes.
+    """Record of the integrities of blocks in a namespace's folder, shared by its processes.
 
-    Each process notes its kind in a file. The file for keyed blocks holds a proof of the secret,
-    which does not reveal it, and the file for sealed ones the names of their keys. So a block that
-    this process cannot read is neither offered by a lookup nor taken for stored, and one whose seal
-    fails is corrupt only if the secret is the right one. The ledger is locked while a record is
-    made. Thread-safe; every method blocks.
+    Each process notes its integrity in a file. The file for keyed blocks proves the secret without
+    revealing it, and the file for sealed blocks lists the ids of their keys. So a block that this
+    process cannot read is neither offered by a lookup nor taken for stored, and a block whose seal
+    fails is corrupt only if the secret is right. The ledger is locked while a process notes its
+    integrity. Thread-safe; every method blocks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class IntegrityRecord:
         self._text = make_record(digester, folder.fingerprint)
 
     def open(self) -> None:
-        """Note our kind, and warn when there may be blocks of other kinds.
+        """Note our integrity, and warn if there may be blocks that this process cannot read.
 
         Raises:
             InvalidArgumentError: The blocks are sealed with another secret.
@@ -76,17 +76,17 @@ class IntegrityRecord:
             logger.warning(text, where, blocks)
 
     def is_sealed_with_our_secret(self) -> bool:
-        """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
+        """Whether blocks of our integrity have our secret; notes our integrity if need be."""
         try:
             self._note_own_kind()
         except InvalidArgumentError:
             return False
-        except OSError:  # without a record nobody can tell
+        except OSError:  # unknown without a record
             return self._kind is not Integrity.KEYED
         return True
 
     def note(self, kind: Integrity, key_id: str = "") -> None:
-        """Note that there is a block of another kind, or sealed with another key."""
+        """Note that there is a block of another integrity, or sealed with another key."""
         before = self._read(kind)
         record = with_key(before, key_id) if key_id else before or f"{kind.value}\n"
         if record != before:
@@ -95,9 +95,9 @@ class IntegrityRecord:
     def unreadable(
         self, keys: Sequence[BlockKey], sizes: Sequence[Size]
     ) -> dict[int, Outcome | OSError]:
-        """Find the blocks that are there, by their sizes, and that this process cannot read.
+        """Find the blocks that are stored, as `sizes` tell, and that this process cannot read.
 
-        Returns the outcome of each, or the error of its header, by its index in `keys`.
+        Returns the outcome of each, or the error of reading its header, by its index in `keys`.
         """
         there = [index for index, size in enumerate(sizes) if isinstance(size, int)]
         if not there:
@@ -129,7 +129,7 @@ class IntegrityRecord:
                 heads = (read_head(self._folder, block.key, block.folder) for block in some)
                 where = str(self._folder.root / self._folder.fingerprint)
                 require_secret(self._folder, self._digester, heads, where)
-            if not any(map(self._has, Integrity)):  # made by an earlier version
+            if not any(map(self._has, Integrity)):  # a folder of an earlier version
                 heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
                 headers = filter(None, map(header_in, heads))
                 for said in dict.fromkeys((h.integrity, key_id_in(h.checksum)) for h in headers):
@@ -138,7 +138,7 @@ class IntegrityRecord:
             self._folder.put_text(RECORDS[self._kind], record)
 
     def _with_ours(self, record: str | None) -> str:
-        """Make the record of our kind: one of sealed blocks keeps the names of others' keys."""
+        """Make the record of our integrity; that of sealed blocks keeps the key ids of others."""
         return make_record(self._digester, self._folder.fingerprint, record)
 
     def _has_other_keys(self) -> bool:
@@ -147,7 +147,7 @@ class IntegrityRecord:
         return has_other_keys(self._read(self._kind), self._digester, self._folder.fingerprint)
 
     def _has_other_secret(self) -> bool:
-        """Whether the record is that of another secret."""
+        """Whether the record proves another secret than ours."""
         said = proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
         return said not in ("", proof_in(self._text))
 
@@ -162,14 +162,14 @@ class IntegrityRecord:
 
 
 def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
-    """Read the header of a block file; empty when there is none, or it cannot be read."""
+    """Read the header of a block file; empty if there is none, or it cannot be read."""
     with contextlib.suppress(OSError):
         return _read_head(folder, key, found_in)
     return b""
 
 
 def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
-    """Read the header of a block file, or raise an OSError; empty when there is none."""
+    """Read the header of a block file, or raise an OSError; empty if there is none."""
     try:
         fd = folder.open_block(key, found_in=found_in)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Ledger of a store: the count of its bytes, kept by all processes that write to it."""
+"""Ledger of a store: the count of its bytes, shared by all processes that write to it."""
 
 import contextlib
 import errno
@@ -26,12 +26,12 @@ from kvxfer.backends.file.io.file_io import READ_FLAGS
 from kvxfer.pages.names import LEDGER_NAME, FoundBlock
 
 LOCK_TIMEOUT_S = 30.0
-"""Time that the ledger is waited for: whoever has it holds it for milliseconds, unless its process
-was stopped or its host is gone."""
+"""How long to wait for the lock of the ledger, which a process holds for milliseconds, unless the
+process was stopped or its host is gone."""
 
 LOCK_PAUSE_S = 0.001
 STEP_PAUSE_S = 2 * LOCK_PAUSE_S
-"""Pauses between looks at a locked ledger, and between steps that lock it, in which others do."""
+"""Pauses between attempts to lock the ledger, and between steps that lock it, to let others in."""
 
 MAX_COUNT = (1 << 64) - 1
 
@@ -46,32 +46,32 @@ class Recount(NamedTuple):
 
     num_losses: int  # times that the count was lost before
     added: int  # bytes that were ever added
-    added_here: int  # of them, by this process
-    reserved_by_others: int  # and perhaps not written
+    added_here: int  # of these, bytes that this process added
+    reserved_by_others: int  # bytes, perhaps not written yet
 
 
 class RemovedCountError(OSError):
-    """The count was removed while bytes were added: nothing is counted, and a walk counts anew."""
+    """Error of a count that was removed while bytes were added: nothing was counted."""
 
 
 class Ledger:
     """Count of a store's bytes, in a small file that is locked while it is changed.
 
-    Bytes are added before a file is written and subtracted after a file was removed. So a process
-    that is killed leaves a count that is too high, never too low; a recount corrects it. A recount
-    does not find bytes that are reserved and not written yet: every process notes their number in
-    its `ProcessClaim`, and there it lists the files that it is writing, so that no other process
+    Bytes are added before a file is written, and subtracted after a file was removed. So a killed
+    process leaves a count that is too high, never too low, until a recount. A recount does not find
+    bytes that are reserved but not written yet, so each process notes their number in its
+    `ProcessClaim`. There it also lists the files that it is writing, so that no other process
     writes them.
 
     A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
-    root must be there, and is made anew when it was removed. `on_removed` is called before the
-    count is made anew.
+    root must exist at first, and is created again if it is removed. `on_removed` is called before
+    a removed count is created again.
 
     Attributes:
         known: Whether there is a count; without one, nothing may be added. This and the next two
             are valid, and may be changed, only inside `locked`.
         used: Bytes in the store.
-        reserved: Bytes that this process added and did not settle yet.
+        reserved: Bytes that this process added and has not settled yet.
     """
 
     def __init__(self, root: Path, *, on_removed: Callable[[], object] = lambda: None) -> None:
@@ -80,7 +80,7 @@ class Ledger:
         self._lock = runtime.lock()
         self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
         self._num_losses = 0  # times that the count was found to be removed or damaged
-        self._added = self._added_here = 0  # bytes that were ever added, and by this process
+        self._added = self._added_here = 0  # bytes ever added: by all processes, by this one
         self.known = False
         self.used = self.reserved = 0
         self._fd, self._claim = self._open()
@@ -96,8 +96,7 @@ class Ledger:
 
         Raises:
             OSError: The count cannot be read or written, was removed while bytes were added, or
-                somebody has locked it for `LOCK_TIMEOUT_S`; nothing was changed, `reserved`
-                included.
+                was locked by others for `LOCK_TIMEOUT_S`; nothing was changed, not even `reserved`.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
@@ -118,7 +117,7 @@ class Ledger:
                         self.reserved, self._added_here = reserved, added_here
                         raise
             finally:
-                with contextlib.suppress(OSError, MemoryError):  # what is done stays so
+                with contextlib.suppress(OSError, MemoryError):  # the change is made all the same
                     runtime.disk().flock(self._fd, fcntl.LOCK_UN)
 
     def _write(self, record: bytes, reserved: int) -> None:
@@ -128,7 +127,7 @@ class Ledger:
         changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self._added))
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
-            # Others count in another file by now, from a walk that misses what is not written yet.
+            # Others count in a new file by now, from a walk that misses bytes not yet written.
             if self.reserved > reserved and not has_name(self._fd):
                 self.known = False
                 text = f"{LEDGER_NAME} was removed"
@@ -170,14 +169,14 @@ class Ledger:
         self.reserved -= num_bytes
 
     def remove(self, num_bytes: int) -> None:
-        """Count bytes that were removed; only inside `locked`."""
+        """Subtract bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
     def move(self, num_bytes: int, replaced: int) -> None:
-        """Count bytes that were moved to where a walk may have been before; only inside `locked`.
+        """Count bytes moved to a folder that a walk may have passed already; only inside `locked`.
 
-        The walks of other processes count them once more, until the next one. The bytes of what was
-        `replaced` there are gone.
+        Walks under way in other processes add them to what they find, until their next walk. The
+        bytes that the moved file `replaced` there are subtracted.
         """
         self.remove(replaced)
         if self.known:
@@ -190,12 +189,12 @@ class Ledger:
         return Recount(self._num_losses, self._added, self._added_here, reserved)
 
     def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
-        """Set the count by what a walk found and this process has reserved; only inside `locked`.
+        """Set the count to what a walk found and this process has reserved; only inside `locked`.
 
-        What others reserved, added or moved during the walk is counted as well. A count that was
-        lost during it stays unknown, or as another process has made it anew: how much was added
-        before it was lost, nobody knows. The next reservation counts anew. A partial walk, which
-        may have missed some, lowers no count, and makes none where there is none.
+        What other processes had reserved, or added or moved during the walk, is included. A count
+        that was lost during the walk stays unknown, or as another process has set it since, because
+        nobody knows how much was added before the loss; the next reservation recounts. A partial
+        walk may have missed files: it lowers no count, and sets none where there is none.
         """
         if self._num_losses != begun.num_losses or self._added < begun.added:
             return
@@ -209,10 +208,10 @@ class Ledger:
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
     ) -> None:
-        """Correct the count by a walk, which begins in here; outside `locked`; blocks.
+        """Correct the count by a walk, which must not have begun; outside `locked`; blocks.
 
-        Blocks that engines store or remove meanwhile may leave the count too high, never too low,
-        and so do those that the walk has skipped. This process may store none.
+        Files that engines store or remove meanwhile may leave the count too high, never too low, as
+        do files that the walk skips. This process must not store any.
         """
         with self.locked():
             begun = self.begin_recount()
@@ -231,8 +230,8 @@ class Ledger:
     def claimed(self, files: Sequence[bytes]) -> Iterator[set[bytes]]:
         """Claim at most `MAX_FILES` files in order to write them; blocks.
 
-        No thread of this process claims them. Yields those that another living process has claimed,
-        which this one has not.
+        No other thread of this process may claim them. Yields the files that another living process
+        has claimed; they are not claimed here.
         """
         with self.locked():
             taken = self._claim.files_of_others().intersection(files)
@@ -243,7 +242,7 @@ class Ledger:
         try:
             yield taken
         finally:
-            with self._lock, contextlib.suppress(OSError):  # if it fails, others wait a while
+            with self._lock, contextlib.suppress(OSError):  # if it fails, they stay claimed
                 del self._lists[number]
                 self._claim.list_files(number, [])
 
@@ -279,7 +278,7 @@ class Ledger:
 def read_count(root: Path) -> int | None:
     """Read how many bytes a store counts, without a lock and without changing anything.
 
-    None where there is no count, or it is damaged or being changed.
+    None if there is no count, or it is damaged or being changed.
     """
     try:
         fd = runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)
@@ -295,13 +294,13 @@ def read_count(root: Path) -> int | None:
 
 
 def _read_record(fd: int) -> bytes:
-    """Read the record of a count; empty when there is none, or it is damaged."""
+    """Read the record of a count; empty if there is none, or it is damaged."""
     record = strip_checksum(runtime.disk().pread(fd, _RECORD.size + DIGEST_BYTES, 0))
     return record if len(record) == _RECORD.size and record.startswith(_MAGIC) else b""
 
 
 def _open_ledger(path: Path) -> int:
-    """Open the ledger, made if need be; a file with hard links is refused: it may be anybody's."""
+    """Open or create the ledger; refuse a file with other hard links, which may be anybody's."""
     try:
         fd = open_locked(path, _FLAGS)
     except OSError as exc:

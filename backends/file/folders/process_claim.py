@@ -1,4 +1,4 @@
-"""Claims: files that tell other processes what a living one has reserved and is writing."""
+"""Claims: files in which living processes state what they have reserved and are writing."""
 
 import contextlib
 import errno
@@ -25,20 +25,20 @@ from kvxfer.pages.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 DIGEST_BYTES = 8
 
 CLAIM_ERRORS = DAMAGE_ERRORS | {errno.EACCES, errno.EPERM}
-"""Errors of one claim that cannot be read: that must not end the stores of all others."""
+"""Errors of a single unreadable claim, which must not stop the stores of all processes."""
 
 _MAGIC = b"kvxclm02"
 _HEAD = struct.Struct("<8sQ")
 _HEAD_BYTES = _HEAD.size + DIGEST_BYTES
 _LENGTH = struct.Struct("<I")
-_LIST_BYTES = 16 << 10  # room for the longest names of the most files that a thread claims
+_LIST_BYTES = 16 << 10  # room for as many files as a thread claims, with the longest names
 _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has threads
-_READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two in a row are rarely torn
+_READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two torn reads in a row are rare
 _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 class ProcessClaim:
-    """Claim of this process: a file in the root, locked while the process lives. Reads all others.
+    """Claim of this process: a file in the root, locked while it lives. Reads the other claims.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
     for each thread. Both carry a checksum: a damaged number or list claims nothing. The owner is
@@ -52,7 +52,7 @@ class ProcessClaim:
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             try:
                 runtime.disk().flock(self.fd, fcntl.LOCK_EX)
-                # Before that it looked like a dead process's, and may have been removed.
+                # Not locked yet, it looked like a dead process's claim, and may have been removed.
                 if has_name(self.fd):
                     self.reserve(reserved)
                     return
@@ -66,10 +66,10 @@ class ProcessClaim:
         runtime.disk().pwrite(self.fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
 
     def list_files(self, number: int, files: Sequence[bytes]) -> None:
-        """Write the list of files that a thread is writing; empty when it has written them.
+        """Write the list of files that a thread is writing; an empty list once they are written.
 
         The list of each thread has a place of its own, and is written in one piece: other processes
-        read all of it, or none because its files are written.
+        read all of it, or, once its files are written, none.
         """
         text = msgspec.msgpack.encode(list(files)) if files else b""
         length = _LENGTH.pack(len(text))
@@ -89,7 +89,7 @@ class ProcessClaim:
         return files
 
     def _read_others(self) -> Iterator[bytes]:
-        """Read the claims of all others that can be read; removes those of dead processes."""
+        """Read the readable claims of other processes; remove those of dead processes."""
         for name in runtime.disk().listdir(self._root):
             owner = name.removesuffix(CLAIM_SUFFIX)
             if owner not in (name, self.owner) and is_owner(owner):
@@ -105,7 +105,7 @@ class ProcessClaim:
     def close(self) -> None:
         """Remove and close the file; may be called again."""
         if self.fd in runtime.disk().locked:
-            with contextlib.suppress(OSError, MemoryError):  # others remove it: its lock is gone
+            with contextlib.suppress(OSError, MemoryError):  # once it is unlocked, others remove it
                 runtime.disk().unlink(claim_path(self._root, self.owner))
             close_locked(self.fd)
         self.fd = -1
@@ -128,9 +128,9 @@ def _list_in(data: bytes) -> list[bytes]:
 
 
 def open_locked(path: Path, flags: int) -> int:
-    """Open a file that will be locked, until `close_locked`.
+    """Open a file to be locked, until `close_locked`.
 
-    A forked child has no descriptor of it: there the lock would outlive this process.
+    A forked child closes its descriptor, with which the lock would outlive this process.
     """
     fd = runtime.disk().open(path, flags, FILE_MODE)
     runtime.disk().locked.add(fd)
@@ -142,12 +142,12 @@ def close_locked(fd: int) -> None:
     disk = runtime.disk()
     if fd in disk.locked:
         disk.locked.remove(fd)
-        with contextlib.suppress(OSError):  # of a file server: it is closed all the same
+        with contextlib.suppress(OSError):  # a file server's error: the file is closed all the same
             disk.close(fd)
 
 
 def has_name(fd: int) -> bool:
-    """Whether an open file was not removed; see `GONE`."""
+    """Whether an open file has not been removed; see `GONE`."""
     try:
         return runtime.disk().fstat(fd).st_nlink > 0
     except OSError as exc:
@@ -165,7 +165,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def is_alive(root: Path, owner: str) -> bool:
-    """Whether the process that has claims under this name is alive; names are never reused.
+    """Whether the process whose claim has this name is alive; names are never reused.
 
     A process whose claim cannot be read counts as alive.
     """
@@ -176,18 +176,18 @@ def is_alive(root: Path, owner: str) -> bool:
 
 
 def add_checksum(record: bytes) -> bytes:
-    """Add a checksum to a record."""
+    """Append a checksum to a record."""
     return record + xxhash.xxh3_64_digest(record)
 
 
 def strip_checksum(data: bytes) -> bytes:
-    """Get the record back from `add_checksum`; empty when it is damaged."""
+    """Get the record back from `add_checksum`; empty if it is damaged."""
     record, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     return record if record and xxhash.xxh3_64_digest(record) == digest else b""
 
 
 def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
-    """Read the claim of a living process; empty when it is dead, or has no claim.
+    """Read the claim of a living process; empty if it is dead, or has no claim.
 
     With `remove`, the claim of a dead process is removed.
     """
