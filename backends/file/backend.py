@@ -228,10 +228,7 @@ class FileBackend(Backend):
     async def _ask(
         self, threads: Threads, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a function on a thread, and translate its errors.
-
-        It must not touch the caller's memory, since it goes on when the caller is cancelled.
-        """
+        """Call a function on a thread; it may outlive this call, and touches no caller's memory."""
         try:
             return await threads.ask(func, *args, **kwargs)
         except (OSError, MemoryError) as exc:

@@ -116,8 +116,7 @@ class Space:
         try:
             if fitting < len(keys) and self._rescan(num_walks):
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
-            # The count was lost during that walk:
-            if not self._ledger.known and self._rescan(self._num_walks):
+            if not self._ledger.known and self._rescan(self._num_walks):  # lost during that walk
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
         except BaseException:
             self.settle(keys[:fitting], stored=[False] * fitting)
@@ -327,10 +326,7 @@ class Space:
     def _make_room(
         self, needed: Sequence[int], free_bytes: float, free_files: float, most: float
     ) -> tuple[int, bool]:
-        """Evict at most `most` files, until files of `needed` bytes fit.
-
-        Returns how many of these fit, and whether `most` was too low.
-        """
+        """Evict up to `most` files for others; return how many fit, and if `most` was reached."""
         total, num_left = 0, most
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
@@ -395,7 +391,6 @@ class Space:
     def _free(self) -> tuple[float, float]:
         """Compute the free bytes and inodes that stores may use, without bytes reserved already."""
         found = runtime.disk().statvfs(self._tree.root)
-        # Some file systems do not report their totals.
-        free = found.f_bavail * found.f_frsize if found.f_blocks else math.inf
+        free = found.f_bavail * found.f_frsize if found.f_blocks else math.inf  # 0: not reported
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
         return free - self._config.min_free - self._ledger.reserved, free_files

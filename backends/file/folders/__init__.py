@@ -1,4 +1,4 @@
-"""Folders of a store, and the small files in them: descriptions, claims and the ledger."""
+"""Folders of a store, and the small files in them: texts, claims and the ledger."""
 
 from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_walk
 from kvxfer.backends.file.folders.ledger import Ledger

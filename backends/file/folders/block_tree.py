@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 class BlockTree:
     """Tree of a store; walks follow no links, and open no foreign files.
 
-    Every method blocks. A file or folder that is removed meanwhile is skipped; so is one that
-    cannot be read, whose error `on_error` is called with.
+    Every method blocks. A file or folder that is removed meanwhile is skipped. So is one that
+    cannot be read, unless `on_error`, which is called with the error, raises it.
 
     Attributes:
-        num_skipped: Files and folders that could not be read, of which nobody knows the bytes.
+        num_skipped: Files and folders that could not be read, so that their bytes are unknown.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class BlockTree:
     ) -> Generator[FoundBlock, None, None]:
         """Walk through every block file, those in quarantine included, in the order of their paths.
 
-        With a prefix, only through those that lookups find under keys that begin with it. Folders
-        are open meanwhile: who stops before the end closes the walk.
+        With a prefix, only through files that lookups find under keys with that prefix. The walk
+        has folders open: close it if you stop before its end.
         """
         for namespace, folder, fd in self._folders(fingerprint):
             if prefix and not prefix.hex().startswith(folder):
@@ -107,16 +107,16 @@ class BlockTree:
                 yield read_namespace(folder)
 
     def _is_abandoned(self, name: str, folder_fd: int, living: dict[str, bool]) -> bool:
-        """Whether an entry is a temporary file whose writer is dead; notes who is `living`."""
+        """Whether an entry is a temporary file of a dead writer; `living` caches who is alive."""
         owner = owner_of(name)
         if owner and owner not in living:
             living[owner] = is_alive(self.root, owner)
         return bool(owner and not living[owner] and self._stat(name, folder_fd))
 
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
-        """Walk through the fingerprint, name and descriptor of every folder of blocks.
+        """Walk through the folders of blocks; yield fingerprint, name and descriptor of each.
 
-        Only through one namespace, if it is given; `with_own` includes the folders of namespaces.
+        `only` limits the walk to one namespace; `with_own` adds the namespaces' own folders.
         """
         root = open_folder(self.root)
         try:
@@ -125,7 +125,7 @@ class BlockTree:
             for fingerprint, parent in self._children(root, wanted):
                 if with_own:
                     yield fingerprint, "", parent
-                # Quarantine last, also if made since: without a count, no walk is told of moves.
+                # Quarantine last, even if new: without a count, no walk hears of moves into it.
                 inner = {*filter(is_block_folder, self._names(parent)), QUARANTINE}
                 for name, fd in self._children(parent, inner, of=f"{fingerprint}/"):
                     yield fingerprint, name, fd
@@ -135,7 +135,7 @@ class BlockTree:
     def _children(
         self, parent_fd: int, names: Iterable[str], *, of: str = ""
     ) -> Iterator[tuple[str, int]]:
-        """Walk through the names and descriptors of folders; errors name the path, below `of`."""
+        """Open folders one by one; yield name and descriptor. Errors name the path, below `of`."""
         for name in sorted(names):
             try:
                 fd = open_folder(name, parent_fd)
@@ -149,7 +149,7 @@ class BlockTree:
                 runtime.disk().close(fd)
 
     def _names(self, folder_fd: int) -> list[str]:
-        """List the names in a folder below the root; none when it cannot be read."""
+        """List the names in a folder below the root; none if it cannot be read."""
         try:
             return runtime.disk().listdir(folder_fd)
         except OSError as exc:
@@ -159,7 +159,7 @@ class BlockTree:
     def _stat(
         self, name: str, folder_fd: int, is_wanted: Callable[[int], bool] = stat.S_ISREG
     ) -> os.stat_result | None:
-        """Get the status of a regular file; None when there is none, or it cannot be read."""
+        """Get the status of a regular file; None if there is none, or it cannot be read."""
         try:
             found = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
         except OSError as exc:
@@ -168,16 +168,16 @@ class BlockTree:
         return found if is_wanted(found.st_mode) else None
 
     def _skip(self, exc: OSError) -> None:
-        """Go on behind a file or folder that is gone; tell of one that cannot be read."""
+        """Pass over a file or folder that is gone; report and count one that cannot be read."""
         if not runtime.is_absent(exc):
             self._on_error(exc)
             self.num_skipped += 1
 
 
 def warn_of_other_writers(root: Path) -> None:
-    """Warn when other users can plant, replace and remove blocks in a root."""
+    """Warn if other users can plant, replace and remove blocks in a root."""
     found = runtime.disk().stat(root)
-    if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway
+    if found.st_uid not in (os.geteuid(), 0):  # root can write to every folder anyway
         text = "%s: user %d owns it, and can plant, replace and remove blocks: "
         text += "chown it, or use a folder of your own"
         logger.warning(text, root, found.st_uid)
@@ -187,7 +187,7 @@ def warn_of_other_writers(root: Path) -> None:
 
 
 def refuse_partial_walk(exc: OSError) -> None:
-    """Raise an error after which a count would be too low; one of damage is only logged."""
+    """Raise an error that must end a walk; log damage, and ignore a denied permission."""
     if exc.errno in DAMAGE_ERRORS:
         logger.warning("%s is skipped: %s", exc.filename or "a folder", exc.strerror)
     elif exc.errno not in {errno.EACCES, errno.EPERM}:

@@ -32,15 +32,15 @@ from kvxfer.pages.names import (
 from kvxfer.pages.texts import MAX_TEXT_BYTES
 from kvxfer.storage.keys import BlockKey
 
-_WRITE_ATTEMPTS = 8  # each is spoilt only by another process that opens the store in that moment
+_WRITE_ATTEMPTS = 8  # an attempt fails only if another process opens the store at that moment
 
 
 class NamespaceFolder:
     """Folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
 
-    No link in the tree leads out of it: every folder is opened without following links and
-    addressed by descriptor. A file lies in the folder of its key, unless it was `found_in` another
-    one. Thread-safe; every method blocks, and raises an OSError if what it does fails.
+    No link leads out of the tree: every folder is opened without following links, and addressed by
+    descriptor. A file is in the folder of its key, unless it was `found_in` another folder.
+    Thread-safe; every method blocks, and raises an OSError if it fails.
     """
 
     def __init__(self, root: Path, fingerprint: str) -> None:
@@ -64,15 +64,15 @@ class NamespaceFolder:
     ) -> list[Result]:
         """Get the descriptor of each key's folder, or why there is none.
 
-        With `create`, folders are made if need be. With `renew`, those that were removed are opened
-        or made anew, and the root, too. That they were shows only when a file is made.
+        With `create`, missing folders are created. With `renew`, removed folders and a removed root
+        are opened or created again; that they were removed shows only when a file is created.
         """
         names = [key[:1].hex() for key in keys]
         fds = self._folders.find(dict.fromkeys(names), create=create, renew=renew)
         return [fds[name] for name in names]
 
     def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
-        """Open the file of a key for reading, with `READ_FLAGS` and other flags; no link."""
+        """Open the file of a key, which must not be a link, with `READ_FLAGS` and other flags."""
         name, flags = file_name(key), READ_FLAGS | flags
         return self._folders.within(
             found_in or name[:2], lambda fd: runtime.disk().open(name, flags, dir_fd=fd)
@@ -85,7 +85,7 @@ class NamespaceFolder:
     def sync_file_system(self) -> None:
         """Make all that was written to the root's file system durable, in one call.
 
-        It raises an OSError if a write has failed since the last time.
+        Raises an OSError if a write has failed since the last call.
         """
         runtime.disk().sync_file_system(self._folders.root_fd)
 
@@ -93,7 +93,7 @@ class NamespaceFolder:
         """Move the open file of a key to quarantine, where no lookup finds it.
 
         Returns the bytes that it takes on the disk, and those of the file that it replaced there;
-        None when another process removed or replaced it since it was opened.
+        None if another process removed or replaced the open file.
         """
         name = file_name(key)
         (replaced,) = require_known([self._size(name, QUARANTINE)])
@@ -106,12 +106,12 @@ class NamespaceFolder:
         return sizes if self._if_named(name, found_in or name[:2], fd, move) else None
 
     def remove_open(self, key: BlockKey, fd: int) -> bool:
-        """Remove the open file of a key; False when another process removed or replaced it."""
+        """Remove the open file of a key; False if another process removed or replaced it."""
         name, unlink = file_name(key), runtime.disk().unlink
         return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
 
     def remove(self, key: BlockKey, found_in: str = "") -> int | None:
-        """Remove a key's file; return the bytes that it had, None when it was not there."""
+        """Remove a key's file; return its size in bytes, None if it was not there."""
         name = file_name(key)
 
         def unlink(fd: int) -> int | None:
@@ -158,20 +158,20 @@ class NamespaceFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
 
-        It is written again whenever the folder was removed and is made anew.
+        It is written again whenever the folder is created again.
         """
         self.put_text(name, text)
         self._texts[name] = text
 
     def put_text(self, name: str, text: str) -> None:
-        """Write a small text file of the folder, whole or not at all, and not again."""
+        """Write a small text file of the folder, whole or not at all, only this once."""
         self._folders.within(OWN, functools.partial(_write_text, name, text), create=True)
 
     def remove_empty(self, text_names: Collection[str]) -> bool:
         """Remove the folder if it holds no block or foreign file; return whether it was removed.
 
-        The text files that describe it are removed with it, or stay. Other processes may use it:
-        files that they create meanwhile stay.
+        The texts are removed with the folder, or stay. Other processes may use the folder: files
+        that they create meanwhile stay.
         """
         folder = self._folders.renew(OWN, create=False)
         found = set(runtime.disk().listdir(folder))
@@ -213,7 +213,7 @@ class NamespaceFolder:
             return None if runtime.is_absent(exc) else exc
 
     def _if_named(self, name: str, folder: str, fd: int, act: Callable[[int], None]) -> bool:
-        """Act if the open file still has the name: another may have been published."""
+        """Act if the name is still that of the open file, not of another; return whether it is."""
 
         def check_and_act(folder_fd: int) -> bool:
             named = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
@@ -241,7 +241,7 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
             finally:
                 disk.close(fd)
             disk.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except FileNotFoundError:  # collected by another process, for which its owner looks dead
+        except FileNotFoundError:  # another process removed it: its made-up owner has no claim
             if attempt + 1 == _WRITE_ATTEMPTS:
                 raise
         except BaseException:

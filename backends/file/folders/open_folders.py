@@ -1,4 +1,4 @@
-"""Descriptors of a namespace's folders, renewed when folders are removed and made anew."""
+"""Descriptors of a namespace's folders, renewed when folders are removed and created again."""
 
 import contextlib
 import errno
@@ -16,19 +16,19 @@ OWN = "."
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
-"""Errors of what was removed: here, by another host of an NFS, with the server of a FUSE mount."""
+"""Errors of a removed file or folder: here, by another NFS host, or with a FUSE server."""
 
 T = TypeVar("T")
 
 
 def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
-    """Open a folder, by descriptor where there is a parent; a link is not followed there."""
+    """Open a folder; below an open parent, no link is followed."""
     flags = _FLAGS if parent_fd is not None else _FLAGS & ~os.O_NOFOLLOW
     return runtime.disk().open(name, flags, dir_fd=parent_fd)
 
 
 def make_root(root: Path) -> None:
-    """Make the root of a store, if need be. Its name, and those of new parents, reach the disk."""
+    """Create the root of a store if it is missing; sync its name, and the names of new parents."""
     disk, synced = runtime.disk(), [root.parent]
     for parent in root.parents:
         try:
@@ -38,7 +38,7 @@ def make_root(root: Path) -> None:
             synced.append(parent.parent)
     disk.makedirs(root, FOLDER_MODE, exist_ok=True)
     for parent in synced:
-        with contextlib.suppress(OSError):  # a folder that we may not read, mostly
+        with contextlib.suppress(OSError):  # usually a folder that we may not read
             fd = open_folder(parent)
             try:
                 disk.fsync(fd)
@@ -47,9 +47,9 @@ def make_root(root: Path) -> None:
 
 
 def require_mounted(root: Path, fd: int) -> None:
-    """Check that a store is where its root was, if the server of a mount with an open file ended.
+    """If the server of the mount with the open file `fd` has ended, check that `root` is a store.
 
-    Until it is mounted anew, the root's path may lead to the disk below.
+    Until the mount is back, the root's path may lead to the disk below. Raises an OSError then.
     """
     try:
         runtime.disk().fstat(fd)
@@ -61,12 +61,12 @@ def require_mounted(root: Path, fd: int) -> None:
 class OpenFolders:
     """Descriptors of the folders of a namespace, each opened once.
 
-    Other processes may remove folders and make them anew. A descriptor does not show that: a
-    removed folder looks empty. So a file that is not found is looked for once more, in the folder
-    that has the name now, if the known one was removed; a file that is found costs no further
-    system call. A renewed descriptor keeps its number, because a thread may be using it: there are
-    at most as many as names. Thread-safe; every method blocks, and raises an OSError if what it
-    does fails. `on_made` is called with the namespace's own folder when that may be new.
+    Other processes may remove folders and create them again. A descriptor does not show that: a
+    removed folder looks empty. So if a file is not found and its folder was removed, it is looked
+    for once more, in the folder that has the name now; a file that is found costs no further system
+    call. A renewed descriptor keeps its number, because a thread may be using it: there are at most
+    as many as names. Thread-safe; every method blocks, and raises an OSError if it fails. `on_made`
+    is called with the namespace's own folder when that may be new.
 
     Attributes:
         root_fd: Descriptor of the root.
@@ -88,7 +88,8 @@ class OpenFolders:
     ) -> dict[str, int | OSError]:
         """Get the descriptor of each folder, or why there is none.
 
-        One that was removed since is opened anew only to `renew` it, and made to `create` it.
+        A folder that was removed since is opened again only with `renew`; one that is missing is
+        created only with `create`.
         """
         fds = dict[str, int | OSError]()
         for name in names:
@@ -100,7 +101,7 @@ class OpenFolders:
         return fds
 
     def within(self, name: str, act: Callable[[int], T], *, create: bool = False) -> T:
-        """Call `act` with the descriptor of a folder, and again if that one was removed."""
+        """Call `act` with the descriptor of a folder; if that was removed, with the renewed one."""
         fd, since = self._opened.get(name), self.num_renewed
         if fd is not None:
             try:
@@ -115,7 +116,7 @@ class OpenFolders:
     def renew(self, name: str, *, create: bool) -> int:
         """Open the folder that has a name now, and its parents; return its descriptor.
 
-        With `create`, those that are not there are made, the root included.
+        With `create`, missing ones are created, the root included.
         """
         with self._lock:
             if _is_one_removed([self.root_fd]):
@@ -127,14 +128,14 @@ class OpenFolders:
             return own if name == OWN else self._renew(name, name, own, create=create)
 
     def leave_moved_root(self) -> None:
-        """Let every folder count as removed if the root was moved, and its path leads elsewhere."""
+        """Make all folders count as removed if the root was moved: its path leads elsewhere now."""
         disk = runtime.disk()
         with self._lock, contextlib.ExitStack() as opened:
             if _is_one_removed([self.root_fd]):
                 return
             if os.path.samestat(disk.stat(self._root), disk.fstat(self.root_fd)):
                 return
-            # Not in the moved root, which somebody may be removing, or we may not write to.
+            # Not in the moved root, which may be read-only, or about to be removed.
             removed = self._root / runtime.token_bytes(OWNER_BYTES).hex()
             disk.mkdir(removed, FOLDER_MODE)
             try:
@@ -146,7 +147,7 @@ class OpenFolders:
                 disk.dup2(removed_fd, fd, inheritable=False)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make the names in folders durable, and those of the folders where we opened them anew."""
+        """Make the names in these folders durable, and those of all folders opened since."""
         sync = runtime.disk().fsync
         for name in names:
             self.within(name, sync)
@@ -157,7 +158,7 @@ class OpenFolders:
                     del self._unsynced[fd]
 
     def have_changed(self, names: Iterable[str], since: int) -> bool:
-        """Whether folders were removed, or renewed since `num_renewed` had this value."""
+        """Whether one of the folders was removed, or any was renewed after `since` renewals."""
         with self._lock:
             if since != self.num_renewed:
                 return True
@@ -182,7 +183,7 @@ class OpenFolders:
             with contextlib.suppress(FileExistsError):
                 runtime.disk().mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
         fd = open_folder(path, parent_fd)
-        self._unsynced[parent_fd] = object()  # perhaps just made, by another process
+        self._unsynced[parent_fd] = object()  # the folder may be new, even by another process
         if known is None:
             self._opened[name] = fd
         else:
@@ -192,16 +193,16 @@ class OpenFolders:
         return self._opened[name]
 
     def _replace(self, known: int, fd: int) -> None:
-        """Let a descriptor's number mean another folder."""
+        """Make the descriptor `known` refer to another folder, and close that one's own."""
         runtime.disk().dup2(fd, known, inheritable=False)
         runtime.disk().close(fd)
         self.num_renewed += 1
 
 
 def _is_one_removed(folder_fds: Iterable[int]) -> bool:
-    """Whether one of open folders was removed; True when that cannot be told."""
+    """Whether one of the open folders was removed; True if that is unknown."""
     fstat = runtime.disk().fstat
     try:
         return 0 in [fstat(fd).st_nlink for fd in folder_fds]
-    except OSError:  # as of NFS and FUSE, see `GONE`
+    except OSError:  # as with NFS and FUSE, see `GONE`
         return True
