@@ -1,4 +1,4 @@
-"""Bucket: requests to object storage, each with a deadline, repeated where that helps."""
+"""Bucket: requests to object storage, each with a deadline, retried where that helps."""
 
 import asyncio
 import contextlib
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvxfer.backends.object.config import ObjectConfig
 
 FIRST_BACKOFF_S = 0.1
-"""Pause before a request is made again; doubled each time."""
+"""Pause before the first retry of a request; doubled each time."""
 
 LIST_CHUNK = 1000
-"""Names in one answer to a list, as S3 has them."""
+"""Names in one answer to a list, as with S3."""
 
 T = TypeVar("T")
 
@@ -42,21 +42,21 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectVersion:
-    """Size of an object, and what tells it from those stored under its name before and after."""
+    """Size of an object, and tags that tell it from earlier and later objects of its name."""
 
     size_bytes: int
     version: dict[str, str]
 
     @classmethod
     def of(cls, meta: Any) -> "ObjectVersion":
-        """Translate what the client tells."""
+        """Translate the metadata that the client returns."""
         version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
         return cls(int(meta["size"]), version)
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts since a bucket was opened: requests with repetitions, and bytes of objects."""
+    """Counts since a bucket was opened: requests with their retries, and bytes of objects."""
 
     requests: int = 0
     sent_bytes: int = 0
@@ -64,7 +64,7 @@ class Counts:
 
 
 class _Turn:
-    """Time of a request and of its repetitions, which begins with its turn."""
+    """Deadline of a request and its retries, which is set when the request has its turn."""
 
     def __init__(self, timeout_s: float) -> None:
         self.backoff = Pause(FIRST_BACKOFF_S, inf)
@@ -81,13 +81,13 @@ class _Turn:
 class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
-    After failures in a row that show a server that is gone, requests fail at once for a while.
-    After answers in a row that it cannot store, as with a full disk, only those that store do. A
-    request that fails raises a `RequestFailedError`.
+    After several failures in a row that show that the server is gone, requests fail at once for a
+    while. After several answers in a row that it cannot store, as with a full disk, only stores do.
+    A request that fails raises a `RequestFailedError`.
 
     Attributes:
-        slots: Those of `max_requests`, to be held for one block at a time.
-        changes: Those that stores and deletes may have, so that what hangs leaves some to others.
+        slots: Limit of `max_requests`; hold one slot for each block.
+        changes: Limit of stores and deletes: if they hang, some slots are left for loads.
         stores: Circuit breaker for requests that store.
 
     Raises:
@@ -114,11 +114,11 @@ class Bucket:
 
     @property
     def is_available(self) -> bool:
-        """Whether requests are made, and not refused because the server seems to be gone."""
+        """Whether requests are made; False while they fail at once, since the server seems gone."""
         return self._breaker.closed
 
     async def head(self, path: str, timeout_s: float | None = None) -> ObjectVersion | None:
-        """Ask for the size of an object; None where there is none."""
+        """Ask for the version of an object; None if there is no object."""
         try:
             found = await self._request("HEAD", lambda: self._store.head_async(path), timeout_s)
         except FileNotFoundError:
@@ -128,9 +128,9 @@ class Bucket:
     async def read_begin(
         self, path: str, num_bytes: int, timeout_s: float | None = None
     ) -> tuple[ObjectVersion, memoryview] | None:
-        """Read the leading bytes of an object, fewer where it is shorter; None where there is none.
+        """Read the leading bytes of an object, fewer if it is shorter; None if there is none.
 
-        Their request is one, so that the bytes are those of the version.
+        Makes one request, so that the bytes are those of the version.
         """
 
         async def read() -> tuple[ObjectVersion, Any]:
@@ -150,9 +150,9 @@ class Bucket:
         return version, memoryview(data)
 
     async def read_range(self, path: str, start: int, stop: int) -> memoryview | None:
-        """Read bytes of an object, fewer where it ends before; None where there is no object.
+        """Read bytes of an object, fewer if it ends before; None if there is no object.
 
-        One answer, where `read_begin` has to wait for two: its version, and its bytes.
+        Waits for one answer, `read_begin` for two: the version and the bytes.
         """
         ask = partial(self._store.get_range_async, path, start=start, end=stop)
         try:
@@ -171,13 +171,13 @@ class Bucket:
         return await self._put(path, data, "create")
 
     async def replace(self, path: str, data: memoryview, version: ObjectVersion) -> bool:
-        """Store an object in place of a version; return whether that one was still there."""
+        """Store an object in place of a version; return whether that version was still there."""
         return await self._put(path, data, version.version)
 
     async def move(self, path: str, version: ObjectVersion, to: str) -> bool:
         """Rename an object; return whether that version of it was still there.
 
-        One that is stored in its place in the moment between the requests is removed.
+        As with `remove`, an object that is stored in its place between two requests is removed.
         """
         if await self.head(path) != version:
             return False
@@ -190,9 +190,9 @@ class Bucket:
     async def remove(self, path: str, version: ObjectVersion) -> bool:
         """Remove an object; return whether that version of it was still there.
 
-        One that is stored in its place in the moment between a look and the request is removed: a
-        cloud has no conditional request for that. Before each repetition there is another look. The
-        request waits for its turn before the look.
+        Asks for the version before each attempt, since clouds have no conditional removal: an
+        object that is stored in its place between the two requests is removed. To keep them close,
+        the removal waits for its turn before it asks.
         """
         turn = _Turn(self._timeout_s)
         failed: RequestFailedError | None = None
@@ -204,22 +204,22 @@ class Bucket:
                 raise failed
             try:
                 await self._ask("DELETE", lambda: self._store.delete_async(path), turn)
-            except FileNotFoundError:  # another has removed it: only S3 does not tell
+            except FileNotFoundError:  # somebody else removed it, which only S3 does not report
                 break
             except RequestFailedError as exc:
                 failed = exc
                 await self._wait_for_repetition("DELETE", exc, turn)
             else:
                 return True
-        return failed is not None  # it was removed, and its answer was lost
+        return failed is not None  # an attempt removed it, and its answer was lost
 
     async def delete(self, path: str) -> None:
-        """Remove an object; none is no failure."""
-        with contextlib.suppress(FileNotFoundError):  # only S3 does not tell
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):  # only S3 does not report that
             await self._request("DELETE", lambda: self._store.delete_async(path))
 
     async def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
-        """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
+        """List the folders and the objects in a prefix, as if slashes made folders."""
         ask = self._store.list_with_delimiter_async
         found = await self._request("LIST", lambda: ask(prefix or None))
         names = (str(each["path"]) for each in found["objects"])
@@ -231,9 +231,9 @@ class Bucket:
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.
 
-        A request that is repeated goes on behind the last name: a list of obstore that has failed
-        ends as if it were whole. Each answer is waited for on a thread: a list that is cancelled in
-        a request, or let go of, panics, "there is no reactor running". There it ends by the
+        A retry begins a new list after the last name, because a list of obstore that has failed
+        ends as if it were whole. A thread waits for each answer: a list that is cancelled during a
+        request, or dropped, panics, "there is no reactor running". On the thread it ends at the
         client's timeout.
         """
         begun: Iterator[Sequence[Any]] | None = None
@@ -296,10 +296,11 @@ class Bucket:
     async def _request(
         self, what: str, ask: Callable[[], Awaitable[T]], timeout_s: float | None = None
     ) -> T:
-        """Make a request, again where it was refused for a reason that passes.
+        """Make a request; retry it after a transient failure.
 
-        Its time begins with its turn: who waits for one is not late, and has learned nothing about
-        the server. A FileNotFoundError tells of no such object or, unless it is a list, no bucket.
+        Its deadline begins with its turn: a request that waits for its turn is not late, and has
+        learned nothing about the server. A FileNotFoundError means that there is no such object or
+        no bucket; a list raises a `RequestFailedError` for the latter.
         """
         turn = _Turn(timeout_s or self._timeout_s)
         while True:
@@ -309,7 +310,7 @@ class Bucket:
                 await self._wait_for_repetition(what, exc, turn)
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], turn: "_Turn") -> T:
-        """Make a request once, when its turn has come, and note what it says about the server."""
+        """Make a request once, when its turn has come, and note what that says about the server."""
         if turn.ends_at == inf:
             await self._pace()
             turn.begin()
@@ -344,20 +345,17 @@ class Bucket:
 
     def _note_failure(self, what: str, failed: RequestFailedError, probe: int) -> None:
         is_late = failed.outcome.status is Status.TIMED_OUT and not probe
-        is_store = what == "PUT" and (failed.answered or is_late)  # others may be answered
+        is_store = what == "PUT" and (failed.answered or is_late)  # other requests may succeed
         if is_store and failed.transient:
             self.stores.record(str(failed))
-        # With a refusal for good there is a server that answers.
+        # A server that refuses a request for good is not gone.
         if failed.answered or not is_store:
             self._breaker.record(str(failed) if failed.transient and not is_store else "")
 
     async def _wait_for_repetition(
         self, what: str, failed: RequestFailedError, turn: "_Turn"
     ) -> None:
-        """Wait for the moment at which a request may be repeated.
-
-        The failure is raised if a repetition is of no use or comes too late.
-        """
+        """Wait until a request may be retried; raise its failure if that is useless or too late."""
         backoff_s = turn.backoff.next_s()
         is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
         if not failed.transient or is_paused or turn.is_over(backoff_s):
@@ -368,9 +366,9 @@ class Bucket:
             raise failed
 
     async def _pace(self) -> None:
-        """Wait until another request may begin, if the server seems to be there."""
+        """Wait until another request may begin, unless the server seems to be gone."""
         if self._pause_s and self._breaker.closed:
-            async with self._turns:  # who is cancelled before its turn has taken none
+            async with self._turns:  # a caller that is cancelled before its turn takes none
                 now = runtime.monotonic()
                 turn = max(now, self._next_at)
                 await asyncio.sleep(turn - now)
@@ -378,10 +376,10 @@ class Bucket:
 
 
 def _meaning(what: str, exc: Exception) -> Exception:
-    """Tell an answer, that there is an object or none, from a failure.
+    """Tell the answer that there is an object, or none, from a failure.
 
-    Azure says of archived and leased blobs what it says to a store where there is one already. What
-    a list does not find is the bucket.
+    Azure says of archived and leased blobs what it answers to a store if there is an object. What a
+    list does not find is the bucket.
     """
     is_answer = what == "PUT" or (what != "LIST" and isinstance(exc, FileNotFoundError))
     return exc if is_answer and CONFLICT not in str(exc) else request_failure(what, exc)

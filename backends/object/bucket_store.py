@@ -1,4 +1,4 @@
-"""Store in a bucket, as its maintenance sees it."""
+"""Store in a bucket, as maintenance sees it."""
 
 import asyncio
 import contextlib
@@ -30,21 +30,22 @@ from kvxfer.pages.verification import cut_header
 from kvxfer.runtime import LoopThread, end_tasks
 
 PIECE_BYTES = 8 << 20
-"""Most bytes of an object in one request: what a thread that verifies holds in memory."""
+"""Maximum bytes of an object in one request, which each thread that verifies holds in memory."""
 
 T = TypeVar("T")
 
 
 class BucketStore(BlockStore):
-    """Store in a bucket; see `BlockStore`. To be closed.
+    """Store in a bucket; see `BlockStore`. The caller closes it.
 
     Names and sizes come from lists, a thousand at a time. Every request has the deadline and the
-    repetitions of `Bucket`. Nobody writes temporary files to a bucket: what has the name of one was
-    copied from a folder. Uses are not noted: a block is as old as its object. Namespaces that come
-    after the first look are not seen. Thread-safe. Credentials come from the environment.
+    retries of `Bucket`. Engines write no temporary files to a bucket: an object with the name of
+    one was copied from a folder. Uses are not recorded: a block counts as used when it was stored.
+    Namespaces created after the first look are not seen. Thread-safe. Credentials come from the
+    environment.
 
     Attributes:
-        bucket: Makes the requests, to be passed to `ask`.
+        bucket: Bucket, whose requests are passed to `ask`.
         prefix: Beginning of all names.
     """
 
@@ -59,7 +60,7 @@ class BucketStore(BlockStore):
         self._fingerprints: list[str] | None = None
 
     def close(self) -> None:
-        """End what is under way, and the event loop."""
+        """Cancel requests that are under way, and end the event loop."""
         self._thread.run(self._end())
         self._thread.stop()
 
@@ -113,7 +114,7 @@ class BucketStore(BlockStore):
         return num_removed
 
     def ask(self, request: Coroutine[Any, Any, T], name: str = "") -> T:
-        """Make a request about an object, or about the bucket where it has no name.
+        """Make a request about an object, or about the bucket if `name` is empty.
 
         Raises:
             BackendUnavailableError: The server is gone, or a request about the bucket failed.
@@ -131,14 +132,14 @@ class BucketStore(BlockStore):
             yield from listed
 
     def get(self, name: str, request: Coroutine[Any, Any, T | None]) -> T:
-        """Make a request about an object; raise a FileNotFoundError where there is none."""
+        """Make a request about an object; raise a FileNotFoundError if there is none."""
         answer = self.ask(request, name)
         if answer is None:
             raise self.gone(name)
         return answer
 
     def delete(self, names: Sequence[str]) -> list[OSError | None]:
-        """Remove objects, several at a time; return why each one stays, None where it is gone."""
+        """Remove objects, several at a time; return for each why it stays, None if it is gone."""
         failures = zip(self._thread.run(self._delete_each(names)), names, strict=True)
         return [None if exc is None else self._translate(exc, name) for exc, name in failures]
 
@@ -147,13 +148,13 @@ class BucketStore(BlockStore):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._root}{name}")
 
     def _has_objects(self, fingerprint: str) -> bool:
-        """Whether there is a namespace: SeaweedFS lists those without objects for a while."""
+        """Whether a namespace has objects: SeaweedFS lists it for a while after they are gone."""
         folder = f"{self.prefix}{fingerprint}/"
         there = self.ask(self.bucket.head(folder + NAMESPACE_FILE), folder + NAMESPACE_FILE)
         return there is not None or next(self.list_objects(folder), None) is not None
 
     def _walk(self, only: str = "") -> Iterator[tuple[str, FoundBlock | OtherEntry]]:
-        """Walk through everything in one namespace or all, and through its names."""
+        """Walk through the entries of one namespace or all; yield the name and entry of each."""
         for fingerprint in [only] if only else self.fingerprints():
             folder = f"{self.prefix}{fingerprint}/"
             for listed in self.list_objects(folder):
@@ -165,7 +166,7 @@ class BucketStore(BlockStore):
         return OSError(errno.EACCES if exc.denied else errno.EIO, str(exc), f"{self._root}{name}")
 
     def _is_gone(self, name: str) -> bool:
-        """Whether the server does not even tell the size of an object."""
+        """Whether the server does not even answer a request for an object's version."""
         try:
             self._thread.run(self.bucket.head(name))
         except RequestFailedError as exc:
@@ -193,7 +194,7 @@ async def _take(answers: AsyncGenerator[list[ListedObject], None]) -> list[Liste
 
 
 class _Count:
-    """Count of the bytes of a bucket, which nobody keeps: of one walk."""
+    """Count of a bucket's bytes by one walk, since nobody keeps a count."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -272,7 +273,7 @@ class _BucketNamespace(StoredNamespace):
 
 
 class _OpenObject(OpenBlock):
-    """Object that is read in one request, or in pieces if it is large; `away`: in quarantine."""
+    """Object read in one request, or in pieces if it is large; `away` is its name in quarantine."""
 
     def __init__(self, store: BucketStore, name: str, away: str = "") -> None:
         self._store = store

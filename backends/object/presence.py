@@ -8,7 +8,7 @@ from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.storage.keys import BlockKey
 
 MAX_KEYS = 1 << 18
-"""Number of keys that are remembered, some 60 MiB; those noted last stay."""
+"""Maximum number of remembered keys, which take about 60 MiB; the keys noted last stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,11 @@ class _Entry:
 
 
 class Presence:
-    """Cache of which objects are there, as far as was seen a short time ago.
+    """Cache of which objects were there a short time ago.
 
-    What this process stores and removes counts at once; what a look saw that began before such a
-    change, or before a later look, does not undo it. What others do is seen when a time has passed,
-    see `ObjectConfig`. Belongs to one event loop.
+    What this process stores and removes counts at once. The answer to a request that began before
+    that, or before a later request, does not undo it. What others do is seen once an entry has
+    expired, see `ObjectConfig`. Belongs to one event loop.
     """
 
     def __init__(self, config: ObjectConfig) -> None:
@@ -34,7 +34,7 @@ class Presence:
         self._forgot = False
 
     def has(self, key: BlockKey) -> bool | None:
-        """Whether an object is there; None where that has to be asked."""
+        """Whether an object is there; None if the bucket has to be asked."""
         now, entry = runtime.monotonic(), self._entries.get(key)
         if entry is None:
             listed = now - self._all_listed_at < self._missing_ttl_s and not self._forgot
@@ -43,22 +43,22 @@ class Presence:
         return entry.there if now - entry.at < ttl_s else None
 
     def mark(self) -> int:
-        """Mark the begin of a look at the bucket, for `note`: each has its own."""
+        """Number the beginning of a request to the bucket, for `note`."""
         self._num_marks += 1
         return self._num_marks
 
     def note(self, key: BlockKey, *, there: bool, since: int) -> None:
-        """Note what a look that began at `since` has seen."""
+        """Note the answer to a request that began at the mark `since`."""
         entry = self._entries.get(key)
         if entry is None or entry.since <= since:
             self._put(key, _Entry(there, runtime.monotonic(), since))
 
     def note_all_listed(self, began_at: float) -> None:
-        """Note that a list has ended, which began at `began_at`: nothing else was there then."""
+        """Note that a list which began at `began_at` was whole: no other object was there then."""
         self._all_listed_at = began_at
 
     def forget(self) -> None:
-        """Forget what was seen: from now on everything has to be asked."""
+        """Forget all objects, so that the bucket has to be asked for each."""
         self._entries.clear()
         self._all_listed_at = float("-inf")
 

@@ -1,4 +1,4 @@
-"""Failures of requests to object storage, in words that cannot be credentials."""
+"""Failures of requests to object storage, described without text that may have credentials."""
 
 import asyncio
 import re
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 ENDS = asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
-"""What ends a task or the process, and is no failure of a request."""
+"""Exceptions that end a task or the process, and are not failures of a request."""
 
 CONFLICT = "<Code>ConditionalRequestConflict</Code>"
-"""Answer of S3 where another request has crossed one that stores: nothing is stored.
+"""Answer of S3 to a store that has conflicted with another request: nothing was stored.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 """
 
 PASSING = CONFLICT, "<Code>RequestTimeout</Code>"
-"""Answers of S3 to requests that may be repeated, although their status says otherwise."""
+"""Answers of S3 after which a request may be retried, although their status says otherwise."""
 
 DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
 class RequestFailedError(KVXferError):
-    """Request that failed.
+    """Error of a request that failed.
 
-    Its text is made of what kvxfer knows: that of a client or a server may have credentials in it.
+    Its text has only what kvxfer knows: a text of a client or a server may contain credentials.
 
     Attributes:
-        outcome: Outcome of a block whose request it was.
+        outcome: Outcome of the block that was requested.
         denied: Whether the credentials do not allow the request.
-        transient: Whether it failed for a reason that passes.
+        transient: Whether a later attempt may succeed.
         answered: Whether the server answered.
-        is_empty: Whether it answered that the object has none of the bytes that were asked for.
+        is_empty: Whether the server answered that the object has none of the requested bytes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RequestFailedError(KVXferError):
 
 
 def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
-    """Open the client of a cloud; a `BackendUnavailableError` says what it refuses."""
+    """Open the client of a cloud; a `BackendUnavailableError` says what the client refuses."""
     try:
         return open_store()
     except (KVXferError, *ENDS):
@@ -70,10 +70,10 @@ def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
 
 
 def describe(exc: BaseException) -> str:
-    """Say what an error of the client is, in words that cannot be credentials.
+    """Describe an error of the client without text that may contain credentials.
 
-    Its text repeats the answer of the server, which may repeat the request: so only the name of the
-    error, the server's code for it, and the status are taken.
+    The error's text repeats the answer of the server, which may repeat the request: only the name
+    of the error, the server's code for it, and the status are taken from it.
     """
     text = str(exc)
     found: Sequence[str] = [
@@ -91,7 +91,7 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     text = str(exc)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"code: AccessDenied\)", text)
-    # A list that is refused is a `GenericError`, and a removal has its code alone.
+    # A denied list is a `GenericError`, and a denied removal has only the code.
     refused = status is not None and status[1] in ("401", "403")
     denied = refused or code is not None or type(exc).__name__ in DENIED
     passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
