@@ -1,4 +1,4 @@
-"""Backend over object storage: a page an object, verified, shared by all who use the bucket."""
+"""Backend over object storage: each page is an object, which all users of the bucket share."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
 MAX_THREADS = 4
-"""Most threads that copy and verify: a network feeds no more."""
+"""Maximum threads that copy and verify: a network cannot feed more."""
 
 STORE_ATTEMPTS = 3
-"""Number of times that a part of a chunk is stored anew where others store it, too."""
+"""Attempts to store a block that others store or remove at the same time."""
 
 LIST_AGAIN_S, LONGEST_NO_LIST_S = 60.0, 3600.0
-"""Least and most time from a list that failed to the next one: a large bucket takes too long."""
+"""Shortest and longest pause after a failed list: that of a large bucket may always be too slow."""
 
 CLOSED = Outcome(Status.FAILED, reason="the backend was closed")
 OTHERS = Outcome(
@@ -47,30 +47,30 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Turns = AbstractAsyncContextManager[object]
-"""What a call holds beside a slot: one of `Bucket.changes`, or nothing."""
+"""Limit that a call keeps to beside that of `Bucket.slots`: `Bucket.changes`, or none."""
 AT_ONCE: Turns = contextlib.nullcontext()
 
 
 class ObjectBackend(TellsKept):
     """Backend that keeps each block in an object of a bucket, and evicts nothing.
 
-    Whoever uses the bucket sees every whole block, and none that is half stored. Lookups answer
-    from what was seen a short time ago, see `ObjectConfig`. While the server is gone every block is
-    a miss and every store fails, within `timeout_s` at first and at once soon after; from time to
-    time a request tries again.
+    All users of the bucket see a block whole or not at all. Lookups answer from what was seen a
+    short time ago, see `ObjectConfig`. While the server is gone, every block is a miss and every
+    store fails: within `timeout_s` at first, and at once after some failures. From time to time,
+    one request tries again.
 
     Args:
         config: See `ObjectConfig`.
         namespace: Namespace of the blocks.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, or the secret is missing or of no use.
-        MissingExtraError: obstore is not installed, or what `sealed` needs.
+        InvalidArgumentError: The namespace has no groups, or the secret is missing or invalid.
+        MissingExtraError: obstore, or the package that `sealed` needs, is not installed.
         BackendUnavailableError: The cloud's client refuses what is in the environment.
     """
 
     config_type: type[ObjectConfig]
-    purges_all = False  # a bucket is others', too, and they do not expect it to be emptied
+    purges_all = False  # others who share the bucket do not expect it to be emptied
 
     def __init__(self, config: ObjectConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("object storage backend", namespace)
@@ -100,7 +100,7 @@ class ObjectBackend(TellsKept):
         return self._bucket.counts
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; a block that is not known in time is taken to be missing."""
+        """See `Backend.lookup`; a block that is unknown at the deadline counts as missing."""
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
         ends_at = runtime.monotonic() + self._config.lookup_timeout_s
@@ -114,7 +114,7 @@ class ObjectBackend(TellsKept):
             chosen = [keys[i] for i in asked]
             found = await self._look_all(chosen, [names[i] for i in asked], ends_at)
             for index in asked:
-                there = self._presence.has(keys[index])  # None where it may be kept for no time
+                there = self._presence.has(keys[index])  # None if it expired at once
                 known[index] = keys[index] in found if there is None else there
         return [bool(there) for there in known]
 
@@ -135,7 +135,7 @@ class ObjectBackend(TellsKept):
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
             finally:
-                self._bucket.stores.abandon(probe)  # one that found out nothing
+                self._bucket.stores.abandon(probe)  # if it had no result
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
@@ -144,9 +144,9 @@ class ObjectBackend(TellsKept):
         return await self._move_each(self._load, keys, blocks)
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`. What cannot be removed stays, or is being stored anew.
+        """See `TellsKept.delete_or_keep`. A block that stays may also have been stored again.
 
-        A call that is cancelled goes on, and stores of its keys wait for it.
+        A cancelled call goes on, and stores of its keys wait for it.
         """
         self._guard.check_batch(keys)
         names, turns = [self._pages.name(key) for key in keys], self._bucket.changes
@@ -162,8 +162,8 @@ class ObjectBackend(TellsKept):
         """Remove the blocks whose keys begin with a prefix, whoever stored them; return how many.
 
         Raises:
-            InvalidArgumentError: The prefix is empty: those of everybody would go.
-            BackendUnavailableError: The server does not list or remove them.
+            InvalidArgumentError: The prefix is empty, which would remove everybody's blocks.
+            BackendUnavailableError: The server does not list the blocks, or does not remove one.
         """
         self._guard.check()
         require_instance("prefix", prefix, bytes)
@@ -207,7 +207,7 @@ class ObjectBackend(TellsKept):
         blocks: Descriptors,
         turns: Turns = AT_ONCE,
     ) -> list[Outcome]:
-        """Store or load each block; an error of one, as when the backend closes, is its outcome."""
+        """Store or load each block; its error, as when the backend closes, becomes its outcome."""
         names = [self._pages.name(key) for key in keys]
 
         async def move_one(index: int) -> Outcome:
@@ -230,7 +230,7 @@ class ObjectBackend(TellsKept):
     async def _each(
         self, call: Callable[[int], Awaitable[T]], num_blocks: int, turns: Turns = AT_ONCE
     ) -> list[T]:
-        """Make a call for each block when it has its turn, in as many tasks as there are slots."""
+        """Make a call for each block within `turns` and a slot, in at most `max_requests` tasks."""
         results: dict[int, T] = {}
         indices = iter(range(num_blocks))
 
@@ -247,9 +247,9 @@ class ObjectBackend(TellsKept):
     async def _look_all(
         self, keys: Sequence[BlockKey], names: Sequence[str], ends_at: float
     ) -> set[BlockKey]:
-        """Ask for objects until the time of a lookup is over; return those that were found.
+        """Ask for objects until the deadline of a lookup; return the keys of those found.
 
-        It goes on when its caller leaves before, so that silence is counted all the same.
+        Goes on if its caller is cancelled, so that a server's silence counts all the same.
         """
         found: set[BlockKey] = set()
 
@@ -268,7 +268,7 @@ class ObjectBackend(TellsKept):
     async def _look(self, key: BlockKey, name: str) -> bool:
         since = self._presence.mark()
         try:
-            # Half of the time of the lookup, so that silence is counted as a failure.
+            # Half of the lookup's time, so that silence counts as a failure before the lookup ends.
             there = await self._is_there(key, name, self._config.lookup_timeout_s / 2)
         except RequestFailedError as exc:
             logger.debug("%s: %s", name, exc)
@@ -277,7 +277,7 @@ class ObjectBackend(TellsKept):
         return there
 
     async def _is_there(self, key: BlockKey, name: str, timeout_s: float) -> bool:
-        """Whether there is a page that we can read: by its header where there may be others."""
+        """Whether there is a page that we can read: by its header if there may be others."""
         if not self._texts.has_others:
             return await self._bucket.head(name, timeout_s) is not None
         found = await self._read_header(key, name, timeout_s)
@@ -297,12 +297,12 @@ class ObjectBackend(TellsKept):
         return await self._bucket.read_begin(name, size, timeout_s)
 
     def _meet_others(self) -> None:
-        """Note a page that we cannot read: what a list told us means nothing any more."""
+        """Note a page that we cannot read; from now on, a listed name no longer proves anything."""
         if self._texts.meet_others():
             self._presence.forget()
 
     async def _find_stored(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
-        """Find the outcome of a store while stores are paused: what is there is not stored anew."""
+        """Find the outcome of a store while stores are paused: `DONE` if the block is there."""
         is_stored = self._presence.has(key) and await self._is_stored(key, name, block)
         return DONE if is_stored else PAUSED
 
@@ -315,7 +315,7 @@ class ObjectBackend(TellsKept):
         return bool(is_stored)
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
-        if not (self._bucket.stores.closed or self._bucket.stores.probe):  # since the batch began
+        if not (self._bucket.stores.closed or self._bucket.stores.probe):  # paused meanwhile
             return await self._find_stored(key, name, block)
         asks_first = self._texts.overwrites or self._texts.has_others
         fits = self._pages.format(key).can_hold(block.num_bytes)
@@ -353,11 +353,11 @@ class ObjectBackend(TellsKept):
     ) -> Outcome:
         """Load a block.
 
-        A corrupt one is read once more after its version: one that others have stored in its place
-        is loaded, and not removed.
+        If a page is corrupt, its version is asked for and the page read once more: a page that
+        others have stored in its place is loaded, and not removed.
         """
         since, expected = self._presence.mark(), self._pages.format(key)
-        # With a byte too many, where there is one, it is no page.
+        # One byte more than a page can have shows an object that is too long.
         page = await self._bucket.read_range(name, 0, expected.file_size_bytes + 1)
         if page is None:
             self._presence.note(key, there=False, since=since)
@@ -406,7 +406,7 @@ class ObjectBackend(TellsKept):
             self._reports.removed([key], Removal.CORRUPT)
 
     async def _delete(self, key: BlockKey, name: str) -> bool | None:
-        """Remove a block; return whether it was there, None if there may be one still."""
+        """Remove a block; return whether it was there, None if it may still be."""
         since, found = self._presence.mark(), None
         try:
             found = await self._bucket.head(name)
@@ -417,23 +417,23 @@ class ObjectBackend(TellsKept):
             if await self._bucket.remove(name, found):
                 self._reports.removed([key], Removal.DELETED)
                 return True
-            if await self._bucket.head(name) is None:  # another one has removed it
+            if await self._bucket.head(name) is None:  # somebody else has removed it
                 return False
         except RequestFailedError as exc:
             logger.warning("cannot remove %s: %s", name, exc)
         if found is not None:
-            self._presence.change(key, there=True)  # if it is not, a load will tell
+            self._presence.change(key, there=True)  # if it is not, a load will find out
         return None
 
     def _begin_list(self) -> None:
-        """Begin the list that fills the cache, once, and again a while after it failed."""
+        """Begin the list that fills the cache, once, and again some time after a failure."""
         is_listing = self._listing is not None and not self._listing.done()
         if not is_listing and not self._no_list.is_on(runtime.monotonic()):
             self._listing = asyncio.create_task(self._list())
             self._listing.add_done_callback(fetch_error)
 
     async def _list(self) -> None:
-        """List the namespace, unless names cannot tell whose pages these are, or are too many."""
+        """List the namespace, unless there are too many names, or pages that we cannot read."""
         began_at, since, num_names = runtime.monotonic(), self._presence.mark(), 0
         self._no_list.begin(began_at)
         try:

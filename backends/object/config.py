@@ -1,4 +1,4 @@
-"""Configuration of object storage: which bucket, and the time and requests that it may take."""
+"""Configuration of object storage: the bucket, and limits of time and requests."""
 
 import os
 from datetime import timedelta
@@ -21,25 +21,25 @@ ACCOUNT_VARIABLES = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
 class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`.
 
-    Credentials come from the environment only, as the clouds' own tools take them.
+    Credentials come only from the environment, under the names that the clouds' own tools use.
 
     Attributes:
         address: The bucket.
         path: Prefix of the names of all objects.
         endpoint: URL of the server, such as `http://127.0.0.1:8333`; that of the cloud by default.
-        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
-            block is read; `off` does neither. `sealed` encrypts blocks.
+        integrity: `fast` stores an XXH3 checksum with every block, and verifies it before the
+            engine gets the block; `off` does neither. `sealed` encrypts blocks.
         secret_file: File with the 32 bytes of the secret of `sealed`, or several, the newest first.
-        tenant: Name of whom `sealed` blocks belong to; each tenant has a key of its own.
-        timeout_s: Time for one request, repetitions of refused ones included.
-        lookup_timeout_s: Time for a lookup; what is not known by then is a miss.
-        retry_after_s: Time for which a server that has failed several times is left alone.
-        list_timeout_s: Time for the list of the namespace, which fills the cache of lookups.
-        found_ttl_s: Time for which a block that was seen is taken to be there.
-        missing_ttl_s: Time for which a block that was not there is taken to be missing.
-        max_requests: Most requests at a time; of these, three quarters for stores and deletes.
-        max_requests_per_s: Most requests that begin in a second; 0 for no bound.
-        close_timeout_s: Time that closing waits for deletes whose callers were cancelled, and then
+        tenant: Owner of `sealed` blocks; each tenant has a key of its own.
+        timeout_s: Deadline of one request, its retries included.
+        lookup_timeout_s: Deadline of a lookup; a block that is unknown by then is a miss.
+        retry_after_s: Pause before the next attempt, after a server has failed several times.
+        list_timeout_s: Deadline for the list of the namespace, which fills the cache of lookups.
+        found_ttl_s: How long a block that was found is assumed to be there.
+        missing_ttl_s: How long a block that was not there is assumed to be missing.
+        max_requests: Maximum requests at a time, of which stores and deletes get three quarters.
+        max_requests_per_s: Maximum requests that begin in a second; 0 for no limit.
+        close_timeout_s: How long closing waits for deletes whose callers were cancelled, and then
             for threads that verify blocks, or list the bucket.
 
     Raises:
@@ -73,7 +73,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
-        is_plain = self.path.isprintable() and "\\" not in self.path  # to SeaweedFS it is a slash
+        is_plain = self.path.isprintable() and "\\" not in self.path  # a slash to SeaweedFS
         if not is_plain or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
             wanted = "a prefix of printable characters, no \\, of which no part is empty, . or .."
             raise InvalidArgumentError("path", self.path, wanted)
@@ -91,7 +91,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def prefix(self) -> str:
-        """Beginning of every name: empty, or with a slash at its end."""
+        """Beginning of every object's name: empty, or with a slash at its end."""
         prefix = self.path.strip("/")
         return f"{prefix}/" if prefix else ""
 
@@ -101,13 +101,13 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"{self.scheme}://{self.address}/{self.prefix}"
 
     def _options(self) -> dict[str, Any]:
-        """Options of the client that only this cloud has."""
+        """Return the options of the client that only this cloud has."""
         return {}
 
     def open_store(self) -> "ObjectStore":
-        """Open a client whose requests do not outlive ours; it makes none yet, and repeats none.
+        """Open a client whose requests do not outlive ours; it makes none yet, and retries none.
 
-        Repetitions are made by `Bucket`, by its deadline.
+        `Bucket` retries requests, within its own deadline.
 
         Raises:
             MissingExtraError: obstore is not installed.
@@ -132,8 +132,8 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         region: Region of the bucket; by default that of the environment.
-        virtual_hosted: Whether the bucket is a part of the host's name, as AWS wants it; by
-            default where no endpoint is given.
+        virtual_hosted: Whether the bucket is a part of the host's name, as AWS requires; by
+            default only without an endpoint.
     """
 
     scheme: ClassVar[str] = "s3"

@@ -1,4 +1,4 @@
-"""Texts beside the pages of a namespace in a bucket: its description, the kinds of its pages."""
+"""Texts beside the pages in a bucket: the namespace's description, the pages' integrity."""
 
 import logging
 from math import inf
@@ -12,46 +12,46 @@ from kvxfer.runtime import Once, Pause
 from kvxfer.storage.integrity import Integrity
 
 NOTE_ATTEMPTS = 5
-"""Number of times that a record is written anew where others write it, too."""
+"""Attempts to write a record that other engines write at the same time."""
 
 LOOK_AGAIN_S = 60.0
-"""Time for which the texts are taken to be there, once they were."""
+"""How long texts that were seen are assumed to be there."""
 
 logger = logging.getLogger(__name__)
 
 
 class NamespaceTexts:
-    """Texts beside the pages of a namespace, as those in a folder of files.
+    """Texts beside the pages of a namespace, the same as in a folder of files.
 
-    They describe the namespace, and record of which kinds its pages are: each engine notes its own
-    before it stores a page. So a namespace is known to have pages that an engine cannot read before
-    it meets one. Before a later store it looks for them again: `kvxfer gc` removes the texts of a
+    They describe the namespace, and record the integrities of its pages: each engine notes its own
+    before it stores a page. So an engine knows that there may be pages that it cannot read before
+    it meets one. A later store looks for the texts again, because `kvxfer gc` removes those of a
     namespace that has no pages at that moment. Belongs to one event loop.
 
     Attributes:
-        overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
+        overwrites: Whether the server ignores `If-None-Match`; known once the texts are written.
         has_others: Whether there may be pages of another integrity, or sealed with another key;
-            taken to be so until the record was read.
+            True until the records were read.
     """
 
     def __init__(self, bucket: Bucket, pages: Pages) -> None:
         self._bucket = bucket
         self._pages = pages
         self._writing, self._reading = Once(), Once()
-        self._look_at = -inf  # until they were written
+        self._look_at = -inf  # until the texts were written
         self._read_again = Pause(LOOK_AGAIN_S, 60 * LOOK_AGAIN_S)  # after a list that failed
         self._met_others = False
         self.overwrites = False
         self.has_others = True
 
     def meet_others(self) -> bool:
-        """Note a page that we cannot read; return whether none was expected."""
+        """Note a page that we cannot read; return whether `has_others` was False."""
         was_news = not self.has_others
         self._met_others = self.has_others = True
         return was_news
 
     async def write(self) -> None:
-        """Describe the namespace and note the kind of our pages, unless that was seen just now."""
+        """Describe the namespace and note our integrity, unless both were seen a short time ago."""
         if self._writing.is_done and runtime.monotonic() >= self._look_at:
             self._writing = Once()
         try:
@@ -63,13 +63,13 @@ class NamespaceTexts:
             self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 
     async def read(self) -> None:
-        """Find out which kinds of pages there may be, where the texts can be listed."""
+        """Find out whether there may be pages that we cannot read, if the texts can be listed."""
         if self._reading.is_done and not self._read_again.is_on(runtime.monotonic()):
             self._reading = Once()
         await self._reading.run(self._read)
 
     async def aclose(self, timeout_s: float) -> None:
-        """Wait for what is under way."""
+        """Wait for a read and a write that are under way."""
         await self._writing.wait(timeout_s)
         await self._reading.wait(timeout_s)
 
@@ -77,7 +77,7 @@ class NamespaceTexts:
         name, text = self._pages.description_name, memoryview(self._pages.description)
         create = self._bucket.create
         is_gone = self._look_at == -inf or await self._bucket.head(name) is None
-        # What the first request has made, the second must not make again.
+        # The second request must fail, since the first has created the object.
         if is_gone and await create(name, text) and await create(name, text):
             self.overwrites = True
             logger.warning("%s: the server ignores If-None-Match", self._bucket.place)
@@ -104,8 +104,8 @@ class NamespaceTexts:
         digester, folder = self._pages.digester, self._pages.folder
         try:
             _, names = await self._bucket.list_folder(folder)
-        except RequestFailedError:  # for want of a right, or since a list takes the server long
-            # Pages are told apart by their headers meanwhile.
+        except RequestFailedError:  # without permission, or because the list takes too long
+            # Meanwhile headers tell the pages apart.
             self._read_again.begin(runtime.monotonic())
             return
         kinds = [kind for kind, name in RECORDS.items() if name in names]
