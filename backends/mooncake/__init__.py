@@ -1,4 +1,4 @@
-"""Mooncake Store: blocks in memory that processes of a cluster give to a pool with a master."""
+"""Mooncake Store: blocks in a pool of memory of a cluster's processes, which a master manages."""
 
 from kvxfer.backends.mooncake.backend import (
     CallFailedError,

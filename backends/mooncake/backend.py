@@ -1,4 +1,4 @@
-"""Mooncake Store: a page an object, in memory that processes of a cluster give to a pool."""
+"""Backend over Mooncake Store: each page is an object in pooled memory of a cluster's processes."""
 
 import asyncio
 import contextlib
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 PREFIX = "kvxfer/"
-"""Beginning of the names of all objects, which others of the cluster do not use."""
+"""Beginning of all objects' names, which other users of the cluster do not use."""
 
 NUM_THREADS = 2
-"""Threads that copy and verify: of one run while bytes of another one arrive."""
+"""Threads that copy and verify runs, while bytes of other runs arrive."""
 
 NO_BUFFER = Outcome(Status.TIMED_OUT, reason="no staging buffer came back in time")
 
 HANDSHAKE = "P2PHANDSHAKE"
-"""Metadata service of clusters without one: clients ask each other."""
+"""Value of `metadata` in a cluster without a metadata service: clients ask each other."""
 
 NONSENSE = bytes(64)
 
 ABANDONED_AFTER_S = 60.0
-"""Time after which Mooncake gives up a transfer, and leaves it under way.
+"""How long Mooncake waits for a transfer before it abandons it, still under way.
 
 Source: https://github.com/kvcache-ai/Mooncake, `mooncake-store/src/transfer_task.cpp`.
 """
@@ -76,23 +76,23 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         address: `host:port` of the master.
         metadata: Metadata service of the cluster, such as `http://10.0.0.5:8080/metadata`; by
             default the clients ask each other.
-        host: Host by which other clients reach this process; by default the address from which
-            the master is reached.
+        host: Host by which other clients reach this process; by default this machine's address
+            on the way to the master.
         protocol: Transport of the bytes.
-        devices: Network cards for RDMA, with commas between; chosen by Mooncake by default.
+        devices: Network cards for RDMA, separated by commas; by default Mooncake chooses.
         replicas: Copies of each block, in the memory of different processes.
-        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
-            block is read; `off` does neither.
-        staging: Bytes of registered memory for blocks on their way; raised to two of the largest
+        integrity: `fast` stores an XXH3 checksum with every block, and verifies it before the
+            engine gets the block; `off` does neither.
+        staging: Bytes of registered memory for blocks on their way; at least two of the largest
             chunk.
-        timeout_s: Time for one call of the client, which moves a quarter of `staging` at most; half
-            of it at most is waited until the client is free.
-        lookup_timeout_s: Time for a lookup; after it every block is a miss.
-        retry_after_s: Time for which a master that has failed is left alone.
-        close_timeout_s: Time that closing waits for calls that still run.
+        timeout_s: Deadline of one call of the client, which moves at most a quarter of `staging`.
+            At most half of it is spent waiting for the client to be free.
+        lookup_timeout_s: Deadline of a lookup, after which every block is a miss.
+        retry_after_s: Pause before the next attempt, after the master has failed.
+        close_timeout_s: How long closing waits for calls that still run.
 
     Raises:
-        InvalidArgumentError: Names the parameter that cannot be used, and its value.
+        InvalidArgumentError: A parameter is not valid; names it and its value.
     """
 
     address: str
@@ -124,17 +124,17 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def master(self) -> Endpoint:
-        """The master."""
+        """Endpoint of the master."""
         return Endpoint.parse("address", self.address)
 
     def require_answer(self) -> None:
         """Check that the master answers, within `lookup_timeout_s`; blocks.
 
-        It is sent what no protocol has, and hangs up, unless it is frozen: then its kernel accepts
-        connections, and nobody reads.
+        It is sent bytes of no protocol, on which it hangs up, unless it is frozen: then its kernel
+        accepts connections, but nobody reads.
 
         Raises:
-            BackendUnavailableError: It does not answer.
+            BackendUnavailableError: The master does not answer.
         """
         try:
             with socket.create_connection(
@@ -152,7 +152,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises:
             MissingExtraError: It is not installed.
-            BackendUnavailableError: A library that it needs is not there.
+            BackendUnavailableError: A library that it needs is missing.
         """
         require_extra("mooncake", "mooncake", what="mooncake://")
         try:
@@ -164,7 +164,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         """Connect a client of Mooncake that has no memory of its own; blocks."""
         from mooncake.store import MooncakeDistributedStore
 
-        # Without an answer `setup` holds the interpreter lock for half a minute and more.
+        # `setup` holds the interpreter lock for half a minute or more if the master is silent.
         self.require_answer()
         store = MooncakeDistributedStore()
         host = self.host or _local_host(self.master)
@@ -174,7 +174,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         return store
 
     def replication(self) -> "ReplicateConfig":
-        """Make the setting of a store: how many copies, none of them pinned."""
+        """Make the replication setting of stores: the number of copies, none of them pinned."""
         from mooncake.store import ReplicateConfig
 
         setting = ReplicateConfig()
@@ -183,7 +183,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def _local_host(master: Endpoint) -> str:
-    """Find the address of this machine from which a master is reached; nothing is sent."""
+    """Find the address of this machine on the way to a master; nothing is sent."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             master.host, master.port, type=socket.SOCK_DGRAM
@@ -214,13 +214,13 @@ class Code(enum.IntEnum):
 
 
 SILENT = frozenset({Code.RPC_FAIL, Code.RPC_TIMEOUT})
-"""Results of calls whose master is gone."""
+"""Results of calls that the master did not answer."""
 
 GONE = frozenset({Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY, Code.REPLICA_IS_GONE})
 
 
 class CallFailedError(KVXferError):
-    """Call that failed as a whole; `is_late` if it goes on, and may still touch the memory."""
+    """Error of a call that failed as a whole; if `is_late`, it runs on and may touch the memory."""
 
     def __init__(
         self, reason: str, status: Status = Status.FAILED, *, is_late: bool = False
@@ -233,22 +233,22 @@ class CallFailedError(KVXferError):
 class StoreClient:
     """Client of Mooncake Store on a thread of its own; belongs to one event loop.
 
-    Its calls block: some 4 s where the master is dead, 30 s where it is frozen or the process that
-    has the bytes is, and nothing interrupts them. So one thread makes them, one at a time. A call
-    that has not returned by its deadline goes on, and until it returns every other one fails at
-    once, as it does for `retry_after_s` after a master was silent.
+    Calls block, and nothing interrupts them: about 4 s if the master is dead, 30 s if the master,
+    or the process that has the bytes, is frozen. So one thread makes them, one at a time. A call
+    that misses its deadline goes on; until it returns, every other call fails at once, as all calls
+    do for `retry_after_s` after the master was silent.
 
-    The client connects in its first call, registers the memory, which is kept as long as a call may
-    touch it, and connects anew where it had to be closed. Mooncake holds the interpreter lock while
-    it connects, a tenth of a second, and while it closes, up to a second. Closing it during a call
-    ends the process by a segmentation fault: the thread does it after the call.
+    The first call connects, and registers the memory, which is kept as long as a call may touch it.
+    If the client had to be closed, the next call connects again. Mooncake holds the interpreter
+    lock for a tenth of a second while it connects, and for up to a second while it closes. Closing
+    it during a call is a segmentation fault, so the thread closes it after the call.
     """
 
     def __init__(self, config: MooncakeConfig, memory: MemoryRegion) -> None:
         self._place = f"mooncake://{config.address}"
         self._config = config
         self._memory = memory
-        self._store: MooncakeDistributedStore | None = None  # the thread's
+        self._store: MooncakeDistributedStore | None = None  # used only on the thread
         self._breaker = CircuitBreaker(
             f"calls of {self._place}", max_errors=1, pause_s=config.retry_after_s
         )
@@ -263,13 +263,13 @@ class StoreClient:
 
     @property
     def is_available(self) -> bool:
-        """Whether calls are made, and not refused because none is answered."""
+        """Whether calls are made; False while they fail at once, since the master is silent."""
         return self._breaker.closed
 
     async def ask(self, what: str, ask: Ask, timeout_s: float) -> Sequence[int]:
-        """Make a call on the thread when its turn has come, for which it waits half of its time.
+        """Make a call on the thread when its turn has come, within half of `timeout_s`.
 
-        It touches no memory but the registered one.
+        The call may touch no memory but the registered one.
 
         Raises:
             CallFailedError: It failed, is late, or was not made.
@@ -309,14 +309,14 @@ class StoreClient:
         return codes
 
     async def drain(self) -> None:
-        """Wait for the end of a call that runs now, after which it touches no memory."""
+        """Wait for the end of the call that runs now, after which it touches no memory."""
         if self._running is not None and not self._running.done():
             await asyncio.wait([self._running])
 
     async def aclose(self, timeout_s: float) -> int:
-        """Close the client when its call has ended; return how many calls still run after a time.
+        """Close the client once its call has ended; return how many calls run after `timeout_s`.
 
-        One that still runs then keeps its memory, and has Mooncake closed when it ends.
+        A call that still runs keeps its memory, and Mooncake is closed when it ends.
         """
         self._closed = True
         self._calls.cancel()
@@ -340,7 +340,7 @@ class StoreClient:
         return self._running
 
     def _call(self, ask: Ask) -> Sequence[int]:
-        """Make a call, on the thread; after a close it would connect once more."""
+        """Make a call, on the thread, unless closed meanwhile: the call would connect again."""
         self._require_idle("a call")
         if self._store is None:
             self._store = self._config.open_store()
@@ -350,7 +350,7 @@ class StoreClient:
         began_at = runtime.monotonic()
         codes = ask(self._store)
         if Code.TRANSFER_FAIL in codes and runtime.monotonic() - began_at >= ABANDONED_AFTER_S:
-            self._shut()  # or a transfer that was given up may write to the memory
+            self._shut()  # or the transfer that Mooncake abandoned may write to the memory
         return codes
 
     def _shut(self) -> None:
@@ -359,7 +359,7 @@ class StoreClient:
             store.close()
 
     def _end(self, call: "asyncio.Future[Sequence[int]]") -> None:
-        """Note the end of a call, for which perhaps nobody waits any more."""
+        """Note the end of a call, which may have no waiter left."""
         self._is_late = False
         self._turn.release()
         if call.cancelled():
@@ -372,7 +372,7 @@ class StoreClient:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks that pass through a staging buffer together: a slot for the page of each."""
+    """Blocks that pass through a staging buffer together, with a slot for the page of each."""
 
     keys: Sequence[BlockKey]
     names: Sequence[str]
@@ -389,18 +389,18 @@ Move = Callable[[_Run], Awaitable[list[Outcome]]]
 class MooncakeBackend(TellsKept):
     """Backend that keeps each block in an object of Mooncake Store, which evicts.
 
-    It shares `Pages` with buckets, and not their moves: one call of Mooncake moves many objects
-    through registered memory, where a bucket has a request, a deadline, a repetition for each.
+    It shares `Pages` with the object backend, but not the moves: a call of Mooncake moves many
+    objects through registered memory; a bucket has a request, a deadline and retries for each.
 
-    Bytes pass through memory that is registered with Mooncake once; a buffer of it that a late call
-    may still touch is not used before the call has returned. While the master is gone every block
-    is a miss and every store fails, within the time for a call at first and at once soon after;
-    from time to time a call tries again.
+    Bytes pass through memory that is registered with Mooncake once. A buffer that a late call may
+    still touch is not reused before the call returns. While the master is gone, every block is a
+    miss and every store fails: at first within the deadline of a call, soon after at once. From
+    time to time, one call tries again.
 
     Raises:
         InvalidArgumentError: The namespace has no groups.
         MissingExtraError: Mooncake is not installed.
-        BackendUnavailableError: It cannot be imported.
+        BackendUnavailableError: Mooncake cannot be imported.
     """
 
     config_type = MooncakeConfig
@@ -430,9 +430,9 @@ class MooncakeBackend(TellsKept):
         reports.watch(self._gauges)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; blocks of which nothing is known in time are taken to be missing.
+        """See `Backend.lookup`; without an answer in time, all blocks count as missing.
 
-        What is there stays for some time, 10 s where the master is not told otherwise.
+        The master keeps a block that was found for some time, 10 s unless it is configured.
         """
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
@@ -460,7 +460,7 @@ class MooncakeBackend(TellsKept):
         outcomes = await self._in_runs(self._load_run, keys, blocks)
         corrupt = _corrupt(outcomes)
         if corrupt:
-            # One that was removed and stored anew while it was read has bytes of both.
+            # A block that was removed and stored again during the read has bytes of both.
             chosen = [keys[i] for i in corrupt]
             again = await self._in_runs(self._load_run, chosen, blocks.take(corrupt))
             for i, outcome in zip(corrupt, again, strict=True):
@@ -474,7 +474,7 @@ class MooncakeBackend(TellsKept):
         return outcomes
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`; a block in use goes, too, and its reader finds out."""
+        """See `TellsKept.delete_or_keep`; removes blocks in use, too, and their readers notice."""
         self._guard.check_batch(keys)
         return await self._remove(keys, Removal.DELETED)
 
@@ -493,7 +493,7 @@ class MooncakeBackend(TellsKept):
     async def _in_runs(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks in runs that fit into a buffer; one is copied while another is on its way."""
+        """Move blocks in runs that fit a buffer; one is copied while another is on its way."""
         names = [self._pages.name(key) for key in keys]
         sizes = [each.file_size_bytes for each in self._pages.formats(keys)]
         outcomes: dict[int, list[Outcome]] = {}
@@ -529,9 +529,9 @@ class MooncakeBackend(TellsKept):
     async def _hold(
         self, held: contextlib.AsyncExitStack, sizes: Sequence[int]
     ) -> StagedBlocks | None:
-        """Hold a buffer; None when none came back within the time of a call that is late.
+        """Hold a buffer; None if none came back in time and calls are not answered.
 
-        While calls are answered buffers come back, however long a large batch waits for its last.
+        While calls are answered, buffers come back, however long a large batch waits for its last.
         """
         while True:
             hold = self._staging.hold(sizes, [0] * len(sizes), timeout_s=self._config.timeout_s)
@@ -569,9 +569,9 @@ class MooncakeBackend(TellsKept):
     async def _find_smaller(
         self, run: _Run, chosen: Sequence[int], outcomes: list[Outcome]
     ) -> list[int]:
-        """Find the blocks of which a part is stored that lacks bytes of theirs.
+        """Find the blocks whose stored pages lack bytes of theirs.
 
-        Blocks of which that cannot be found out get their outcomes.
+        Sets the outcome of a block whose page cannot be read.
         """
         smaller = []
         for i, code in (await self._get(run, chosen)).items():
@@ -590,7 +590,7 @@ class MooncakeBackend(TellsKept):
         return smaller
 
     async def _put(self, run: _Run, chosen: Sequence[int], *, replaces: bool) -> dict[int, int]:
-        """Store pages, made in their slots, where there are none or in place of what is there."""
+        """Make pages in their slots and store them, as new objects or in place of others."""
         if not chosen:
             return {}
         pages = await self._threads.run(self._write, run, chosen)
@@ -625,7 +625,7 @@ class MooncakeBackend(TellsKept):
         return pages
 
     def _read_page(self, run: _Run, index: int, code: int) -> Outcome:
-        """Verify a page that has landed in its slot, and copy it to its block."""
+        """Verify a page that has arrived in its slot, and copy it to its block."""
         if code < 0:
             return _failure("load", code)
         page = run.slots[index][:code]
@@ -641,7 +641,7 @@ class MooncakeBackend(TellsKept):
     ) -> tuple[set[BlockKey], set[BlockKey]]:
         names = [self._pages.name(key) for key in keys]
         try:
-            # By force, or what was looked up or read a short time ago could not be removed.
+            # By force: a lease protects blocks that were looked up or read a short time ago.
             codes = await self._ask("delete", lambda store: store.batch_remove(names, True))
         except CallFailedError as exc:
             logger.warning("cannot remove %d blocks: %s", len(keys), exc)
