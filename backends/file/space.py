@@ -75,7 +75,7 @@ class Space:
         self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # evicted, and not reported yet
-        self._not_removed: dict[Victim, bool] = {}  # by an eviction under way; True: for good
+        self._not_removed: dict[Victim, bool] = {}  # by the eviction under way; True: for good
 
     def observe(self, reports: Reports) -> None:
         """Report files that come and go, and how much room they take."""
@@ -373,7 +373,7 @@ class Space:
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self, num_walks: int) -> bool:
-        """Look for unknown files by a walk, unless one has ended since there were `num_walks`.
+        """Look for unknown files by a walk, unless one has ended since `num_walks` was read.
 
         Waits at most `WALK_WAIT_S`. Returns whether a walk has ended.
         """

@@ -119,8 +119,8 @@ class Pages(NamespaceFormat):
 class PageMemory:
     """Memory for pages on their way to a bucket, reused once nothing refers to it.
 
-    Fresh memory costs more than the copy of a page into it, because the kernel maps it in small
-    steps. The client of a late request may hold its page beyond the deadline; the memory is not
+    Fresh memory costs more than the copy of a page into it, because the kernel maps 4 KiB at a
+    time. The client of a late request may hold its page beyond the deadline; the memory is not
     reused before the client has dropped it. Thread-safe.
     """
 

@@ -27,7 +27,7 @@ from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity
 
 FILES_IN_LINE = 1024
-"""Files given to the threads at a time. Interrupted, a check drops those not yet begun."""
+"""Files given to the threads at a time; a check that is interrupted drops those not begun."""
 
 
 class Verdict(enum.Enum):

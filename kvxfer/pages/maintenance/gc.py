@@ -63,7 +63,7 @@ class GarbageCollection:
         self._capacity_bytes = capacity_bytes
         self._oldest = -math.inf if max_age_s is None else runtime.wall_time() - max_age_s
         self._order = _UseOrder()
-        self._num_bytes = self._num_bytes_going = 0  # of all blocks; quarantined and too old ones
+        self._num_bytes = self._num_bytes_going = 0  # of all blocks; of those removed in any case
         self._removed = RemovedCounts()
         self._error: OSError | None = None
 
