@@ -47,7 +47,7 @@ BUDGETS = {
     "backends/host": 1_941,
     "backends/mooncake": 691,
     "backends/nixl": 7_592,
-    "backends/object": 1_694,
+    "backends/object": 1_695,
     "backends/pool": 1_149,
     "benchmarks": 4_000,
     "examples": 2_538,

@@ -40,7 +40,7 @@ LIST_AGAIN_S, LONGEST_NO_LIST_S = 60.0, 3600.0
 
 CLOSED = Outcome(Status.FAILED, reason="the backend was closed")
 OTHERS = Outcome(
-    Status.FAILED, reason="what is there is of another integrity, or sealed with another key"
+    Status.FAILED, reason="the block is there with another integrity, or sealed with another key"
 )
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class ObjectBackend(TellsKept):
             except Exception as exc:
                 if self._guard.closed:
                     return CLOSED
-                logger.warning("%s failed", names[index], exc_info=exc)
+                logger.warning("moving block %s failed", names[index], exc_info=exc)
                 return Outcome(Status.FAILED, reason=repr(exc))
 
         return await self._each(move_one, len(keys), turns)
@@ -271,7 +271,7 @@ class ObjectBackend(TellsKept):
             # Half of the lookup's time, so that silence counts as a failure before the lookup ends.
             there = await self._is_there(key, name, self._config.lookup_timeout_s / 2)
         except RequestFailedError as exc:
-            logger.debug("%s: %s", name, exc)
+            logger.debug("lookup of block %s failed: %s", name, exc)
             return False
         self._presence.note(key, there=there, since=since)
         return there
@@ -337,7 +337,7 @@ class ObjectBackend(TellsKept):
             if await self._bucket.replace(name, page, there[0]):
                 self._reports.removed([key], Removal.REPLACED)
                 return self._stored(key)
-        return Outcome(Status.FAILED, reason="others store and remove it all the time")
+        return Outcome(Status.FAILED, reason="others keep storing and removing this block")
 
     def _stored(self, key: BlockKey) -> Outcome:
         self._presence.change(key, there=True)
@@ -380,7 +380,7 @@ class ObjectBackend(TellsKept):
                 return await self._load(key, name, block, now)
             is_all = now and len(page) == min(now.size_bytes, expected.file_size_bytes + 1)
             if now and not is_all and now == await self._version_of(name):
-                reason = f"an answer of {len(page)} bytes, of an object of {now.size_bytes}"
+                reason = f"the server sent {len(page)} bytes of an object of {now.size_bytes}"
                 return Outcome(Status.FAILED, reason=reason)
             await self._remove_corrupt(key, name, exc, now)
             return Outcome(Status.CORRUPT, reason=str(exc))
@@ -420,7 +420,7 @@ class ObjectBackend(TellsKept):
             if await self._bucket.head(name) is None:  # somebody else has removed it
                 return False
         except RequestFailedError as exc:
-            logger.warning("cannot remove %s: %s", name, exc)
+            logger.warning("cannot remove block %s: %s", name, exc)
         if found is not None:
             self._presence.change(key, there=True)  # if it is not, a load will find out
         return None
@@ -452,11 +452,11 @@ class ObjectBackend(TellsKept):
                     if not self._texts.has_others:
                         self._presence.note_all_listed(began_at)
         except (RequestFailedError, TimeoutError) as exc:
-            logger.info("list of %s%s: %r", self._bucket.place, self._pages.fingerprint, exc)
+            logger.info("list of %s%s failed: %r", self._bucket.place, self._pages.fingerprint, exc)
             return
         if not self._texts.has_others:
             self._no_list.until = inf
-        logger.info("%s%s: %d names", self._bucket.place, self._pages.fingerprint, num_names)
+        logger.info("listed %s%s: %d names", self._bucket.place, self._pages.fingerprint, num_names)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         counts = self._bucket.counts

@@ -259,7 +259,7 @@ class Bucket:
             if found:
                 first, last = str(found[0]["path"]), str(found[-1]["path"])
                 if first in firsts:
-                    raise RequestFailedError("LIST: the server repeats answers", transient=False)
+                    raise RequestFailedError("LIST: the server repeats itself", transient=False)
                 firsts.add(first)
                 yield [
                     ListedObject(str(e["path"]), int(e["size"]), e["last_modified"].timestamp())
@@ -315,7 +315,7 @@ class Bucket:
             await self._pace()
             turn.begin()
         if not self._breaker.allows():
-            reason = f"{what}: paused after repeated errors of {self.place}"
+            reason = f"{what}: requests to {self.place} are paused after repeated errors"
             raise RequestFailedError(reason, transient=True)
         probe = self._breaker.probe
         try:

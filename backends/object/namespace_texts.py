@@ -59,7 +59,8 @@ class NamespaceTexts:
         except RequestFailedError as exc:
             if self._look_at == -inf:
                 raise
-            logger.warning("%s: texts cannot be looked for: %s", self._bucket.place, exc)
+            text = "%s: cannot look for %s: %s"
+            logger.warning(text, self._bucket.place, self._pages.description_name, exc)
             self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 
     async def read(self) -> None:
@@ -80,7 +81,7 @@ class NamespaceTexts:
         # The second request must fail, since the first has created the object.
         if is_gone and await create(name, text) and await create(name, text):
             self.overwrites = True
-            logger.warning("%s: the server ignores If-None-Match", self._bucket.place)
+            logger.warning("%s ignores If-None-Match, so each store asks first", self._bucket.place)
         await self._note_kind()
         self._look_at = runtime.monotonic() + LOOK_AGAIN_S
 

@@ -65,7 +65,7 @@ def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
         raise
     except BaseException as exc:  # noqa: BLE001 - also a panic
         words = [type(exc).__name__, *re.findall(r"source: ([A-Z]\w{1,40})[ ,]", str(exc))]
-        reason = f"the client refuses what is configured or in the environment: {' '.join(words)}"
+        reason = f"the client refuses the configuration or the environment: {' '.join(words)}"
         raise BackendUnavailableError(reason) from None
 
 

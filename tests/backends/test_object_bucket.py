@@ -332,7 +332,7 @@ async def test_what_goes_wrong_is_the_failure_of_its_block(monkeypatch: pytest.M
         await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
         plant(backend._bucket, get_range_async=cut_off)
         (outcome,) = await backend.load(FOUR[:1], PAGES.describe(0, [2]))
-        assert (outcome.status, "an answer of " in outcome.reason) == (Status.FAILED, True)
+        assert (outcome.status, "the server sent " in outcome.reason) == (Status.FAILED, True)
         assert await backend.lookup(FOUR[:2]) == [True] * 2
         for said in (FileNotFoundError("by another"), AlreadyExistsError("a lease of Azure")):
             plant(backend._bucket, delete_async=raising(said))
