@@ -48,7 +48,7 @@ PREFIX = "kvxfer/"
 NUM_THREADS = 2
 """Threads that copy and verify runs, while bytes of other runs arrive."""
 
-NO_BUFFER = Outcome(Status.TIMED_OUT, reason="no staging buffer came back in time")
+NO_BUFFER = Outcome(Status.TIMED_OUT, reason="no staging buffer was free in time")
 
 HANDSHAKE = "P2PHANDSHAKE"
 """Value of `metadata` in a cluster without a metadata service: clients ask each other."""
@@ -113,7 +113,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         super().__post_init__()
         self.integrity.require_keyless()
         if not self.master.port:
-            raise InvalidArgumentError("address", self.address, "the port of the master")
+            raise InvalidArgumentError("address", self.address, "the host and port of the master")
         if "@" in self.metadata or not self.metadata:
             wanted = f"a URL without credentials, or {HANDSHAKE}"
             raise InvalidArgumentError("metadata", self.metadata.rpartition("@")[2], wanted)
@@ -170,7 +170,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         host = self.host or _local_host(self.master)
         code = store.setup(host, self.metadata, 0, 0, self.protocol, self.devices, self.address)
         if code:
-            raise BackendUnavailableError(f"mooncake://{self.address} cannot be reached ({code})")
+            raise BackendUnavailableError(f"cannot connect to mooncake://{self.address} ({code})")
         return store
 
     def replication(self) -> "ReplicateConfig":
@@ -192,7 +192,7 @@ def _local_host(master: Endpoint) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as exc:
-        raise BackendUnavailableError(f"no way to {master}: {exc}") from exc
+        raise BackendUnavailableError(f"no route to {master}: {exc}") from exc
 
 
 class Code(enum.IntEnum):
@@ -283,7 +283,7 @@ class StoreClient:
             async with asyncio.timeout(timeout_s / 2):
                 await self._turn.acquire()
         except TimeoutError:
-            raise CallFailedError(f"{what}: others took too long", Status.TIMED_OUT) from None
+            raise CallFailedError(f"{what}: busy with earlier calls", Status.TIMED_OUT) from None
         try:
             running = self._begin(what, ask)
         except BaseException:
@@ -305,7 +305,7 @@ class StoreClient:
         except Exception as exc:
             raise CallFailedError(f"{what}: {exc}") from exc
         if SILENT & set(codes):
-            raise CallFailedError(f"{what}: no answer of {self._place}")
+            raise CallFailedError(f"{what}: no answer from {self._place}")
         return codes
 
     async def drain(self) -> None:
@@ -327,12 +327,12 @@ class StoreClient:
         if self._closed:
             raise ClosedError("mooncake backend")
         if self._is_late:
-            raise CallFailedError(f"{what}: paused, an earlier call of {self._place} is late")
+            raise CallFailedError(f"{what}: paused, since a call to {self._place} is late")
 
     def _begin(self, what: str, ask: Ask) -> "asyncio.Future[Sequence[int]]":
         self._require_idle(what)
         if not self._breaker.allows():
-            raise CallFailedError(f"{what}: paused, {self._place} does not answer")
+            raise CallFailedError(f"{what}: paused, since {self._place} does not answer")
         self._probe = self._breaker.probe
         self.num_calls += 1
         self._running = asyncio.ensure_future(self._threads.ask(self._call, ask))
@@ -346,7 +346,7 @@ class StoreClient:
             self._store = self._config.open_store()
             if code := self._store.register_buffer(self._memory.address, self._memory.num_bytes):
                 self._shut()
-                raise BackendUnavailableError(f"the memory cannot be registered ({code})")
+                raise BackendUnavailableError(f"Mooncake cannot register memory ({code})")
         began_at = runtime.monotonic()
         codes = ask(self._store)
         if Code.TRANSFER_FAIL in codes and runtime.monotonic() - began_at >= ABANDONED_AFTER_S:
@@ -441,7 +441,7 @@ class MooncakeBackend(TellsKept):
                 "lookup", lambda store: store.batch_is_exist(names), self._config.lookup_timeout_s
             )
         except CallFailedError as exc:
-            logger.debug("blocks are taken to be missing: %s", exc)
+            logger.debug("%d blocks count as missing: %s", len(keys), exc)
             return [False] * len(keys)
         return [code == 1 for code in codes]
 
@@ -468,7 +468,7 @@ class MooncakeBackend(TellsKept):
             corrupt = _corrupt(outcomes)
             for i in corrupt:
                 name, reason = self._pages.name(keys[i]), outcomes[i].reason
-                logger.warning("corrupt block %s: %s", name, reason)
+                logger.warning("removing corrupt block %s: %s", name, reason)
             if corrupt:
                 await self._remove([keys[i] for i in corrupt], Removal.CORRUPT)
         return outcomes
@@ -678,4 +678,4 @@ def _failure(what: str, code: int) -> Outcome:
         return Outcome(Status.CORRUPT, reason="the object is larger than any page")
     if code == Code.NO_AVAILABLE_HANDLE:
         return Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON} in the memory of the cluster")
-    return Outcome(Status.FAILED, reason=f"{what}: error {code} of Mooncake")
+    return Outcome(Status.FAILED, reason=f"{what}: Mooncake error {code}")

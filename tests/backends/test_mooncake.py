@@ -128,7 +128,7 @@ async def test_a_full_cluster_refuses_blocks_and_evicts_for_later_ones() -> None
     ("fields", "said"),
     [
         ({"address": "master"}, "address.*'master'.*host and a port"),
-        ({"address": "master:0"}, "address.*'master:0'.*port of the master"),
+        ({"address": "master:0"}, "address.*'master:0'.*host and port of the master"),
         ({"metadata": ""}, "metadata.*''"),
         ({"metadata": "http://user:hide-and-seek@host/metadata"}, "metadata.*without credentials"),
         ({"replicas": 0}, "replicas.*0"),
