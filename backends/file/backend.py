@@ -336,7 +336,7 @@ class FileBackend(Backend):
             try:
                 return move(start, stop)
             except Exception as exc:
-                logger.exception("%s: %d blocks failed", self._root, stop - start)
+                logger.exception("%s: moving %d blocks failed", self._root, stop - start)
                 return [failure(exc)] * (stop - start)
 
         cuts = self._files.shares(blocks, num_threads)
@@ -401,9 +401,10 @@ class FileBackend(Backend):
             walk.result()
             self._log_other_namespaces(namespace)
         except OSError as exc:
-            logger.warning("%s: cannot be scanned: %s", self._root, exc)
+            text = "walk through %s failed, and is repeated when room is needed: %s"
+            logger.warning(text, self._root, exc)
         except Exception:
-            logger.exception("%s: cannot be scanned", self._root)
+            logger.exception("walk through %s failed", self._root)
 
     def _log_other_namespaces(self, namespace: Namespace) -> None:
         """Log why blocks of the same model are misses: the first field that differs."""
@@ -413,7 +414,7 @@ class FileBackend(Backend):
                     namespace.require_same(theirs)
             except NamespaceMismatchError as exc:
                 why = printable(exc, MAX_DETAIL_CHARS)  # it contains text from a file
-                text = "blocks of the same model in %s are not found here: %s"
+                text = "blocks of the same model in namespace %s are misses here: %s"
                 logger.info(text, theirs.fingerprint, why)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
@@ -433,6 +434,7 @@ def _remove_oldest(root: Path) -> bool:
     with contextlib.suppress(InvalidArgumentError, OSError):  # no store, or an unreadable one
         num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())
         removed = GarbageCollection(store, capacity_bytes=max(0, num_bytes - ROOM_BYTES)).run()
-        logger.warning("%s: no room on the disk: removed %d blocks", root, removed.num_excess)
+        text = "no room on the disk to open %s: removed the %d least recently used blocks"
+        logger.warning(text, root, removed.num_excess)
         return removed.num_bytes > 0
     return False

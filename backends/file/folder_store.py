@@ -128,7 +128,7 @@ class _Folder(StoredNamespace):
         except OSError as exc:
             if exc.errno not in DAMAGE_ERRORS:
                 return exc
-            logger.warning("%s cannot be removed: %s", block.path, exc.strerror)
+            logger.warning("cannot remove block %s: %s", block.path, exc.strerror)
             return None
 
 

@@ -234,7 +234,7 @@ class Space:
 
     def _learn_walk(self) -> None:
         if num_removed := self._tree.collect():
-            logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
+            logger.info("%s: removed %d files of dead processes", self._tree.root, num_removed)
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
             begun = self._ledger.begin_recount()
@@ -286,7 +286,7 @@ class Space:
     def _require_counted(self) -> None:
         """Raise an OSError if the store has no count, and the last walk could not make one."""
         if self._is_uncounted and not self._ledger.known:
-            text = "its bytes are not known, as a part of it cannot be read"
+            text = "the bytes of the store are unknown, because a part of it cannot be read"
             raise OSError(errno.EIO, text, str(self._tree.root))
 
     def _tell_walk(self) -> None:

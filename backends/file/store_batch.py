@@ -18,10 +18,8 @@ from kvxfer.pages.verification import read_header
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
-NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can be evicted")
-NOT_WALKED = Outcome(
-    Status.FAILED, reason=f"{NO_ROOM_REASON} before the walk through the folders has ended"
-)
+NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and no block can be evicted")
+NOT_WALKED = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON} until a walk finds blocks to evict")
 
 
 class StoreBatch:

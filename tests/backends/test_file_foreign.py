@@ -107,7 +107,7 @@ async def test_a_link_planted_at_a_written_name_is_not_written_through(tmp_path:
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        *((mode, "anybody can write to it") for mode in (0o777, 0o1777, 0o702)),
+        *((mode, "any user can plant") for mode in (0o777, 0o1777, 0o702)),
         *((mode, "") for mode in (0o700, 0o755, 0o750)),
     ],
 )

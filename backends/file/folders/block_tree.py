@@ -178,17 +178,17 @@ def warn_of_other_writers(root: Path) -> None:
     """Warn if other users can plant, replace and remove blocks in a root."""
     found = runtime.disk().stat(root)
     if found.st_uid not in (os.geteuid(), 0):  # root can write to every folder anyway
-        text = "%s: user %d owns it, and can plant, replace and remove blocks: "
+        text = "%s: user %d owns this folder, and can plant, replace and remove blocks: "
         text += "chown it, or use a folder of your own"
         logger.warning(text, root, found.st_uid)
     elif found.st_mode & stat.S_IWOTH:
-        text = "%s: anybody can write to it, and plant, replace and remove blocks: chmod 700 it"
+        text = "%s: any user can plant, replace and remove blocks in this folder: chmod 700 it"
         logger.warning(text, root)
 
 
 def refuse_partial_walk(exc: OSError) -> None:
     """Raise an error that must end a walk; log damage, and ignore a denied permission."""
     if exc.errno in DAMAGE_ERRORS:
-        logger.warning("%s is skipped: %s", exc.filename or "a folder", exc.strerror)
+        logger.warning("skipped %s, which is damaged: %s", exc.filename or "a file", exc.strerror)
     elif exc.errno not in {errno.EACCES, errno.EPERM}:
         raise exc

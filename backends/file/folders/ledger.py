@@ -311,7 +311,7 @@ def _open_ledger(path: Path) -> int:
         if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
             return fd
         close_locked(fd)
-    wanted = f"{LEDGER_NAME} must be a regular file of one name: move away what is there"
+    wanted = f"{LEDGER_NAME} must be a regular file with a single hard link: move this one away"
     raise OSError(errno.EINVAL, wanted, str(path))
 
 
@@ -320,5 +320,5 @@ def _bounded(count: int) -> int:
 
 
 def _late(who: str) -> TimeoutError:
-    text = f"{who} has had {LEDGER_NAME} locked for {LOCK_TIMEOUT_S:g} s"
+    text = f"{who} has kept {LEDGER_NAME} locked for {LOCK_TIMEOUT_S:g} s"
     return TimeoutError(errno.ETIMEDOUT, text)

@@ -33,9 +33,9 @@ def open_engine(name: EngineName) -> FileIO:
             return UringFileIO()
         except OSError as exc:
             if name == "uring":
-                wanted = f"an engine that this machine has; io_uring: {exc.strerror}"
+                wanted = f"an engine that this machine supports; io_uring: {exc.strerror}"
                 raise InvalidArgumentError("engine", name, wanted) from exc
-            logger.info("no io_uring on this machine: small blocks are slower: %s", exc.strerror)
+            logger.info("no io_uring, so that small blocks take longer: %s", exc.strerror)
     return FileIO()
 
 
