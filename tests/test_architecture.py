@@ -60,7 +60,7 @@ BUDGETS = {
     "kvxfer/integrations": 10_039,
     "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_446,
-    "kvxfer/pages": 2_040,
+    "kvxfer/pages": 2_041,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_728,

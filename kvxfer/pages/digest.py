@@ -24,10 +24,10 @@ class Digester:
     def __init__(self, integrity: Integrity, secret: bytes | None = None, tenant: str = "") -> None:
         is_sealed = integrity is Integrity.SEALED
         if integrity.needs_secret != (secret is not None):
-            wanted = "a secret with integrity=keyed or sealed, and only then"
+            wanted = "a secret if integrity is keyed or sealed, and none otherwise"
             raise InvalidArgumentError("secret_file", integrity.value, wanted)
         if tenant and not is_sealed:
-            raise InvalidArgumentError("tenant", tenant, "none without integrity=sealed")
+            raise InvalidArgumentError("tenant", tenant, "no tenant unless integrity is sealed")
         if secret is not None:
             require_secrets(secret, several=is_sealed)
         self.integrity = integrity
@@ -58,7 +58,7 @@ class Digester:
 
 def require_secrets(secret: bytes, *, several: bool) -> None:
     """Check the length of a secret, or of several in a row."""
-    found, wanted = len(secret), f"{SECRET_BYTES} bytes, such as head -c 32 /dev/urandom makes"
+    found, wanted = len(secret), f"{SECRET_BYTES} bytes, such as from head -c 32 /dev/urandom"
     if found == SECRET_BYTES or (several and found and found % SECRET_BYTES == 0):
         return
     wanted += ", or of several such secrets" if several else ""

@@ -256,7 +256,8 @@ def header_size_in(data: bytes) -> int:
         raise BlockFileError(f"not a block file: {len(data)} bytes are too few")
     size = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     if size % PAGE_BYTES or not PAGE_BYTES <= size <= MAX_HEADER_BYTES:
-        raise BlockFileError(f"not a block file: a header of {size} bytes, expected whole pages")
+        wanted = f"expected a multiple of {PAGE_BYTES}, at most {MAX_HEADER_BYTES}"
+        raise BlockFileError(f"not a block file: a header of {size} bytes, {wanted}")
     return size
 
 

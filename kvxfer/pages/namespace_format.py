@@ -147,8 +147,8 @@ class NamespaceFormat:
         expected = self.format(key)
         num_bytes = file_size_bytes - expected.header_size_bytes
         if not expected.can_hold(num_bytes):
-            whole = f"that of a whole chunk {expected.file_size_bytes}"
-            raise BlockFileError(f"the file has {file_size_bytes} bytes, {whole}")
+            whole = f"the file of a whole chunk has {expected.file_size_bytes}"
+            raise BlockFileError(f"the file has {file_size_bytes} bytes; {whole}")
         return num_bytes
 
     def check(

@@ -75,7 +75,7 @@ def read_namespace(folder: TextFolder) -> Namespace:
         raise BlockFileError(f"{NAMESPACE_FILE} is damaged: {exc}") from exc
     if namespace.fingerprint != folder.fingerprint:
         raise BlockFileError(
-            f"{NAMESPACE_FILE} is damaged, or that of namespace {namespace.fingerprint}"
+            f"{NAMESPACE_FILE} is damaged, or describes namespace {namespace.fingerprint}"
         )
     return namespace
 
@@ -139,7 +139,7 @@ def require_secret(
         return
     verdicts = [_holds(head, digester) for head in heads if _is_keyed(head)]
     if not any(verdicts) and (said or verdicts):
-        wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
+        wanted = f"the secret that sealed the blocks in {where}; to drop them, remove that folder"
         raise InvalidArgumentError("secret_file", "another secret", wanted)
 
 

@@ -84,7 +84,7 @@ class BlockCheck:
 
     def __init__(self, secret: bytes | None = None, tenant: str = "") -> None:
         if tenant and secret is None:
-            raise InvalidArgumentError("tenant", tenant, "none without a secret file")
+            raise InvalidArgumentError("tenant", tenant, "no tenant without a secret file")
         if secret is not None:
             require_secrets(secret, several=True)
         self._secret = secret
@@ -144,7 +144,7 @@ class BlockCheck:
 
     def _verify(self, opened: OpenBlock, block: FoundBlock, namespace: StoredNamespace) -> Verdict:
         if block.misplaced:
-            raise BlockFileError(f"lookups do not find it in the folder {block.folder!r}")
+            raise BlockFileError(f"no lookup finds it in the folder {block.folder!r}")
         head, num_bytes = opened.read_header()
         said = BlockHeader.decode(head)
         digester = self.digester(said.integrity)
