@@ -46,9 +46,9 @@ OTHERS = Outcome(
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Turns = AbstractAsyncContextManager[object]
+Limit = AbstractAsyncContextManager[object]
 """Limit that a call keeps to beside that of `Bucket.slots`: `Bucket.changes`, or none."""
-AT_ONCE: Turns = contextlib.nullcontext()
+UNLIMITED: Limit = contextlib.nullcontext()
 
 
 class ObjectBackend(TellsKept):
@@ -149,11 +149,11 @@ class ObjectBackend(TellsKept):
         A cancelled call goes on, and stores of its keys wait for it.
         """
         self._guard.check_batch(keys)
-        names, turns = [self._pages.name(key) for key in keys], self._bucket.changes
+        names, limit = [self._pages.name(key) for key in keys], self._bucket.changes
         await self._deletes.wait(keys)
         self._guard.check()  # the backend may have been closed meanwhile
         deleted = await self._deletes.hold_during(
-            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys), turns)
+            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys), limit)
         )
         pairs = list(zip(keys, deleted, strict=True))
         return {key for key, gone in pairs if gone}, {key for key, gone in pairs if gone is None}
@@ -205,7 +205,7 @@ class ObjectBackend(TellsKept):
         move: Callable[[BlockKey, str, Descriptors], Awaitable[Outcome]],
         keys: Sequence[BlockKey],
         blocks: Descriptors,
-        turns: Turns = AT_ONCE,
+        limit: Limit = UNLIMITED,
     ) -> list[Outcome]:
         """Store or load each block; its error, as when the backend closes, becomes its outcome."""
         names = [self._pages.name(key) for key in keys]
@@ -225,18 +225,18 @@ class ObjectBackend(TellsKept):
                 logger.warning("moving block %s failed", names[index], exc_info=exc)
                 return Outcome(Status.FAILED, reason=repr(exc))
 
-        return await self._each(move_one, len(keys), turns)
+        return await self._each(move_one, len(keys), limit)
 
     async def _each(
-        self, call: Callable[[int], Awaitable[T]], num_blocks: int, turns: Turns = AT_ONCE
+        self, call: Callable[[int], Awaitable[T]], num_blocks: int, limit: Limit = UNLIMITED
     ) -> list[T]:
-        """Make a call for each block within `turns` and a slot, in at most `max_requests` tasks."""
+        """Make a call for each block within `limit` and a slot, in at most `max_requests` tasks."""
         results: dict[int, T] = {}
         indices = iter(range(num_blocks))
 
         async def work() -> None:
             for index in indices:
-                async with turns, self._bucket.slots:
+                async with limit, self._bucket.slots:
                     results[index] = await call(index)
 
         async with asyncio.TaskGroup() as tasks:

@@ -63,7 +63,7 @@ class Counts:
     received_bytes: int = 0
 
 
-class _Turn:
+class _Deadline:
     """Deadline of a request and its retries, which is set when the request has its turn."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -74,7 +74,7 @@ class _Turn:
     def begin(self) -> None:
         self.ends_at = runtime.monotonic() + self._timeout_s
 
-    def is_over(self, later_s: float = 0.0) -> bool:
+    def has_passed(self, later_s: float = 0.0) -> bool:
         return runtime.monotonic() + later_s >= self.ends_at
 
 
@@ -106,7 +106,7 @@ class Bucket:
         self.changes = asyncio.Semaphore(max(1, config.max_requests * 3 // 4))
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
-        self._turns = asyncio.Lock()
+        self._pacing = asyncio.Lock()
         self._breaker = CircuitBreaker(f"requests to {self.place}", pause_s=pause_s)
         self.stores = CircuitBreaker(f"storing to {self.place}", pause_s=pause_s)
         self._lists = Threads("kvxfer-object-list", 1)
@@ -194,21 +194,21 @@ class Bucket:
         object that is stored in its place between the two requests is removed. To keep them close,
         the removal waits for its turn before it asks.
         """
-        turn = _Turn(self._timeout_s)
+        deadline = _Deadline(self._timeout_s)
         failed: RequestFailedError | None = None
         await self._pace()
         while await self.head(path) == version:
             if failed is None:
-                turn.begin()
-            elif turn.is_over():
+                deadline.begin()
+            elif deadline.has_passed():
                 raise failed
             try:
-                await self._ask("DELETE", lambda: self._store.delete_async(path), turn)
+                await self._ask("DELETE", lambda: self._store.delete_async(path), deadline)
             except FileNotFoundError:  # somebody else removed it, which only S3 does not report
                 break
             except RequestFailedError as exc:
                 failed = exc
-                await self._wait_for_repetition("DELETE", exc, turn)
+                await self._wait_to_retry("DELETE", exc, deadline)
             else:
                 return True
         return failed is not None  # an attempt removed it, and its answer was lost
@@ -302,24 +302,24 @@ class Bucket:
         learned nothing about the server. A FileNotFoundError means that there is no such object or
         no bucket; a list raises a `RequestFailedError` for the latter.
         """
-        turn = _Turn(timeout_s or self._timeout_s)
+        deadline = _Deadline(timeout_s or self._timeout_s)
         while True:
             try:
-                return await self._ask(what, ask, turn)
+                return await self._ask(what, ask, deadline)
             except RequestFailedError as exc:
-                await self._wait_for_repetition(what, exc, turn)
+                await self._wait_to_retry(what, exc, deadline)
 
-    async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], turn: "_Turn") -> T:
+    async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], deadline: "_Deadline") -> T:
         """Make a request once, when its turn has come, and note what that says about the server."""
-        if turn.ends_at == inf:
+        if deadline.ends_at == inf:
             await self._pace()
-            turn.begin()
+            deadline.begin()
         if not self._breaker.allows():
             reason = f"{what}: requests to {self.place} are paused after repeated errors"
             raise RequestFailedError(reason, transient=True)
         probe = self._breaker.probe
         try:
-            async with asyncio.timeout(turn.ends_at - runtime.monotonic()):
+            async with asyncio.timeout(deadline.ends_at - runtime.monotonic()):
                 self.counts.requests += 1
                 answer = await ask()
         except (*self._is_there, FileNotFoundError) as exc:
@@ -352,27 +352,27 @@ class Bucket:
         if failed.answered or not is_store:
             self._breaker.record(str(failed) if failed.transient and not is_store else "")
 
-    async def _wait_for_repetition(
-        self, what: str, failed: RequestFailedError, turn: "_Turn"
+    async def _wait_to_retry(
+        self, what: str, failed: RequestFailedError, deadline: "_Deadline"
     ) -> None:
         """Wait until a request may be retried; raise its failure if that is useless or too late."""
-        backoff_s = turn.backoff.next_s()
+        backoff_s = deadline.backoff.next_s()
         is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
-        if not failed.transient or is_paused or turn.is_over(backoff_s):
+        if not failed.transient or is_paused or deadline.has_passed(backoff_s):
             raise failed
         await asyncio.sleep(backoff_s)
         await self._pace()
-        if turn.is_over():
+        if deadline.has_passed():
             raise failed
 
     async def _pace(self) -> None:
         """Wait until another request may begin, unless the server seems to be gone."""
         if self._pause_s and self._breaker.closed:
-            async with self._turns:  # a caller that is cancelled before its turn takes none
+            async with self._pacing:  # a caller that is cancelled before its turn takes none
                 now = runtime.monotonic()
-                turn = max(now, self._next_at)
-                await asyncio.sleep(turn - now)
-                self._next_at = turn + self._pause_s
+                begins_at = max(now, self._next_at)
+                await asyncio.sleep(begins_at - now)
+                self._next_at = begins_at + self._pause_s
 
 
 def _meaning(what: str, exc: Exception) -> Exception:

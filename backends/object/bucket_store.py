@@ -161,11 +161,11 @@ class BucketStore(BlockStore):
                 yield listed.name, _entry(fingerprint, listed.name.removeprefix(folder), listed)
 
     def _translate(self, exc: RequestFailedError, name: str) -> OSError:
-        if not name or (exc.transient and self._is_gone(name)):
+        if not name or (exc.transient and self._is_server_gone(name)):
             raise BackendUnavailableError(f"{self.place}: {exc}") from None
         return OSError(errno.EACCES if exc.denied else errno.EIO, str(exc), f"{self._root}{name}")
 
-    def _is_gone(self, name: str) -> bool:
+    def _is_server_gone(self, name: str) -> bool:
         """Whether the server does not even answer a request for an object's version."""
         try:
             self._thread.run(self.bucket.head(name))
@@ -273,12 +273,12 @@ class _BucketNamespace(StoredNamespace):
 
 
 class _OpenObject(OpenBlock):
-    """Object read in one request, or in pieces if it is large; `away` is its name in quarantine."""
+    """Object read in one request, or in pieces if it is large; `name_in_quarantine` if known."""
 
-    def __init__(self, store: BucketStore, name: str, away: str = "") -> None:
+    def __init__(self, store: BucketStore, name: str, name_in_quarantine: str = "") -> None:
         self._store = store
         self._name = name
-        self._away = away
+        self._name_in_quarantine = name_in_quarantine
         self._version: ObjectVersion | None = None
         self._begin = memoryview(b"")
 
@@ -303,7 +303,7 @@ class _OpenObject(OpenBlock):
             version = self._version or self._ask_version()
         except FileNotFoundError:
             return False
-        move = self._store.bucket.move(self._name, version, self._away)
+        move = self._store.bucket.move(self._name, version, self._name_in_quarantine)
         return self._store.ask(move, self._name)
 
     def _ask_version(self) -> ObjectVersion:

@@ -20,7 +20,7 @@ CONFLICT = "<Code>ConditionalRequestConflict</Code>"
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 """
 
-PASSING = CONFLICT, "<Code>RequestTimeout</Code>"
+RETRYABLE = CONFLICT, "<Code>RequestTimeout</Code>"
 """Answers of S3 after which a request may be retried, although their status says otherwise."""
 
 DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
@@ -96,7 +96,7 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     denied = refused or code is not None or type(exc).__name__ in DENIED
     passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
     transient = not denied and passes and type(exc).__name__ == "GenericError"
-    transient |= any(answer in text for answer in PASSING)
+    transient |= any(answer in text for answer in RETRYABLE)
     return RequestFailedError(
         f"{what}: {describe(exc)}",
         status=Status.TIMED_OUT if "kind: Timeout" in text else Status.FAILED,
