@@ -99,9 +99,9 @@ class FileBackend(Backend):
         self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._breaker = CircuitBreaker(f"storing to {self._root}")
-        most = self._files.file_io.max_threads
-        self._num_readers = min(config.read_threads, most)
-        self._num_writers = min(config.write_threads, most)
+        max_threads = self._files.file_io.max_threads
+        self._num_readers = min(config.read_threads, max_threads)
+        self._num_writers = min(config.write_threads, max_threads)
         self._readers = Threads("kvxfer-file-read", self._num_readers)
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
@@ -112,7 +112,7 @@ class FileBackend(Backend):
         self._writing_since: list[float] = []
         self._close_timeout_s = config.close_timeout_s
         self._scans = self._space.walks
-        self._scans.start(self._end_first_walk, self._space.begin_scan(), namespace)
+        self._scans.start(self._log_first_walk, self._space.begin_scan(), namespace)
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`."""
@@ -177,9 +177,9 @@ class FileBackend(Backend):
         require_instance("prefix", prefix, bytes)
         errors: list[OSError] = []
         if not prefix:
-            listed = partial(self._keys_there, errors)
+            listed = partial(self._list_keys, errors)
             return await self._remove([_EVERY_KEY], lambda: self._clear(errors, listed()))
-        keys = await self._ask(self._removers, self._keys_there, errors, prefix)
+        keys = await self._ask(self._removers, self._list_keys, errors, prefix)
         return await self._remove(keys, self._clear, errors, keys)
 
     async def flush(self) -> None:
@@ -382,7 +382,7 @@ class FileBackend(Backend):
             self._folder.note_use(key)
         return outcomes
 
-    def _keys_there(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
+    def _list_keys(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
         """List the keys of the blocks in the folder; `errors` gets those of unreadable folders."""
         tree = BlockTree(self._root, on_error=errors.append)
         found = tree.blocks(self._folder.fingerprint, prefix)
@@ -395,7 +395,7 @@ class FileBackend(Backend):
             raise errors[0]
         return num_removed
 
-    def _end_first_walk(self, walk: Future[None], namespace: Namespace) -> None:
+    def _log_first_walk(self, walk: Future[None], namespace: Namespace) -> None:
         """Log a failure of the first walk, or the other namespaces of the store."""
         try:
             walk.result()

@@ -87,7 +87,7 @@ class FileIndex:
         self._walk: _Walk | None = None
         self._num_walks = 0
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
-        self._walked = False
+        self._has_walked = False
 
     def hold(self, keys: Sequence[BlockKey]) -> list[FileId]:
         """Protect files from eviction; return those that were candidates, for `release`."""
@@ -262,7 +262,7 @@ class FileIndex:
     def _learn(self, blocks: Sequence[tuple[FileId, FoundBlock]], walk: _Walk) -> Iterator[bool]:
         with self._lock:
             known = list(self._entries)
-            is_first, self._walked = not self._walked, True
+            is_first, self._has_walked = not self._has_walked, True
             self._walk_result = [], []
         if not walk.is_partial:
             yield from self._in_steps(self._vanish, known)

@@ -32,7 +32,7 @@ SHORT_SCAN_S = 0.05
 WALK_WAIT_S = 1.0
 """How long a store without room waits for a walk; most walks take less."""
 
-OTHER_ERRORS = MEDIUM_ERRORS | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+UNRELATED_ERRORS = MEDIUM_ERRORS | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of a removal that say nothing about the file."""
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Space:
         """Report files that come and go, and how much room they take."""
         self._reports = reports
         reports.watch(self._gauges)
-        self._tell_walk()  # the first one may have ended
+        self._report_walk()  # the first one may have ended
 
     @property
     def is_walking(self) -> bool:
@@ -247,11 +247,11 @@ class Space:
             while is_learning:
                 with self._ledger.locked():  # one step at a time, since others wait for the lock
                     is_learning = next(learning, False)
-                    self._tell_walk()
+                    self._report_walk()
                 runtime.sleep(STEP_PAUSE_S)
             with self._ledger.locked():
                 self._ledger.end_recount(begun, self.index.end_walk(), is_partial=is_partial)
-                self._tell_walk()
+                self._report_walk()
                 self._is_uncounted = is_partial and not self._ledger.known
                 self._must_rescan |= self._is_uncounted
                 self._num_walks += 1
@@ -289,7 +289,7 @@ class Space:
             text = "the bytes of the store are unknown, because a part of it cannot be read"
             raise OSError(errno.EIO, text, str(self._tree.root))
 
-    def _tell_walk(self) -> None:
+    def _report_walk(self) -> None:
         """Report which files of our namespace a walk found, and which it no longer found."""
         if self._reports:
             appeared, vanished = self.index.take_changes()
@@ -357,7 +357,7 @@ class Space:
             except OSError as exc:
                 is_apart = victim.quarantined or victim.fingerprint != self._folder.fingerprint
                 may_not = is_apart and exc.errno in (errno.EACCES, errno.EPERM)  # of another user
-                of_file = victim.quarantined and exc.errno not in OTHER_ERRORS
+                of_file = victim.quarantined and exc.errno not in UNRELATED_ERRORS
                 stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
                 self._not_removed[victim] = stays
                 if not stays:

@@ -144,7 +144,7 @@ class StoreBatch:
 
         Raises an OSError if the records of integrity cannot be read.
         """
-        looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
+        outcomes, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
         there = [key for key, size in zip(self._keys, found, strict=True) if isinstance(size, int)]
         unsynced = self._writer.sync_names(there)
@@ -153,8 +153,8 @@ class StoreBatch:
             expected, size = formats[index], found[index]
             outcome: Outcome | None
             try:
-                if (told := unreadable.get(index)) is not None:
-                    outcome = failure(told) if isinstance(told, OSError) else told
+                if (refusal := unreadable.get(index)) is not None:
+                    outcome = failure(refusal) if isinstance(refusal, OSError) else refusal
                 elif (
                     num_bytes != expected.chunk_size_bytes
                     and size != expected.file_size_bytes
@@ -168,8 +168,8 @@ class StoreBatch:
                     outcome = unsynced if covers else MISSING
             except OSError as exc:
                 outcome = failure(exc)
-            looked.append(outcome)
-        return looked
+            outcomes.append(outcome)
+        return outcomes
 
     def _covers(self, index: int, file_size_bytes: Result, *, discard: bool) -> bool:
         """Whether a file has all bytes of a block; with `discard`, remove it if it has not."""
@@ -218,13 +218,13 @@ def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
 
     The reason is empty if a block was written, None if no outcome concerns the medium.
     """
-    told = None
+    reason = None
     for outcome in outcomes:
         if outcome is not None and outcome.done:
             return ""
         if outcome is not None and _errno(outcome) in MEDIUM_ERRORS:
-            told = told or outcome.reason
-    return told
+            reason = reason or outcome.reason
+    return reason
 
 
 def _errno(outcome: Outcome) -> int:
