@@ -320,7 +320,7 @@ class StoreClient:
         """
         self._closed = True
         self._calls.cancel()
-        self._threads.start(self._shut)
+        self._threads.start(self._close_store)
         return await self._threads.aclose(timeout_s)
 
     def _require_idle(self, what: str) -> None:
@@ -345,15 +345,15 @@ class StoreClient:
         if self._store is None:
             self._store = self._config.open_store()
             if code := self._store.register_buffer(self._memory.address, self._memory.num_bytes):
-                self._shut()
+                self._close_store()
                 raise BackendUnavailableError(f"Mooncake cannot register memory ({code})")
         began_at = runtime.monotonic()
         codes = ask(self._store)
         if Code.TRANSFER_FAIL in codes and runtime.monotonic() - began_at >= ABANDONED_AFTER_S:
-            self._shut()  # or the transfer that Mooncake abandoned may write to the memory
+            self._close_store()  # or the transfer that Mooncake abandoned may write to the memory
         return codes
 
-    def _shut(self) -> None:
+    def _close_store(self) -> None:
         if self._store is not None:
             store, self._store = self._store, None
             store.close()
@@ -458,14 +458,14 @@ class MooncakeBackend(TellsKept):
         self._guard.check_batch(keys, blocks)
         self._pages.require_whole_blocks(keys, blocks)
         outcomes = await self._in_runs(self._load_run, keys, blocks)
-        corrupt = _corrupt(outcomes)
+        corrupt = _find_corrupt(outcomes)
         if corrupt:
             # A block that was removed and stored again during the read has bytes of both.
             chosen = [keys[i] for i in corrupt]
             again = await self._in_runs(self._load_run, chosen, blocks.take(corrupt))
             for i, outcome in zip(corrupt, again, strict=True):
                 outcomes[i] = outcome
-            corrupt = _corrupt(outcomes)
+            corrupt = _find_corrupt(outcomes)
             for i in corrupt:
                 name, reason = self._pages.name(keys[i]), outcomes[i].reason
                 logger.warning("removing corrupt block %s: %s", name, reason)
@@ -665,7 +665,7 @@ class MooncakeBackend(TellsKept):
         }
 
 
-def _corrupt(outcomes: Sequence[Outcome]) -> list[int]:
+def _find_corrupt(outcomes: Sequence[Outcome]) -> list[int]:
     return [i for i, outcome in enumerate(outcomes) if outcome.status is Status.CORRUPT]
 
 

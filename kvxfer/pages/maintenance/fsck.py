@@ -26,7 +26,7 @@ from kvxfer.pages.verification import check_data, check_header
 from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity
 
-FILES_IN_LINE = 1024
+FILES_PER_ROUND = 1024
 """Files given to the threads at a time; a check that is interrupted drops those not begun."""
 
 
@@ -246,8 +246,8 @@ def _map_in_threads(
 ) -> Iterator[Finding]:
     threads, checks = DaemonThreads("kvxfer-fsck", num_threads), list[Future[Finding]]()
     try:
-        while line := list(itertools.islice(blocks, FILES_IN_LINE)):
-            checks = [threads.submit(check, block) for block in line]
+        while some := list(itertools.islice(blocks, FILES_PER_ROUND)):
+            checks = [threads.submit(check, block) for block in some]
             yield from map(runtime.result, checks)
     finally:
         for each in checks:
