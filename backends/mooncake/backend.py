@@ -432,7 +432,7 @@ class MooncakeBackend(TellsKept):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; without an answer in time, all blocks count as missing.
 
-        The master keeps a block that was found for some time, 10 s unless it is configured.
+        The master keeps a block that was found for some time, 10 s by default.
         """
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]

@@ -147,7 +147,7 @@ class OpenFolders:
                 disk.dup2(removed_fd, fd, inheritable=False)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make the names in these folders durable, and those of all folders opened since."""
+        """Sync the names in these folders, and those of all folders opened since the last sync."""
         sync = runtime.disk().fsync
         for name in names:
             self.within(name, sync)
