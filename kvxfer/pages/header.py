@@ -162,7 +162,7 @@ class BlockHeader:
         """Decode a whole header and check its seal; that of a keyed one only with the secret.
 
         Raises:
-            OtherIntegrityError: It was written with another integrity, and is otherwise good.
+            OtherIntegrityError: It has another integrity, and no fault that shows without a secret.
             BlockFileError: It is damaged, or not the header of a block file.
         """
         header = cls.decode(data)
@@ -226,7 +226,7 @@ class HeaderFrame:
         return head[start : head.find(b'"', start)].decode(errors="replace")
 
     def bound(self, key: BlockKey) -> bytes:
-        """Return what a sealed block's tag covers of the header: not integrity and checksums."""
+        """List what a sealed block's tag covers of its header: all but integrity and checksums."""
         return b"".join(
             (self._length, f'{self._before_key}{key.hex()}"'.encode(), self._after_seal)
         )
