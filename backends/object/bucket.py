@@ -259,7 +259,7 @@ class Bucket:
             if found:
                 first, last = str(found[0]["path"]), str(found[-1]["path"])
                 if first in firsts:
-                    raise RequestFailedError("LIST: the server repeats itself", transient=False)
+                    raise RequestFailedError("LIST: the server repeats answers", transient=False)
                 firsts.add(first)
                 yield [
                     ListedObject(str(e["path"]), int(e["size"]), e["last_modified"].timestamp())
