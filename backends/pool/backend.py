@@ -42,32 +42,32 @@ _WELCOME = msgspec.msgpack.Decoder(wire.Welcome | wire.Refusal)
 _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
 
 NUM_THREADS = 2
-"""Threads for batches: one stores while another loads; the copy engine adds its own."""
+"""Threads for batches, so that one can store while another loads; the copy engine adds its own."""
 
 RETRY_S = 1.0
-"""Pause before another attempt to attach to a holder that is gone, which fails at once."""
+"""Pause between attempts to attach to a holder that is gone; each attempt fails at once."""
 
 SILENT_RETRY_S = 30.0
-"""Pause after one that was silent: each attempt takes as long as a timeout."""
+"""Pause between attempts to attach to a silent holder; each attempt takes a whole timeout."""
 
 SHARE_BELOW = 0.6
-"""Share of the time for an answer in which the holder may ask its lower tiers."""
+"""Fraction of `timeout_s` in which the holder may ask its lower tiers."""
 
 MAX_PATH_BYTES = 107
-"""Longest path of a socket. Source: unix(7), `sun_path`."""
+"""Maximum length of a socket's path. Source: unix(7), `sun_path`."""
 
 BUSY_PAUSE_S = 0.005
 LONGEST_BUSY_PAUSE_S = 0.1
-"""Pauses before asking again for blocks that another engine is storing; each doubles the last."""
+"""First and longest pause before retrying blocks that another engine is storing; pauses double."""
 
 logger = logging.getLogger(__name__)
 
 
 class Attachment:
-    """Attachment of this process to the host pool behind a socket; for any thread.
+    """Attachment of this process to the host pool behind a socket; thread-safe.
 
-    Every call has a deadline. After an error the attachment is of no use: its memory stays mapped
-    until `close`, for those that read it, and nobody else writes what they have pinned.
+    Every call has a deadline. After an error the attachment is unusable, but until `close` its
+    memory stays mapped and its pins hold, so that threads can finish reading pinned blocks.
     """
 
     def __init__(self, config: "PoolConfig", namespace: Namespace) -> None:
@@ -77,10 +77,10 @@ class Attachment:
         self._path = path = config.path
         self._timeout_s = config.timeout_s
         self._lock = runtime.lock()
-        self._unsent = bytearray()  # rest of a message that was sent in part
+        self._unsent = bytearray()  # rest of a partly sent message
         try:
             self._socket = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as exc:  # no descriptor is left
+        except OSError as exc:  # this process is out of descriptors
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
         try:
             with contextlib.ExitStack() as undo:
@@ -94,7 +94,7 @@ class Attachment:
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
 
     def ask(self, request: wire.Message, kind: type[AnswerT]) -> AnswerT:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for its answer; blocks."""
         with self._lock:
             try:
                 self._send(request)
@@ -109,7 +109,7 @@ class Attachment:
         return answer
 
     def tell(self, notice: wire.Message) -> None:
-        """Send a message that has no answer; a holder that is gone is noted in `error`."""
+        """Send a message that has no answer; if the holder is gone, set `error`."""
         with self._lock:
             try:
                 self._send(notice)
@@ -117,18 +117,18 @@ class Attachment:
                 self._lose(exc)
 
     def close(self) -> None:
-        """End the connection and unmap the memory, which no thread may use any more."""
+        """Close the connection and unmap the memory, which no thread may still be using."""
         with self._lock:
-            if self.pool.lost:  # a device may still write
+            if self.pool.lost:  # a device may still write: without `Bye`, the holder waits for us
                 self._socket.close()
             else:
                 self._say_bye()
         self.pool.close()
 
     def _say_bye(self) -> None:
-        """Say that no memory is touched any more, also to a holder that was silent and may go on.
+        """Say that this process no longer touches the memory, even to a holder that was silent.
 
-        It needs the rest of a message before. What does not leave at once is sent by a thread.
+        That one first needs the rest of a partly sent message. A thread sends what would block.
         """
         self._unsent += wire.encode(wire.Bye())
         with contextlib.ExitStack() as ending, contextlib.suppress(OSError, RuntimeError):
@@ -153,7 +153,7 @@ class Attachment:
         if user not in (os.geteuid(), 0):
             raise ValueError(f"its user is {user}, that of this process is {os.geteuid()}")
         self._send(wire.Hello(version=PROTOCOL_VERSION, namespace=namespace))
-        # With the first byte comes the descriptor. `socket.recv_fds` would let a child inherit it.
+        # The descriptor arrives with the first byte. `socket.recv_fds` would make it inheritable.
         room, flags = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
         begun, given, *_ = self._socket.recvmsg(wire.HEADER.size, room, flags)
         found = [fd for *_, data in given for fd in memoryview(data).cast("i")]
@@ -167,7 +167,7 @@ class Attachment:
     def _hear_welcome(self, begun: bytes, *, has_memory: bool) -> wire.Welcome:
         header = begun + self._receive_exactly(wire.HEADER.size - len(begun))
         welcome = _WELCOME.decode(self._receive_exactly(wire.body_bytes(header)))
-        if isinstance(welcome, wire.Welcome) and not has_memory:  # the kernel drops it
+        if isinstance(welcome, wire.Welcome) and not has_memory:  # the kernel dropped it
             raise ConnectionError("its memory did not come: no descriptor is left")
         if isinstance(welcome, wire.Welcome):
             return welcome
@@ -195,7 +195,7 @@ class Attachment:
         return received
 
     def _limit_call(self) -> None:
-        """Let the next call of the socket take no longer than until the deadline."""
+        """Limit the socket's next call to the time left until the deadline."""
         left_s = self._deadline_s - runtime.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
@@ -215,7 +215,7 @@ def _map_pool(
     namespace: Namespace,
     open_copy_engine: Callable[[], CopyEngine],
 ) -> HostPool:
-    """Map the pool that the holder tells of; the descriptor is closed where that fails."""
+    """Map the pool that `welcome` describes; takes ownership of `fd`, even on failure."""
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, fd)
         shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
@@ -223,7 +223,7 @@ def _map_pool(
         given.require_keyless()
         integrity = MemoryIntegrity(given.value)
         num_bytes = shape.num_bytes
-        undo.pop_all()  # from here on the memory closes it
+        undo.pop_all()  # from here on `SharedMemory` owns the descriptor
         memory = SharedMemory(fd, num_bytes)
         undo.callback(memory.close)
         pool = HostPool(shape, namespace, open_copy_engine(), integrity=integrity, memory=memory)
@@ -236,11 +236,11 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         path: Socket of the process that holds the pool.
-        timeout_s: Time for each answer of that process.
+        timeout_s: Deadline for each answer of that process.
         methods: See `HostConfig`.
 
     Raises:
-        InvalidArgumentError: There is no absolute path, or no time.
+        InvalidArgumentError: The path is not absolute or too long, or another value is invalid.
     """
 
     path: str = ""
@@ -265,19 +265,19 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 class PoolBackend(TellsKept):
     """Backend over the host pool of another process on this machine, `kvxfer serve --pool`.
 
-    That process keeps the index, decides what is evicted and has the tiers below; this one copies
-    to and from the pool's memory, which it has mapped, and verifies what it reads as `HostBackend`
-    does. Blocks outlive the engines that stored them, and several engines share them.
+    The holder keeps the index, decides which blocks to evict, and owns the lower tiers. This
+    process maps the pool's memory, copies to and from it, and verifies what it reads as
+    `HostBackend` does. Blocks are shared by several engines, and outlive those that stored them.
 
-    While the holder is gone or silent every block is a miss and every store fails; from time to
-    time a call attaches again.
+    While the holder is gone or silent, every block is a miss and every store fails; from time to
+    time a call tries to attach again.
 
     Args:
         config: See `PoolConfig`.
-        namespace: Namespace of the blocks, which is that of the pool.
+        namespace: Namespace of the blocks; the pool must have the same.
 
     Raises:
-        NamespaceMismatchError: The pool has another namespace, or its holder another version.
+        NamespaceMismatchError: The holder has another namespace, protocol version or user.
         InvalidArgumentError: The namespace has no groups.
     """
 
@@ -306,12 +306,12 @@ class PoolBackend(TellsKept):
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is an attachment that is of use."""
+        """Whether this process has a usable attachment."""
         attachment = self._attachment
         return attachment is not None and not attachment.error
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`; its holder tells which blocks come and go."""
+        """See `Observable.observe`; it is the holder that reports which blocks come and go."""
         reports.watch(self._gauges)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -322,7 +322,7 @@ class PoolBackend(TellsKept):
                 self._attachment.pool.attach(memory)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; the holder brings blocks of its lower tiers into the pool."""
+        """See `Backend.lookup`; the holder promotes blocks of its lower tiers to the pool."""
         self._guard.check_batch(keys)
         return await self._threads.run(self._lookup, keys)
 
@@ -349,7 +349,7 @@ class PoolBackend(TellsKept):
         return await self._threads.run(self._load, keys, blocks)
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`; a pool that is gone may have them all."""
+        """See `TellsKept.delete_or_keep`; an unreachable pool may have kept all of them."""
         self._guard.check_batch(keys)
         return await self._threads.run(self._delete, keys)
 
@@ -359,7 +359,7 @@ class PoolBackend(TellsKept):
 
     async def _release(self) -> None:
         if await self._threads.aclose():
-            return  # a thread still uses the memory, which ends with the process
+            return  # a thread still uses the memory, which stays mapped until the process exits
         with self._lock:
             attachment, self._attachment = self._attachment, None
         if attachment is not None:
@@ -417,7 +417,7 @@ class PoolBackend(TellsKept):
         return outcomes
 
     def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
-        """Store blocks once; None for those that another engine is storing."""
+        """Try once to store blocks; None for those that another engine is storing."""
         outcomes: list[Outcome | None] = [DONE] * len(keys)
         try:
             with self._attached() as attachment:
@@ -451,7 +451,7 @@ class PoolBackend(TellsKept):
 
     @contextmanager
     def _attached(self) -> Iterator[Attachment]:
-        """Use the attachment, or a new one if it was lost; its memory stays mapped meanwhile."""
+        """Lend the attachment, or a new one if it was lost; its memory stays mapped meanwhile."""
         with self._lock:
             attachment = self._attachment
             if attachment is None or attachment.error:
@@ -465,7 +465,7 @@ class PoolBackend(TellsKept):
                 if not self._users[attachment]:
                     del self._users[attachment]
                     if attachment.error or attachment is not self._attachment:
-                        attachment.close()  # or the holder keeps what it pinned for us
+                        attachment.close()  # else the holder would keep our blocks pinned
 
     def _attach_again(self, lost: Attachment | None) -> Attachment:
         self._attachment = None

@@ -1,11 +1,11 @@
-"""Messages between an engine and the process that holds a host pool, and the version of these.
+"""Messages between an engine and the process that holds a host pool, and their version.
 
-Every message is a tagged struct in one frame: four bytes, big-endian, with the size of the payload,
-and the payload in MessagePack. The bytes of blocks are not in messages: either side has the pool's
-memory mapped, whose descriptor comes with `Welcome`. An engine sends one request at a time.
+Every message is a tagged struct in one frame: the payload's size in four bytes, big-endian, then
+the payload in MessagePack. Messages never carry the bytes of blocks: both sides map the pool's
+memory, whose file descriptor arrives with `Welcome`. An engine sends one request at a time.
 
-These are not the requests of peers: blocks are told by slots, which both sides have mapped, an
-engine writes into them itself, and nobody pays for numbers of requests, leases and seals.
+Pools do not use the messages of peers: a block is named by its slot, which both sides have mapped,
+the engine writes into it directly, and no message pays for request ids, leases and seals.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ import msgspec
 from kvxfer.storage.keys import BlockKey, Namespace
 
 PROTOCOL_VERSION = 1
-"""Version of the messages and of the layout of the memory; any change of them needs a new one."""
+"""Version of the messages and of the memory layout; any change to either needs a new one."""
 
 HEADER = struct.Struct(">I")
-"""Size of the payload that follows."""
+"""Header of a frame: the size of the payload that follows, in bytes."""
 
 MAX_FRAME_BYTES = 64 << 20
-"""Largest payload, for a million keys."""
+"""Maximum size of a payload: enough for a million keys."""
 
 MAX_RECEIVE_BYTES = 1 << 20
-"""Most bytes to receive in one call."""
+"""Maximum number of bytes to receive in one call."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -37,18 +37,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """First message of an engine; a newer version may add fields, which this one ignores."""
+    """First message of an engine. A newer version may add fields, which this one ignores."""
 
     version: int
     namespace: Namespace
 
 
 class Welcome(Message, frozen=True):
-    """Answer to an engine that is served; the descriptor of the memory comes with its first byte.
+    """Answer to an engine that is accepted; the memory's descriptor comes with its first byte.
 
     Attributes:
-        num_slots: Slots of the pool.
-        part_size_bytes: Bytes of a slot.
+        num_slots: Number of slots of the pool.
+        part_size_bytes: Bytes of a slot, which has a single part.
         integrity: Integrity of the pool, as `Integrity` names it.
     """
 
@@ -58,12 +58,12 @@ class Welcome(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """Answer to an engine that is not served: the field that differs, and both values.
+    """Answer to an engine that is refused: the field that differs, and both values.
 
     Attributes:
-        field: Name of the field; empty where there is another reason.
-        ours: Value of the holder, or the reason.
-        theirs: Value of the engine.
+        field: Name of the field; empty if there is another reason.
+        ours: The holder's value, or that reason.
+        theirs: The engine's value.
     """
 
     field: str
@@ -72,10 +72,10 @@ class Refusal(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Question which blocks are there; those of tiers below are brought into the pool first.
+    """Request to look up blocks; those in lower tiers are first promoted to the pool.
 
     Attributes:
-        within_s: Time for that, and for deletes after it; blocks that take longer are misses.
+        within_s: Deadline for that and for later deletes; blocks that take longer are misses.
     """
 
     keys: list[BlockKey]
@@ -83,31 +83,31 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answer to `Lookup`, one for each key."""
+    """Answer to `Lookup`: for each key, whether its block is in the pool."""
 
     there: list[bool]
 
 
 class Pin(Message, frozen=True):
-    """Request to keep blocks where they are until `Unpin`; what is not there is looked up."""
+    """Request to pin blocks until `Unpin`; those not in the pool are looked up first."""
 
     keys: list[BlockKey]
     within_s: float
 
 
 class Pinned(Message, frozen=True):
-    """Answer to `Pin`: positions of the keys that are there, and the slot of each."""
+    """Answer to `Pin`: positions of the keys whose blocks were pinned, and the slot of each."""
 
     rows: list[int]
     slots: list[int]
 
 
 class Unpin(Message, frozen=True):
-    """Notice, without an answer, that blocks are not read any more.
+    """Notice that blocks are no longer being read; it has no answer.
 
     Attributes:
         keys: Keys of the blocks, each as often as it was pinned.
-        corrupt: Reason for each of the keys whose block is corrupt, and its slot.
+        corrupt: For each of the keys whose block is corrupt, its slot and the reason.
     """
 
     keys: list[BlockKey]
@@ -119,7 +119,7 @@ class Reserve(Message, frozen=True):
 
     Attributes:
         number: Number of the reservation, chosen by the engine.
-        starts: Byte of its chunk at which each block begins.
+        starts: Offset of each block in its chunk, in bytes.
     """
 
     number: int
@@ -129,13 +129,13 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """Answer to `Reserve`; blocks that are in none of the lists are there already.
+    """Answer to `Reserve`; blocks in none of the lists are already stored.
 
     Attributes:
         rows: Positions of the blocks that got a slot.
         slots: Slot of each.
-        busy: Positions of those that are being stored by somebody else.
-        refused: Reason for each position that has no room.
+        busy: Positions of the blocks that are already being stored.
+        refused: Positions of the blocks that got no slot, each with the reason.
     """
 
     rows: list[int]
@@ -145,10 +145,10 @@ class Reserved(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Request to keep what was written into the slots of a reservation, and end of it.
+    """Request to keep the blocks written into the slots of a reservation, which it ends.
 
     Attributes:
-        checksums: XXH3-64 of the block in each of its slots; empty to give the slots back.
+        checksums: XXH3-64 of the block in each slot; empty to give the slots back.
     """
 
     number: int
@@ -162,19 +162,19 @@ class Delete(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """Answer to `Publish`, one for each of its blocks, and to `Delete`, one for each key."""
+    """Answer to `Publish` and `Delete`: for each block or key, whether it was kept or deleted."""
 
     done: list[bool]
 
 
 class Failed(Message, frozen=True):
-    """Answer to a request that failed, and changed nothing; a `Delete` may have removed blocks."""
+    """Answer to a failed request: nothing has changed, but a `Delete` may have removed blocks."""
 
     reason: str
 
 
 class Bye(Message, frozen=True):
-    """Last message of an engine that touches no memory of the pool any more."""
+    """Last message of an engine, which no longer touches the pool's memory."""
 
 
 Question: TypeAlias = Lookup | Pin | Reserve | Publish | Delete
@@ -183,7 +183,7 @@ Answer: TypeAlias = Found | Pinned | Reserved | Done | Failed
 
 
 def encode(message: Message) -> bytearray:
-    """Make the frame of a message."""
+    """Encode a message as a frame."""
     frame = bytearray(HEADER.size)
     msgspec.msgpack.Encoder().encode_into(message, frame, HEADER.size)
     HEADER.pack_into(frame, 0, len(frame) - HEADER.size)
@@ -199,13 +199,13 @@ def body_bytes(header: bytes | bytearray) -> int:
 
 
 async def receive(connection: socket.socket) -> bytearray:
-    """Receive the payload of the next frame; an `EOFError` at the end of the connection."""
+    """Receive the payload of the next frame; raise `EOFError` at the end of the connection."""
     size = body_bytes(await _receive_exactly(connection, HEADER.size))
     return await _receive_exactly(connection, size)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Find the process and the user at the other end. Source: unix(7), SO_PEERCRED."""
+    """Return the pid and the uid of the process at the other end. Source: unix(7), SO_PEERCRED."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(found)
     return pid, user

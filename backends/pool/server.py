@@ -38,22 +38,22 @@ from kvxfer.text import printable
 from kvxfer.tiering import TieredBackend
 
 GRACE_S = 5.0
-"""Time after which memory is free that an engine was writing whose process cannot be watched."""
+"""Wait before reusing slots that an engine was writing, if the kernel cannot report its exit."""
 
 SO_PEERPIDFD = 77
-"""Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
+"""Socket option for a pidfd of the peer. Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
 
 DELETE_WITHIN_S = 3.0
-"""Most time for the answer to a delete; an engine that waits longer gives its connection up."""
+"""Deadline for answering a delete. An engine that waits longer drops its connection."""
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""Time that an engine has for its first message."""
+"""Deadline for an engine's first message."""
 
 MODE = 0o600
-"""Mode of the socket: whoever connects can read and write every block."""
+"""Mode of the socket. Any process that can connect can read and write every block."""
 
 MAX_CHARACTERS = 2000
-"""Most characters of a value in a refusal."""
+"""Maximum number of characters of a refusal in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ _HELLO: msgspec.msgpack.Decoder[wire.Hello] = msgspec.msgpack.Decoder(wire.Hello
 
 
 class PoolSession(Session):
-    """Session of one engine: answers its requests, one after the other.
+    """Session of one engine: answers its requests, one at a time.
 
-    When the engine ends the connection, its pins are released at once: it is dead, or reads no
-    more. Slots that it was writing are free when it said so, or its process has ended: a copy that
-    a GPU has begun outlives the connection, which its maker closes.
+    When the engine closes the connection, its pins are released at once: it has stopped reading.
+    Slots that it was writing are freed only if it said `Bye`, or once its process has exited: a
+    copy begun by a GPU may outlive the connection. The server owns the socket.
     """
 
     _numbers = itertools.count(1)
@@ -78,7 +78,7 @@ class PoolSession(Session):
         self._backend, self._host = tiers.backend, tiers.host
         self._pins: Counter[BlockKey] = Counter()
         self._num_batches = 0
-        # Slots that the engine writes, their blocks, and the stack whose close keeps these.
+        # By number: slots that the engine is writing, their blocks, and the stack that stores them.
         self._rooms: dict[int, tuple[ReservedBlocks, BlockParts, AsyncExitStack]] = {}
         self._within_s = DELETE_WITHIN_S
         self._number = next(self._numbers)
@@ -90,7 +90,7 @@ class PoolSession(Session):
 
     @property
     def num_pins(self) -> int:
-        """Batches that this engine has pinned."""
+        """Number of batches that this engine has pinned."""
         return self._num_batches if self._pins else 0
 
     @property
@@ -99,9 +99,9 @@ class PoolSession(Session):
         return not (self._pins or self._rooms)
 
     async def serve(self) -> None:
-        """Answer until the engine ends the connection, and release what it had.
+        """Answer until the engine closes the connection, then release its pins and slots.
 
-        The descriptor of the pool's memory goes with the first answer.
+        The file descriptor of the pool's memory is sent with the first answer.
         """
         pool, memory = self._host.pool, self._host.shared_memory
         assert memory is not None
@@ -111,7 +111,7 @@ class PoolSession(Session):
             integrity=pool.integrity.of_media.value,
         )
         said_bye, loop = False, asyncio.get_running_loop()
-        if self._process >= 0:  # a child that it forked would keep its end open
+        if self._process >= 0:  # a child forked by the engine may hold its end of the socket open
             loop.add_reader(self._process, self._end_connection)
         try:
             socket.send_fds(self._connection, [wire.encode(welcome)], [memory.fd])
@@ -127,21 +127,21 @@ class PoolSession(Session):
             pass
         except ValueError as exc:
             logger.warning("%s sent what is no request: %s", self, exc)
-            await self._hear_end()  # until then its threads may read what it has pinned
+            await self._hear_end()  # until then its threads may be reading pinned blocks
         finally:
             if self._process >= 0:
                 loop.remove_reader(self._process)
-            # A process that ends stores nothing any more.
+            # A holder that is shutting down reuses no slot, so it need not wait for the engine.
             await self._release(at_once=said_bye or is_caller_cancelled())
 
     def _end_connection(self) -> None:
-        """End a connection whose engine has ended, whoever inherited its end."""
+        """Shut down the connection of an engine that has exited, even if a child inherited it."""
         asyncio.get_running_loop().remove_reader(self._process)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     async def _hear_end(self) -> None:
-        """End our side of the connection, and wait for the engine's end of it."""
+        """Stop sending, and wait until the engine closes the connection."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
             loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class PoolSession(Session):
                 pass
 
     async def _send(self, answer: wire.Answer) -> None:
-        with contextlib.suppress(OSError):  # what it sent before it went is still read
+        with contextlib.suppress(OSError):  # the engine is gone, but what it sent is still read
             await asyncio.get_running_loop().sock_sendall(self._connection, wire.encode(answer))
 
     async def _answer(self, request: wire.Question) -> wire.Answer:
@@ -167,14 +167,14 @@ class PoolSession(Session):
             async with asyncio.timeout(min(DELETE_WITHIN_S, self._within_s)):
                 deleting = delete_for_others(self._backend, request.keys)
                 return wire.Done(done=await await_call(deleting))
-        except (KVXferError, TimeoutError) as exc:  # a delete that is late goes on
+        except (KVXferError, TimeoutError) as exc:  # a late delete may go on in a lower tier
             return wire.Failed(reason=str(exc) or "a tier below does not answer: blocks may stay")
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self)
             return wire.Failed(reason=repr(exc))
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
-        """Look up blocks; those that an engine is storing are misses, as in any tier."""
+        """Look up blocks; a block that an engine is still storing is a miss, as in any tier."""
         host = self._host
         self._within_s = within_s
         asked = [key for key in keys if not host.is_storing(key)]
@@ -291,20 +291,20 @@ def _chosen(request: wire.Reserve, rows: Sequence[int]) -> BlockParts:
 
 
 def _watch(connection: socket.socket, pid: int) -> int:
-    """Open a descriptor that becomes readable when the process has ended; -1 if nothing can."""
+    """Open a descriptor that becomes readable when the process exits; -1 if the kernel has none."""
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    with contextlib.suppress(OSError):  # also a process of a container, which has no number here
+    with contextlib.suppress(OSError):  # such as for a process in another PID namespace
         return os.pidfd_open(pid)
     return -1
 
 
 class PoolServer:
-    """Server of the host pool of one namespace: the given one, or that of the first engine.
+    """Server of a host pool for one namespace: the given one, or that of the first engine.
 
     Args:
-        path: Socket that engines attach to; made with a mode that admits this user alone.
-        capacity_bytes: Memory that the pool will have, checked when the server starts.
+        path: Path of the socket that engines attach to; its mode admits only this user.
+        capacity_bytes: Memory that the pool will need; `start` checks that it is available.
         open_backend, namespace, prepare: See `HeldTiers`; the first tier is a shared `HostBackend`.
     """
 
@@ -326,11 +326,11 @@ class PoolServer:
         self._sessions: dict[PoolSession, None] = {}
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
+        """See `Observable.observe`; `open_backend` is responsible for observing the blocks."""
         reports.watch(self._gauges)
 
     async def start(self) -> None:
-        """Reserve the memory of a namespace that is known, and begin to listen."""
+        """Listen, and reserve the memory if the namespace is already known."""
         listening = _make_socket(self._path)
         self._socket = listening, self._path.stat()
         if not self._tiers.is_open:
@@ -342,7 +342,7 @@ class PoolServer:
         logger.info("host pool at %s (mode %o)", self._path, MODE)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no new engines, and wait until the attached ones read and store no block."""
+        """Refuse new engines, and wait until the attached ones neither read nor store a block."""
         self.is_ready = False
         await drain_sessions("engines", lambda: list(self._sessions), timeout_s)
 
@@ -370,7 +370,7 @@ class PoolServer:
                 return
             session = PoolSession(connection, self._tiers)
             self._sessions[session] = None
-            if not self.is_ready:  # it began to end while the namespace was settled
+            if not self.is_ready:  # draining began while the namespace was being settled
                 session.drain()
             try:
                 logger.info("%s attached", session)
@@ -395,7 +395,7 @@ class PoolServer:
             ours, theirs = str(exc.ours), str(exc.theirs)
             refusal = wire.Refusal(field=exc.field, ours=ours, theirs=theirs)
         if isinstance(exc, EOFError):
-            return  # somebody looked whether anyone is there
+            return  # such as `remove_abandoned`, which connects only to see whether we listen
         logger.warning("refused an engine: %s", printable(exc, MAX_CHARACTERS))
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(refusal))
@@ -405,13 +405,13 @@ class PoolServer:
 
 
 def _make_socket(path: Path) -> socket.socket:
-    """Make the socket, in place of one that a dead process left."""
+    """Create the listening socket, replacing one left behind by a dead process."""
     listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         remove_abandoned(path)
         listening.bind(str(path))
         path.chmod(MODE)
-        listening.listen()  # at once: who finds nobody there takes it for that of a dead process
+        listening.listen()  # at once: `remove_abandoned` deletes a socket where nobody listens
     except OSError as exc:
         listening.close()
         raise BackendUnavailableError(f"cannot listen at {path}: {exc}") from exc
