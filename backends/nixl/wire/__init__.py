@@ -1,1 +1,1 @@
-"""Wire of the NIXL backend: messages, frames, handshake, and the connections that carry them."""
+"""Wire protocol of the NIXL backend: messages, frames, handshake and data connections."""

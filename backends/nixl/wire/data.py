@@ -34,7 +34,7 @@ from kvxfer.kvcache.descriptors import view_memory
 from kvxfer.kvcache.fragments import Addresses
 
 MAX_VIEWS = 1024
-"""Most fragments of one system call. Source: IOV_MAX in limits.h."""
+"""Maximum number of fragments in one system call. Source: IOV_MAX in limits.h."""
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ _READING = msgspec.msgpack.Decoder(Reading)
 class DataConnection:
     """Data connection, which owns its socket.
 
-    It is opened on the event loop, where no silent peer occupies a thread. Then `begin` makes it
-    blocking, and `read` or `serve` are called on one thread. After a `PeerError` it must be closed.
+    It is opened on the event loop, where a silent peer occupies no thread. Then `begin` makes it
+    blocking, and `read` or `serve` is called on one thread. After a `PeerError` it must be closed.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -66,9 +66,9 @@ class DataConnection:
     async def connect(
         cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
     ) -> "DataConnection":
-        """Connect to a holder's port for data; with TLS, its certificate must name `host`.
+        """Connect to a holder's data port; with TLS, its certificate must name `host`.
 
-        The endpoint has an address, which needs no thread: names may keep all of them busy.
+        The endpoint has a numeric address: resolving a name takes a thread, and all may be busy.
         """
         loop, numeric = asyncio.get_running_loop(), socket.AI_NUMERICHOST
         try:
@@ -89,15 +89,15 @@ class DataConnection:
     async def secured(
         cls, plain: socket.socket, peer: str, tls: ssl.SSLContext | None, *, host: str | None = None
     ) -> "DataConnection":
-        """Shake hands by TLS, if there is a context, as client of `host`, or else as server.
+        """Do the TLS handshake, if there is a context: as client of `host`, or as server without.
 
-        After an error the socket is closed.
+        On error the socket is closed.
         """
         if tls is None:
             return cls(plain, peer)
         opened = plain
         try:
-            plain.getpeername()  # `wrap_socket` leaves one that was reset to the garbage collector
+            plain.getpeername()  # raises after a reset; `wrap_socket` would leak the socket
             opened = tls.wrap_socket(
                 plain, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
             )
@@ -130,7 +130,7 @@ class DataConnection:
     def begin(self, timeout_s: float) -> None:
         """Make the connection blocking, for `read` and `serve`.
 
-        The other side may take the time for a message, or for the bytes of one `read`.
+        `timeout_s` is the deadline for each message, and for the bytes of each `read`.
         """
         self._timeout_s = timeout_s
         self._socket.settimeout(timeout_s)
@@ -152,10 +152,10 @@ class DataConnection:
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:
-        """Send what the other side reads of the regions, until the connection ends; blocks."""
+        """Serve the other side's reads of the regions until the connection ends; blocks."""
         with self._call():
             while True:
-                self._socket.settimeout(None)  # the session ends a peer that is silent
+                self._socket.settimeout(None)  # it is the session that disconnects a silent peer
                 header = self._receive_bytes(HEADER_BYTES, None, is_header=True)
                 stop = runtime.monotonic() + self._timeout_s
                 body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
@@ -172,15 +172,15 @@ class DataConnection:
     def watch(self, ended: Callable[[], None]) -> None:
         """Call `ended` on the event loop if the other side ends the connection before `unwatch`.
 
-        Also if it says anything, which it must not between two reads.
+        Also if it sends anything, which it must not do between two reads.
         """
 
         def look() -> None:
             self.unwatch()
             try:
                 peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
-                said = _below_tls(self._socket, "recv")(1, peek)  # that of TLS would decrypt
-                if said and isinstance(self._socket, ssl.SSLSocket):  # it may be TLS that says it
+                said = _below_tls(self._socket, "recv")(1, peek)  # `SSLSocket.recv` would decrypt
+                if said and isinstance(self._socket, ssl.SSLSocket):  # TLS has messages of its own
                     return
             except BlockingIOError:
                 return
@@ -198,14 +198,14 @@ class DataConnection:
             self._watched = None
 
     def close(self) -> None:
-        """End the connection, also under a thread that waits in a call; may be called again.
+        """Close the connection, even while a thread waits in a call; may be called again.
 
-        Such a call closes the socket at its end: another one could get its number before.
+        That call closes the socket as it ends: earlier, another socket could get its descriptor.
         """
         with self._closing:
             self._closed = True
             with contextlib.suppress(OSError):  # the other side closed it first
-                # That of SSLSocket would make the thread go on without TLS.
+                # `SSLSocket.shutdown` would make the thread go on without TLS.
                 _below_tls(self._socket, "shutdown")(socket.SHUT_RDWR)
             if not self._in_call:
                 self._socket.close()
@@ -245,7 +245,7 @@ class DataConnection:
                 left = _behind(left, count)
 
     def _move_some(self, views: list[memoryview], *, send: bool) -> int:
-        if isinstance(self._socket, ssl.SSLSocket):  # knows no lists of buffers
+        if isinstance(self._socket, ssl.SSLSocket):  # takes one buffer at a time
             return self._socket.send(views[0]) if send else self._socket.recv_into(views[0])
         return self._socket.sendmsg(views) if send else self._socket.recvmsg_into(views)[0]
 
@@ -271,7 +271,7 @@ class DataConnection:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Translate errors of the socket, and keep it from being closed meanwhile."""
+        """Translate errors of the socket, and put off its `close` until the call has ended."""
         with self._closing:
             if self._closed:
                 raise PeerClosedError(self.peer, "the connection was closed on this side")
@@ -297,7 +297,7 @@ def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
 
 
 def _behind(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Cut off the leading `num_bytes`."""
+    """Drop the first `num_bytes` of the views."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]
@@ -318,7 +318,7 @@ def _columns(request: Read) -> tuple[Addresses, Addresses]:
 
 
 async def _when_ready(connection: socket.socket, call: Callable[[], T]) -> T:
-    """Make a call of a non-blocking socket as soon as it does not have to wait."""
+    """Call a non-blocking socket, and again each time that it becomes ready, until it succeeds."""
     loop = asyncio.get_running_loop()
     while True:
         try:

@@ -4,9 +4,9 @@
     payload               one message in MessagePack
     16 bytes              seal, once both sides have authenticated
 
-The seal is an HMAC-SHA256, cut to 128 bits, over the number of the frame and the payload. Each
-direction has its own key and counts its own frames, so a frame that is changed, cut, repeated, left
-out, moved or sent back has the wrong seal. The numbers themselves are not sent.
+The seal is an HMAC-SHA256, truncated to 128 bits, over the number of the frame and the payload.
+Each direction has its own key and counts its own frames, so the seal does not match if a frame was
+changed, truncated, repeated, dropped, reordered or reflected. The numbers themselves are not sent.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ HEADER_BYTES = 4
 SEAL_BYTES = 16
 
 MAX_UNPROVEN_FRAME_BYTES = 256 << 10
-"""Largest frame of a handshake: a stranger may make this side reserve so much."""
+"""Maximum size of a frame before authentication: a stranger can make this side reserve as much."""
 
 MAX_FRAME_BYTES = 16 << 20
-"""Largest frame of a peer, for hundreds of thousands of keys or fragments."""
+"""Maximum size of a frame after authentication, for hundreds of thousands of keys or fragments."""
 
 _HEADER = struct.Struct(">I")
 _SEALED = struct.Struct(">Q")
@@ -50,30 +50,30 @@ _SEALED = struct.Struct(">Q")
 MessageT = TypeVar("MessageT")
 
 STREAM_BUFFER_BYTES = 1 << 20
-"""Bytes that a stream reads ahead: a lookup of many keys arrives in few turns of the loop."""
+"""Bytes that a stream reads ahead, so that a lookup of many keys takes few turns of the loop."""
 
 FRAME_TIMEOUT_S = 10.0
-"""Time from the header of a frame to its last byte, and time for which the other side may leave a
-sent frame unread: who stalls in the middle of one is cut."""
+"""Deadline for the rest of a frame once it has begun to arrive, and for the other side to take a
+frame that was sent. A side that stalls for longer is disconnected."""
 
 FRAMES_PER_S = 20_000
 BYTES_PER_S = 256 << 20
-"""Most frames and bytes of a peer in a second; as many may arrive at once."""
+"""Maximum rates of frames and bytes from a peer; a burst may be one second's worth."""
 
 CLOSE_TIMEOUT_S = 1.0
-"""Time for the end of a connection, in which TLS says goodbye; then it is cut."""
+"""Deadline for closing a connection gracefully, with TLS's goodbye, before it is aborted."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FrameKeys:
-    """Keys that seal the frames of either direction; hidden in `repr`, and so in logs."""
+    """Keys that seal the frames of either direction; hidden from `repr`, and so from logs."""
 
     sending: bytes
     receiving: bytes
 
 
 class FrameCodec:
-    """Codec between messages and frames of one connection; reads and writes nothing itself.
+    """Codec between the messages and the frames of one connection; does no I/O.
 
     To receive, read `HEADER_BYTES`, ask `body_size` how many bytes follow, read exactly those, and
     pass them to `open`. After an error the connection must be closed.
@@ -88,14 +88,14 @@ class FrameCodec:
         self._encoder = msgspec.msgpack.Encoder()
 
     def secure(self, keys: FrameKeys) -> None:
-        """Seal every frame from here on by keys that were never used, and permit larger ones."""
+        """Seal every frame from here on with keys never used before, and permit larger ones."""
         assert self._seals is None, "a connection is secured once"
         self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._num_sent = self._num_received = 0
 
     def encode(self, message: Message) -> bytes:
-        """Make the next frame to send; an `InvalidArgumentError` of a large one counts nothing."""
+        """Encode the next frame; a too large one raises `InvalidArgumentError`, uncounted."""
         payload = self._encoder.encode(message)
         if len(payload) > self._max_frame_bytes:
             name, limit = type(message).__name__, f"at most {self._max_frame_bytes} bytes"
@@ -105,7 +105,7 @@ class FrameCodec:
         return b"".join((_HEADER.pack(len(payload)), payload, seal))
 
     def body_size(self, header: bytes | bytearray) -> int:
-        """Read how many bytes follow a header: payload, and seal if there is one."""
+        """Return how many bytes follow a header: the payload, and the seal if there is one."""
         (payload_bytes,) = _HEADER.unpack(header)
         if not 0 < payload_bytes <= self._max_frame_bytes:
             limit = f"1 to {self._max_frame_bytes} are permitted"
@@ -127,7 +127,7 @@ class FrameCodec:
     def decode(
         self, payload: memoryview | msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]
     ) -> MessageT:
-        """Decode the message of a payload by the decoder of those that are legal now."""
+        """Decode the message in a payload; `legal` decodes only messages that are legal now."""
         try:
             return legal.decode(payload)
         except (ValueError, RecursionError) as exc:  # msgspec's errors are ValueErrors
@@ -136,7 +136,7 @@ class FrameCodec:
 
 
 def _seal(keyed: hmac.HMAC, number: int, payload: bytes | memoryview) -> bytes:
-    # Not `hmac.digest`, which releases the GIL whatever the size.
+    # Not `hmac.digest`, which releases the GIL even for a small payload.
     seal = keyed.copy()
     seal.update(_SEALED.pack(number))
     seal.update(payload)
@@ -146,8 +146,8 @@ def _seal(keyed: hmac.HMAC, number: int, payload: bytes | memoryview) -> bytes:
 class FrameChannel:
     """Channel that sends and receives messages over a pair of streams, which it owns.
 
-    One task at a time may receive; any number may send. A cancelled `receive` loses nothing. After
-    a `PeerError` the connection is cut, and every later call raises the same error.
+    One task at a time may receive; any number may send. A cancelled `receive` loses nothing. A
+    `PeerError` ends the connection, and every later call raises the same error.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +160,7 @@ class FrameChannel:
         self._pace = _Pace()
         self._taking_a_frame = _CutOnError(self, "taking a frame")
         self._reading_a_frame = _CutOnError(self, "the rest of a frame")
-        self._buffer = bytearray()  # bytes that were read and not received yet
+        self._buffer = bytearray()  # bytes read from the stream and not yet received as a message
         self._error: KVXferError | None = None
         if peer is None:
             self._error = PeerClosedError(str(self.peer), "ended the connection at once")
@@ -170,15 +170,15 @@ class FrameChannel:
     async def accept(
         cls, plain: socket.socket, peer: str, tls: ssl.SSLContext | None, timeout_s: float
     ) -> Self:
-        """Open a channel on an accepted socket, which it owns, as server.
+        """Open a channel, as server, on an accepted socket, which it owns.
 
-        After an error the socket is closed.
+        On error the socket is closed.
         """
         reader = asyncio.StreamReader(limit=STREAM_BUFFER_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         loop = asyncio.get_running_loop()
-        # asyncio does so only for sockets that say which protocol they speak. Otherwise an answer
-        # would wait for the acknowledgement of the one before, which may take 40 ms.
+        # asyncio does this only for sockets with an explicit protocol number. Without it, an answer
+        # could wait 40 ms for the previous one to be acknowledged.
         with contextlib.suppress(OSError):  # the other side is gone
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -205,9 +205,9 @@ class FrameChannel:
         self._codec.secure(keys)
 
     async def send(self, message: Message) -> None:
-        """Send a message, also when cancelled; wait while the other side does not read.
+        """Send a message, then wait while the other side does not read.
 
-        Nothing is sent of a message that is larger than a frame may be: an `InvalidArgumentError`.
+        Cancelling does not unsend it; one too large for a frame raises `InvalidArgumentError`.
         """
         self.send_soon(message)
         await self.drain()
@@ -221,7 +221,7 @@ class FrameChannel:
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message without waiting, even when the other side does not read.
+        """Send a message without waiting, even if the other side does not read.
 
         Only for messages whose number is bounded: because `drain` follows, or because each follows
         an answer of the other side.
@@ -238,7 +238,7 @@ class FrameChannel:
             return self._codec.decode(await self._next_payload(), legal)
 
     def decode(self, payload: msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Decode a message that `receive` has left encoded, as a `msgspec.Raw`."""
+        """Decode a message that `receive` returned undecoded, as a `msgspec.Raw`."""
         with self._reading_a_frame:
             return self._codec.decode(payload, legal)
 
@@ -250,9 +250,9 @@ class FrameChannel:
             raise ClosedError(f"connection to {self.peer}")
 
     def cut(self, error: KVXferError) -> None:
-        """End the connection at once, and drop what was not sent yet.
+        """Abort the connection, and drop unsent messages.
 
-        Later calls raise the error; the first one counts.
+        Later calls raise the error of the first `cut`.
         """
         self._error = self._error or error
         self._abort()
@@ -272,7 +272,7 @@ class FrameChannel:
             await asyncio.gather(closing, return_exceptions=True)
 
     def _abort(self) -> None:
-        # asyncio cannot abort a transport that has sent what was left and closed by itself.
+        # asyncio cannot abort a transport that has flushed its buffer and closed itself.
         with contextlib.suppress(AttributeError):
             self._writer.transport.abort()
 
@@ -292,7 +292,7 @@ class FrameChannel:
         return self._codec.open(body)
 
     def _next_frame_bytes(self) -> int:
-        """Count the bytes of the next frame; those of its header while that is incomplete."""
+        """Count the bytes of the next frame, or of its header while that is incomplete."""
         header = self._buffer[:HEADER_BYTES]
         if len(header) < HEADER_BYTES:
             return HEADER_BYTES
@@ -310,7 +310,7 @@ class FrameChannel:
 class _CutOnError:
     """Context that translates errors of the streams, and ends the connection on them.
 
-    Entered for every message, so it is a class: generators cost several calls more.
+    Entered for every message, so it is a class: a generator would cost several more calls.
     """
 
     def __init__(self, channel: FrameChannel, what: str) -> None:
@@ -336,14 +336,14 @@ class _CutOnError:
             error = PeerTimeoutError(peer, self._what, FRAME_TIMEOUT_S)
         else:
             error = PeerClosedError(peer, f"connection lost: {describe_error(exc)}")
-        self._channel.require_open()  # this side may have ended the connection
+        self._channel.require_open()  # if this side ended the connection, raises that error
         self._channel.cut(error)
         if error is not exc:
             raise error from exc
 
 
 class _Pace:
-    """Two token buckets, of one second each: a peer that sends faster has to wait."""
+    """Token buckets for frames and bytes, of one second each: a faster peer has to wait."""
 
     def __init__(self) -> None:
         self._frames_until = self._bytes_until = runtime.monotonic()
@@ -360,7 +360,7 @@ class _Pace:
 
 
 def describe_error(error: Exception) -> str:
-    """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
+    """Describe an error of a socket by its text, or by its type if TLS has left that empty."""
     text = str(error)
     return text if any(map(str.isalnum, text)) else type(error).__name__
 

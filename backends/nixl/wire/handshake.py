@@ -9,13 +9,13 @@
     Reach, sealed                 ->
                                   <-      Ready, sealed, once the holder has linked the memory
 
-A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
-nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
-same greetings. `Reach`, which gives access to memory, is sent late, sealed, and only to an
-authenticated peer. A greeting's namespace is read after the proof, too: one as large as a frame
-takes a second to decode. Both sides speak the newest version that both know.
+A proof is an HMAC, keyed with the secret, over the role of its sender and both greetings, each with
+a fresh nonce: it can be neither replayed nor reflected. The keys of the session are derived from
+the secret and the same greetings. `Reach`, which gives access to memory, is sent late, sealed, and
+only to an authenticated peer. The namespace in a greeting is not decoded before the proof, either:
+one as large as a frame takes a second. Both sides speak the newest version that both know.
 
-Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
+Without a secret, an empty one is used. It proves nothing, so both ends must be on this machine, or
 TLS must have verified the other side's certificate.
 """
 
@@ -67,14 +67,14 @@ class Role(enum.Enum):
 
 
 def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
-    """Compute the HMAC-SHA256, 32 bytes, over a purpose and parts, with the length of each."""
+    """Compute the HMAC-SHA256, 32 bytes, of a purpose and parts, each prefixed with its length."""
     sized = (len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
     return hmac.digest(key, b"".join(sized), "sha256")
 
 
 @dataclass(slots=True, repr=False)
 class Session:
-    """Control connection and its data connections; its key is hidden in `repr`, and so in logs."""
+    """Control connection and its data connections; hides the key from `repr`, and so from logs."""
 
     role: Role
     session_id: bytes  # the nonce of the holder
@@ -82,7 +82,7 @@ class Session:
     last_serial: int = field(default=0, init=False)
 
     def frame_keys(self, serial: int = 0) -> FrameKeys:
-        """Derive the keys of a data connection; for 0, those of the control connection itself."""
+        """Derive the keys of a data connection, or, for 0, of the control connection itself."""
         number = serial.to_bytes(8, "big")
         sending, receiving = self.role, self.role.other
         return FrameKeys(
@@ -91,7 +91,7 @@ class Session:
         )
 
     def attach(self, *, reads: bool) -> Attach:
-        """Make the first message of the next data connection; they must arrive in this order."""
+        """Make the first message of the next data connection; these must arrive in order."""
         self.last_serial += 1
         return Attach(
             session=self.session_id,
@@ -101,7 +101,7 @@ class Session:
         )
 
     def admit(self, attach: Attach, peer: str) -> None:
-        """Check the first message of a data connection to the holder."""
+        """Check, as the holder, the first message of a data connection."""
         serial = attach.serial
         known = 0 < serial < 1 << 63 and hmac.compare_digest(
             attach.mac, self._attach_mac(serial, reads=attach.reads)
@@ -118,19 +118,19 @@ class Session:
 
 
 class _AnyHello(msgspec.Struct, tag="Hello"):
-    """The part of a greeting that every version of the protocol has."""
+    """Part of a greeting that every version of the protocol has."""
 
     version: int
     oldest_version: int
 
 
 class _Nonce(msgspec.Struct, tag="Hello"):
-    """The part of a greeting that is read before its sender has proven itself."""
+    """Part of a greeting that is read before its sender has authenticated."""
 
     nonce: bytes = b""
 
 
-# With annotations: mypy does not take a union for a type.
+# Annotated, because mypy does not infer the type from a union.
 _VERSION: msgspec.msgpack.Decoder[_AnyHello | Refusal]
 _VERSION = msgspec.msgpack.Decoder(_AnyHello | Refusal)
 _RAW = msgspec.msgpack.Decoder(msgspec.Raw)
@@ -142,7 +142,7 @@ _REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Result of a handshake: what the other side said, and the keys of the connection."""
+    """Result of a handshake: the other side's messages, and the session with its keys."""
 
     hello: Hello
     reach: Reach
@@ -157,13 +157,13 @@ async def greet_as_client(
     reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
-    """Shake hands, as the side that connected.
+    """Shake hands as the side that connected.
 
-    Afterwards the frames of the channel are sealed. After an error, and when cancelled, it is
+    On return the frames of the channel are sealed. After an error or a cancellation the channel is
     closed.
 
-    The greeting gets its nonce here. `reach` makes the access to our memory, once the other side
-    has authenticated. The time is for the whole handshake.
+    `ours` gets its nonce here. `reach` makes the access to our memory, once the other side has
+    authenticated. `timeout_s` is for the whole handshake.
     """
     handshake = _Greeting(channel, ours, Role.ASKING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
@@ -181,9 +181,9 @@ async def greet_as_client(
 async def ask_hello(
     channel: FrameChannel, ours: Hello, *, timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> Hello:
-    """Ask a holder for its greeting, which it gives before any proof; then end the connection.
+    """Get a holder's greeting, which it sends before any proof, and close the channel.
 
-    Where ours has a namespace, one that differs is refused.
+    If both greetings have a namespace, a difference is a `NamespaceMismatchError`.
     """
     handshake = _Greeting(channel, ours, Role.ASKING, b"")
     async with _closed_on_error(channel, timeout_s):
@@ -202,10 +202,10 @@ async def greet_as_server(
     reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
-    """Shake hands as `greet_as_client`, as the side that a peer connected to.
+    """Shake hands as the side that a peer connected to; see `greet_as_client`.
 
-    Without a namespace in our greeting, any is served. `reach` may raise `NamespaceMismatchError`,
-    e.g. when another peer has settled the namespace meanwhile; the other side is told.
+    If `ours` has no namespace, any is served. `reach` may raise `NamespaceMismatchError`, e.g. when
+    another peer has settled the namespace meanwhile; the other side gets it as a refusal.
     """
     handshake = _Greeting(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
@@ -233,20 +233,20 @@ class _Greeting:
         self._hellos = {role: msgspec.msgpack.encode(self.ours)}
 
     def require_authentication(self) -> None:
-        """Refuse to leave this machine with neither a secret nor TLS."""
+        """Refuse to talk beyond this machine with neither a secret nor TLS."""
         local = self._channel.local.is_loopback and self._channel.peer.is_loopback
         if not (self._secret or self._channel.has_verified_certificate or local):
             ours = "neither a secret nor TLS; one is needed beyond loopback addresses"
             raise HandshakeError(self._peer, "authentication", ours, self._peer)
 
     def read_hello(self) -> Hello:
-        """Read the other side's greeting; refuse another namespace, where both sides have one."""
+        """Decode the other side's greeting; refuse another namespace, if both sides have one."""
         payload = msgspec.Raw(self._hellos[self._role.other])
         theirs = self._channel.decode(payload, _HELLO)
         if self.ours.namespace is not None and theirs.namespace is not None:
             try:
                 self.ours.namespace.require_same(theirs.namespace)
-            except NamespaceMismatchError as exc:  # with a stranger's text in it
+            except NamespaceMismatchError as exc:  # it contains text of the other side
                 said = (printable(each, MAX_TEXT_CHARACTERS) for each in (exc.field, exc.theirs))
                 field, theirs_is = said
                 raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
@@ -257,7 +257,7 @@ class _Greeting:
         return self._accept(await self._channel.receive(legal))
 
     async def receive_hello(self) -> None:
-        """Wait for the other side's greeting, and refuse another version; `read_hello` is later."""
+        """Wait for the other side's greeting and check its version; `read_hello` reads the rest."""
         payload = await self._channel.receive(_RAW)
         any_hello = self._accept(self._channel.decode(payload, _VERSION))
         newest, oldest = any_hello.version, any_hello.oldest_version
@@ -300,7 +300,7 @@ class _Greeting:
 
 @contextlib.asynccontextmanager
 async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIterator[None]:
-    """Send refusals to the other side, close the channel after an error, keep the deadline."""
+    """Keep the deadline of a handshake; on error, send any refusal and close the channel."""
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             try:
@@ -310,7 +310,7 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
                 is_namespace = isinstance(error, NamespaceMismatchError)
                 field = f"{_NAMESPACE}{error.field}" if is_namespace else error.field
                 refusal = Refusal(field=field, ours=str(error.ours), theirs=str(error.theirs))
-                with contextlib.suppress(KVXferError):  # it refused us, or is gone
+                with contextlib.suppress(KVXferError):  # the other side refused us, or is gone
                     await channel.send(refusal)
                 raise
     except BaseException as error:

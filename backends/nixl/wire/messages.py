@@ -1,9 +1,9 @@
 """Messages between peers, and the version of their protocol.
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
-little-endian bytes. Unknown fields are refused, so any change of a message needs a new
-`PROTOCOL_VERSION`. Two peers speak the newest version that both know, see `handshake`; the versions
-in a `Hello` stay readable by all of them.
+little-endian bytes. Unknown fields are refused, so any change to a message needs a new
+`PROTOCOL_VERSION`. Two peers speak the newest version that both know, see `handshake`; every
+version can read the versions in a `Hello`.
 """
 
 from typing import Annotated, NamedTuple, TypeAlias
@@ -23,19 +23,19 @@ OLDEST_VERSION = 6
 """Oldest version that this release speaks: no release spoke an earlier one."""
 
 NONCE_BYTES = 32
-"""Bytes of a nonce: as many as the digest of the HMAC that it makes unique."""
+"""Bytes of a nonce: as many as in the digest of the HMAC that it makes unique."""
 
 MAX_TEXT_CHARACTERS = 200
-"""Most characters of the other side's text in an error, before control characters are escaped."""
+"""Maximum characters of a peer's text in an error, before control characters are escaped."""
 
 MAX_DESCRIPTION_BYTES = 1 << 20
-"""Largest description of a holder's blocks."""
+"""Maximum size of the description of a holder's blocks."""
 
 MAX_TICKETS = 4096
-"""Most tickets that are released by one request."""
+"""Maximum number of tickets in one request."""
 
 MAX_FRAGMENTS = 1 << 16
-"""Most fragments whose places are told before blocks are pinned: a frame has room for more."""
+"""Maximum number of fragments whose places are sent without a pin; a frame has room for more."""
 
 Ticket: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARACTERS)]
 
@@ -52,14 +52,14 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     Attributes:
         version: `PROTOCOL_VERSION`, the newest version that the sender speaks.
         oldest_version: Oldest version that it speaks.
-        incarnation: 16 random bytes of this process, and in a client of the endpoint that it has
-            connected to; a restarted peer is another peer.
-        nonce: 32 random bytes of this connection, made by the sender.
+        incarnation: 16 bytes that identify the sender until it restarts. A client derives them
+            from its random ones and the endpoint that it connects to.
+        nonce: 32 random bytes, made by the sender for this connection.
         namespace: Namespace of the blocks, layout and parallel topology included; None from a peer
-            that takes any.
-        boot_id: Identity of the machine and its boot. Empty where it is not known.
-        pid: Process of the sender, in the namespace `pid_namespace`.
-        pid_namespace: Identity of the container on the machine. Empty where it is not known.
+            that accepts any.
+        boot_id: Identity of the machine since its last boot; empty if unknown.
+        pid: Process id of the sender within `pid_namespace`.
+        pid_namespace: Identity of the sender's PID namespace on the machine; empty if unknown.
     """
 
     version: int
@@ -92,8 +92,8 @@ class Reach(Message, frozen=True):
     Attributes:
         metadata: Metadata of the sender's NIXL agent; empty without NIXL. Any process that has it
             can read and write the registered memory.
-        regions: The registered memory, in the order of `Extents.regions`.
-        data_port: Port for data connections of a holder, 0 from the asking side.
+        regions: Registered memory, which `Extents.regions` are indices into.
+        data_port: The holder's port for data connections; 0 from the asking side.
     """
 
     metadata: bytes = b""
@@ -102,7 +102,7 @@ class Reach(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Last message of the handshake, from the holder: requests are answered from now on.
+    """Last message of the handshake, from the holder, which answers requests from now on.
 
     Attributes:
         needs_data: Whether the holder reads the memory of the asking side through data connections,
@@ -145,7 +145,7 @@ class Attach(Message, frozen=True):
 
     Attributes:
         session: Id of the control connection: the nonce of the holder's `Hello`.
-        serial: Number of the data connection, larger than that of any earlier one of the session.
+        serial: Number of the data connection, larger than any earlier one in the session.
         reads: Whether the side that connected reads the holder's memory through the connection; if
             not, the holder reads that side's memory.
         mac: See `handshake`.
@@ -158,7 +158,7 @@ class Attach(Message, frozen=True):
 
 
 class Read(Message, frozen=True):
-    """Ask for bytes of registered memory on a data connection; answered by `Reading`.
+    """Request for bytes of registered memory on a data connection; answered by `Reading`.
 
     `addresses` and `lengths` are uint64, one per fragment.
     """
@@ -168,7 +168,7 @@ class Read(Message, frozen=True):
 
 
 class Reading(Message, frozen=True):
-    """Answer `Read`; unless there is a refusal, the bytes of all fragments follow."""
+    """Answer to `Read`; unless there is a refusal, the bytes of all fragments follow."""
 
     refusal: str = ""
 
@@ -178,7 +178,7 @@ class Reading(Message, frozen=True):
 
 
 def clip(message: msgspec.Struct, *names: str) -> None:
-    """Make text of either side printable and short, when it is sent and when it arrives."""
+    """Truncate text and escape its control characters, both when it is sent and when it arrives."""
     for name in names:
         text = printable(getattr(message, name), MAX_TEXT_CHARACTERS)
         msgspec.structs.force_setattr(message, name, text)
@@ -201,8 +201,8 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
     Attributes:
         request_id: Number of the request and of its answer.
         let_go: Numbers of `Pin`s to release, of `Pull`s to forget, and of the latest `Hold` of each
-            ticket that is held no more, before the request and without an answer. Unknown ones are
-            ignored.
+            ticket to let go. They take effect before the request and are not answered; unknown
+            numbers are ignored.
     """
 
     request_id: int
@@ -210,17 +210,17 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
 
 class NumberedAnswer(Message, frozen=True):
-    """Base class of the answers to these requests."""
+    """Base class of the answers on a control connection."""
 
     request_id: int
 
 
 class Lookup(NumberedRequest, frozen=True):
-    """Ask which keys the holder has; answered by `Found`.
+    """Request to look up keys; answered by `Found`.
 
     Attributes:
-        places: Whether to answer with their places, too.
-        fenced: Whether to answer with generations instead of checksums, if there are any.
+        places: Whether to answer with the places of the blocks, too.
+        fenced: Whether to answer with generations, if there are any, instead of checksums.
     """
 
     keys: list[BlockKey]
@@ -229,22 +229,22 @@ class Lookup(NumberedRequest, frozen=True):
 
 
 class Fencing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Generations of blocks, uint64, and the places of these; see `lending.Fences`."""
+    """Generations of blocks, uint64, and the places of the generations; see `lending.Fences`."""
 
     extents: Extents
     generations: bytes
 
 
 class Found(NumberedAnswer, frozen=True):
-    """Answer `Lookup`: for each key whether the holder has it.
+    """Answer to `Lookup`.
 
     Attributes:
-        there: Whether the holder has each key.
-        starts: Byte of its chunk at which each found block begins, in order. This and the next two
-            are empty where places were not asked for or blocks have none.
+        there: For each key, whether the holder has it.
+        starts: Offset of each found block in its chunk, in bytes. This and the fields below are
+            empty or None if places were not requested, or if the blocks have none.
         checksums: XXH3-64 of each found block; empty with `fences`.
-        extents: Present places of the found blocks. They are not pinned: bytes read there count
-            only if they have the checksum, or if their generations are still the same.
+        extents: Current places of the found blocks. They are not pinned: bytes read there are valid
+            only if they match the checksum, or if the generation has not changed.
         fences: Generations of the found blocks.
     """
 
@@ -256,10 +256,10 @@ class Found(NumberedAnswer, frozen=True):
 
 
 class Pin(NumberedRequest, frozen=True):
-    """Ask the holder to pin blocks, so that the asking side can read them; answered by `Pinned`.
+    """Request to pin blocks, so that the asking side can read them; answered by `Pinned`.
 
     Attributes:
-        starts: Byte of its chunk at which each block is wanted from.
+        starts: Offset of the wanted part of each block in its chunk, in bytes.
         sizes: Bytes wanted of each block.
         fenced: As in `Lookup`.
     """
@@ -271,12 +271,12 @@ class Pin(NumberedRequest, frozen=True):
 
 
 class Pinned(NumberedAnswer, frozen=True):
-    """Answer `Pin`; blocks that are `DONE` stay pinned until released, or until the lease expires.
+    """Answer to `Pin`; blocks that are `DONE` stay pinned until released or the lease expires.
 
     Attributes:
         endings: Outcome of each key; `DONE` means that it is pinned.
-        checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
-            holder keeps none; empty with `fences`.
+        checksums: XXH3-64 of the wanted bytes of each pinned block, in order; 0 where the holder
+            keeps none; empty with `fences`.
         extents: Places of the pinned blocks, in order.
         fences: Their generations.
     """
@@ -288,13 +288,13 @@ class Pinned(NumberedAnswer, frozen=True):
 
 
 class Pull(NumberedRequest, frozen=True):
-    """Ask the holder to read blocks out of the memory of the asking side; answered by `Pulled`.
+    """Request to read blocks out of the memory of the asking side; answered by `Pulled`.
 
     Attributes:
-        starts: Byte of its chunk at which each block begins.
+        starts: Offset of each block in its chunk, in bytes.
         extents: Places of the blocks.
-        hashed: Whether the holder hashes what it has read, to compare it with the checksums of a
-            `Publish`.
+        hashed: Whether the holder hashes the bytes that it reads, to compare them with the
+            checksums of a `Publish`.
     """
 
     keys: list[BlockKey]
@@ -304,12 +304,12 @@ class Pull(NumberedRequest, frozen=True):
 
 
 class Pulled(NumberedAnswer, frozen=True):
-    """Answer `Pull` and `Publish`.
+    """Answer to `Pull` and `Publish`.
 
     Attributes:
         endings: Outcome of each key.
-        waits: Whether the blocks that are `DONE` are not stored before they are published. They are
-            forgotten when the request is let go.
+        waits: Whether blocks that are `DONE` are stored only when they are published. Letting the
+            request go discards them.
     """
 
     endings: list[Ending]
@@ -317,9 +317,9 @@ class Pulled(NumberedAnswer, frozen=True):
 
 
 class Publish(NumberedRequest, frozen=True):
-    """Confirm that blocks did not change until they had been read; answered by `Pulled`.
+    """Confirmation that blocks did not change until the holder had read them; answered by `Pulled`.
 
-    `checksums` are XXH3-64 of each key of the `Pull`; empty if the holder has not hashed them.
+    `checksums` are the XXH3-64 of all blocks of the `Pull`; empty if the holder hashes none.
     """
 
     pull: int
@@ -327,39 +327,39 @@ class Publish(NumberedRequest, frozen=True):
 
 
 class Cancel(NumberedRequest, frozen=True):
-    """Ask the holder to give up a request, which may be answered all the same."""
+    """Request to abandon the request of the same number, which may be answered all the same."""
 
 
 class Delete(NumberedRequest, frozen=True):
-    """Ask the holder to delete keys; answered by `Deleted`."""
+    """Request to delete keys; answered by `Deleted`."""
 
     keys: list[BlockKey]
 
 
 class Deleted(NumberedAnswer, frozen=True):
-    """Answer `Delete`: for each key whether it was deleted."""
+    """Answer to `Delete`: for each key, whether it was deleted."""
 
     deleted: list[bool]
 
 
 class Describe(NumberedRequest, frozen=True):
-    """Ask what a reader must know of the holder's blocks; answered by `Described`."""
+    """Request for what a reader must know of the holder's blocks; answered by `Described`."""
 
 
 class Described(NumberedAnswer, frozen=True):
-    """Answer `Describe`; only the two ends of the exchange read the description."""
+    """Answer to `Describe`; only the two ends of the exchange read the description."""
 
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
 
 
 class Hold(NumberedRequest, frozen=True, omit_defaults=True):
-    """Ask to keep the blocks of a ticket until it is let go; answered by `HeldTicket`.
+    """Request to keep the blocks of a ticket until it is let go; answered by `HeldTicket`.
 
-    It is let go when the connection ends, and by the number of the latest `Hold` of the ticket.
+    A ticket is let go by the number of its latest `Hold`, or when the connection ends.
 
     Attributes:
         ticket: The ticket; see `require_ticket`.
-        keys: Blocks to look for, each once; may be empty.
+        keys: Keys to look up, each once; may be empty.
         places, fenced: As in `Lookup`.
     """
 
@@ -373,14 +373,14 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
 
 
 class HeldTicket(NumberedAnswer, frozen=True, omit_defaults=True):
-    """Answer `Hold`; see `leases.Held`.
+    """Answer to `Hold`; see `leases.Held`.
 
     Attributes:
-        is_known: Whether the ticket is known and its lease not over.
+        is_known: Whether the ticket is known and its lease has not ended.
         is_complete: Whether all blocks of the ticket were offered.
-        there: For each key whether its block can be read now.
-        found: Answer to a `Lookup` of the keys, where places were asked for, the ticket is known,
-            and blocks have places.
+        there: For each key, whether its block can be read now.
+        found: Answer to a `Lookup` of the keys, if places were requested, the ticket is known, and
+            the blocks have places.
     """
 
     is_known: bool
@@ -390,7 +390,7 @@ class HeldTicket(NumberedAnswer, frozen=True, omit_defaults=True):
 
 
 class Release(NumberedRequest, frozen=True):
-    """Ask to end the leases of tickets, known or not; answered by `Released`."""
+    """Request to end the leases of tickets, known or not; answered by `Released`."""
 
     tickets: Annotated[list[Ticket], msgspec.Meta(max_length=MAX_TICKETS)]
 
@@ -400,11 +400,11 @@ class Release(NumberedRequest, frozen=True):
 
 
 class Released(NumberedAnswer, frozen=True):
-    """Answer `Release`."""
+    """Answer to `Release`."""
 
 
 class Failed(NumberedAnswer, frozen=True):
-    """Answer a request that failed: it moved nothing, but a `Delete` may have removed blocks."""
+    """Answer to a request that failed: it moved no block, but a `Delete` may have removed some."""
 
     reason: str
 
@@ -417,7 +417,7 @@ class Ping(NumberedRequest, frozen=True):
 
 
 class Pong(NumberedAnswer, frozen=True):
-    """Answer `Ping`."""
+    """Answer to `Ping`."""
 
 
 TicketRequest: TypeAlias = Describe | Hold | Release

@@ -19,16 +19,16 @@ Words = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
 Proofs: TypeAlias = list[int] | Fences
-"""What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
+"""Proofs that the bytes of blocks arrived: the XXH3-64 of each block, or the generations."""
 
 MAX_REGIONS = 1 << 16
-"""Most regions of a process: a peer that lists more is refused before they are sorted."""
+"""Maximum number of regions of a process; a peer that lists more is refused before sorting them."""
 
 _GPU = re.compile(r"cuda:(?:0|[1-9][0-9]?)")
 MAX_ADDRESS = (1 << 63) - 1
-"""Largest address that fits into int64, as numpy computes with them."""
+"""Largest address that fits into an int64, in which numpy computes."""
 
-# Types on the wire; made once, because making one takes as long as reading an array.
+# Types on the wire, created once: creating one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
 _INT64: np.dtype[np.int64] = np.dtype("<i8")
@@ -37,9 +37,9 @@ _INT64: np.dtype[np.int64] = np.dtype("<i8")
 class Regions:
     """Regions of one process's memory, which turn descriptors into extents and back.
 
-    Extents count them in the given order; `starts` are their addresses, rising, uint64. An address
-    says by itself in which region it lies: host memory and the memory of all GPUs share one address
-    space in a process, in which none overlaps another.
+    Extents number them in the given order; `starts` are their addresses, ascending, uint64. An
+    address alone identifies its region: the host and all GPUs share one address space per process,
+    in which no two regions overlap.
     Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html
     """
 
@@ -59,7 +59,7 @@ class Regions:
         distinct = list(dict.fromkeys(texts))
         self.devices = tuple(map(_device, distinct))
         self._device_of_each = np.array([distinct.index(text) for text in texts], np.intp)
-        # By address, after an empty region for all addresses before the first one.
+        # By address, after an empty region for all addresses below the first one.
         order = np.argsort(self._addresses, kind="stable")
         self._order = np.concatenate(([0], order))
         self.starts: Words = self._addresses[order]
@@ -71,7 +71,7 @@ class Regions:
         return iter(self._regions)
 
     def extend(self, memory: Iterable[MemoryRegion]) -> "Regions":
-        """Make the regions with some more after them."""
+        """Return these regions, followed by those of `memory`."""
         return Regions([*self._regions, *map(_region, memory)])
 
     def contains(self, blocks: Descriptors) -> bool:
@@ -153,7 +153,7 @@ class Regions:
         )
 
     def locate_fences(self, fences: Fences | None) -> Fencing | None:
-        """Tell a peer generations of blocks, and where they are in our registered memory."""
+        """Encode generations of blocks, and their places in our registered memory, for a peer."""
         if fences is None:
             return None
         words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
@@ -161,7 +161,7 @@ class Regions:
         return Fencing(extents=self.locate(words), generations=generations)
 
     def read_proofs(self, answer: Found | Pinned, num_blocks: int) -> Proofs:
-        """Read the proofs of a peer's answer about blocks, one for each of them."""
+        """Decode the proofs in a peer's answer, one for each block."""
         if answer.fences is None:
             if len(answer.checksums) != num_blocks:
                 wanted = f"one for each of {num_blocks} blocks"
@@ -184,8 +184,8 @@ class Regions:
         return inside
 
     def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
-        """Whether all stretches surely lie in one region: the usual case, found at little cost."""
-        # Not `min` and `max` of arrays, which are calls of Python around these.
+        """Whether one region surely contains all stretches: a cheap test for the usual case."""
+        # Not `min` and `max` of arrays, which are Python wrappers around these.
         lowest, highest = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
         longest = int(np.maximum.reduce(lengths))
         for start, num_bytes, _ in self._regions:
@@ -195,12 +195,12 @@ class Regions:
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Metadata of an agent, for agents of peers.
+    """Metadata of an agent, with which the agents of peers reach its memory.
 
     Attributes:
-        opaque: Metadata of NIXL itself.
-        beacon_address: Address of `beacon` in its memory.
-        beacon: Random bytes there: a peer that reads them reaches the agent's memory.
+        opaque: NIXL's own metadata.
+        beacon_address: Address of `beacon` in the agent's memory.
+        beacon: Random bytes at that address: a peer that can read them reaches the agent's memory.
     """
 
     name: str
@@ -210,7 +210,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     beacon: bytes = b""
 
     def is_same_agent(self, other: "AgentMetadata") -> bool:
-        """Whether both describe one agent; NIXL's own part changes with what is registered."""
+        """Whether both describe one agent; ignores `opaque`, which registering memory changes."""
         mine, theirs = (
             (each.name, each.regions, each.beacon_address, each.beacon) for each in (self, other)
         )
@@ -222,7 +222,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     @classmethod
     def decode(cls, metadata: bytes) -> "AgentMetadata":
-        """Decode bytes of `encode`."""
+        """Decode the bytes that `encode` made."""
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
         except ValueError as exc:  # also of text that is not UTF-8
