@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_396,
     "backends/host": 1_941,
     "backends/mooncake": 691,
-    "backends/nixl": 7_592,
+    "backends/nixl": 7_591,
     "backends/object": 1_695,
     "backends/pool": 1_149,
     "benchmarks": 4_000,

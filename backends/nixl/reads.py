@@ -1,4 +1,4 @@
-"""Reads of a peer's memory, which both sides make: of blocks to load, and of blocks to store."""
+"""Reads of a peer's memory: by an engine, of blocks to load; by a holder, of blocks to store."""
 
 import asyncio
 import contextlib
@@ -24,27 +24,27 @@ NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
 
 INLINE_BYTES = 2 << 20
-"""Most bytes of a store to hash on the event loop itself: that takes some hundred microseconds,
+"""Maximum size of a store to hash on the event loop itself: that takes some hundred microseconds,
 less than two thread switches can take."""
 
 HASH_RUN_BYTES = 8 << 20
-"""Most bytes that are hashed together as soon as they have landed, while they are in the caches of
-the processor."""
+"""Maximum size of a run of blocks, which is hashed as soon as it has landed, while its bytes are
+in the processor's caches."""
 
 GRACE_S = 0.5
-"""Time that a cancelled read has to end, before its memory is put in quarantine."""
+"""How long a cancelled read may take to end before its memory is put in quarantine."""
 
 Late = Callable[["asyncio.Future[None]", Descriptors], None]
 
 MAX_GENERATIONS = 4096
-"""Most blocks that are fenced together."""
+"""Maximum number of blocks that are fenced together."""
 
 NUM_GENERATION_BUFFERS = 32
-"""Most batches whose generations are read at one time; others wait. A buffer has 32 KiB."""
+"""Maximum batches whose generations are read at a time; others wait. A buffer has 32 KiB."""
 
 
 class BlockHasher:
-    """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
+    """Hasher of blocks: of blocks to send, on its own thread; of blocks that land, where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.
@@ -99,7 +99,7 @@ class Quarantine:
         read.add_done_callback(release)
 
     def is_safe(self, blocks: Descriptors) -> list[bool]:
-        """Say of each block whether none of its fragments is held."""
+        """Return for each block whether none of its fragments is held."""
         if not self._held:
             return [True] * blocks.num_blocks
         held = np.concatenate([each.addresses for each in self._held.values()])
@@ -108,21 +108,21 @@ class Quarantine:
         return [not each for each in unsafe]
 
     def reads(self, blocks: Descriptors | None = None) -> "set[asyncio.Future[None]]":
-        """List the late reads: those that may change a byte of some blocks, or all of them."""
+        """List the late reads that may change a byte of `blocks`, or all late reads."""
         if blocks is None:
             return set(self._held)
         return {read for read, held in self._held.items() if overlap(held, blocks)}
 
 
 def generations_memory(drain: Drain) -> StagingMemory:
-    """Make memory for generations that are read; see `StagingMemory` for `drain`."""
+    """Make memory to read generations into; see `StagingMemory` for `drain`."""
     one = MAX_GENERATIONS * GENERATION_BYTES
     count = NUM_GENERATION_BUFFERS
     return StagingMemory(count * one, one, drain, num_buffers=count)
 
 
 class RemoteMemory:
-    """Registered memory of one peer, which has the name `peer` at the agent that reads it."""
+    """Registered memory of one peer, which `agent` reads and knows by the name `peer`."""
 
     def __init__(
         self,
@@ -141,19 +141,18 @@ class RemoteMemory:
     async def read(
         self, theirs: Descriptors, ours: Descriptors, *, late: Late | None = None
     ) -> list[int]:
-        """Copy blocks of the peer's memory to ours, and hash what has landed, run by run.
+        """Copy blocks of the peer's memory into ours, and return the XXH3-64 of each.
 
-        A run is hashed by the thread that tells of it, because its bytes are in the caches there.
-        Another thread would do it while the next run is read; but each of its calls asks for the
-        interpreter lock, and so it holds up the thread that reads for longer than the hashing
-        takes.
+        A run is hashed as soon as it has landed, by the thread that reports it, because the bytes
+        are in its caches. Another thread could hash it while the next run is read, but its calls
+        would need the GIL, and hold up the reading thread for longer than the hashing takes.
 
-        A read that goes on `GRACE_S` after this call was cancelled is given to `late`, with the
-        memory that it may still change; without `late`, its end is waited for.
+        If the read goes on for `GRACE_S` after this call was cancelled, `late` gets the read and
+        the memory that it may still change; without `late`, this call waits for its end.
 
         Raises:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
-            asyncio.CancelledError: As before, unless `late` was called.
+            asyncio.CancelledError: Likewise, unless `late` was called.
         """
         bounds = list(ours.cut(HASH_RUN_BYTES))
         runs = _cut(_pair(ours, theirs), ours, bounds)
@@ -174,9 +173,9 @@ class RemoteMemory:
         *,
         late: Late,
     ) -> list[int]:
-        """Copy blocks of the peer's memory to ours, then their generations, and compare these.
+        """Copy blocks of the peer's memory into ours, then read and compare their generations.
 
-        Returns the positions of the blocks that nobody has overwritten since they were found.
+        Returns the positions of the blocks that have not been overwritten since they were found.
         """
         num_words = len(fences.addresses)
         lengths = np.full(num_words, GENERATION_BYTES, np.uint64)
@@ -191,12 +190,12 @@ class RemoteMemory:
         return intact
 
     async def copy(self, theirs: Descriptors, ours: Descriptors) -> None:
-        """Copy blocks as `read` does, which proves nothing of their bytes."""
+        """Copy blocks as `read` does, but without hashing them."""
         flight = self.agent.begin(self.peer, [_pair(ours, theirs)], lambda _: None)
         await _end(flight, ours, late=None)
 
     async def aclose(self) -> None:
-        """Forget the peer; wait until reads from it have ended, unless others use it."""
+        """Forget the peer; unless others use it, wait until reads from it have ended."""
         with contextlib.suppress(ClosedError):  # the agent was closed first
             await self.agent.remove_peer(self.peer)
 
@@ -208,7 +207,7 @@ def _cut(whole: Fragments, blocks: Descriptors, bounds: list[tuple[int, int]]) -
     run_ends = np.cumsum(blocks.block_sizes)[[stop - 1 for _, stop in bounds]].astype(np.uint64)
     ends = np.cumsum(whole.lengths)
     last = ends.searchsorted(run_ends)
-    if not np.array_equal(ends[last], run_ends):  # fragments go on into the next run
+    if not np.array_equal(ends[last], run_ends):  # some fragments extend into the next run
         cuts = np.union1d(ends, run_ends)
         of_cut = ends.searchsorted(cuts)
         lengths = np.diff(cuts, prepend=np.uint64(0))

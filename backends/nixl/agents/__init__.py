@@ -1,4 +1,4 @@
-"""Transfer agents of the NIXL backend: what reads the memory of peers."""
+"""Transfer agents of the NIXL backend, which read the memory of peers."""
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent

@@ -1,4 +1,4 @@
-"""Transfer agent: the interface to read registered memory of another process."""
+"""Transfer agent: the interface for reading another process's registered memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ _NONE = (np.empty(0, np.uint64),) * 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Fragments: stretches of bytes, with their addresses on either side."""
+    """Fragments to read: stretches of bytes, with their addresses on either side."""
 
     local: Words
     remote: Words
@@ -33,7 +33,7 @@ class Fragments:
 
     @classmethod
     def of(cls, local: Words, remote: Words, lengths: Words) -> "Fragments":
-        """Make fragments of arrays of one length, without those of no bytes."""
+        """Make fragments from arrays of equal length, leaving out empty fragments."""
         if not local.shape == remote.shape == lengths.shape == (len(lengths),):
             raise InvalidArgumentError(
                 "lengths",
@@ -55,7 +55,7 @@ class Fragments:
     def group(
         self, ours: Regions, theirs: Regions
     ) -> "Iterator[tuple[torch.device, torch.device, Fragments]]":
-        """Group fragments by their local and their remote device, which come before each group."""
+        """Group fragments by device; yields each local device, remote device and group."""
         if len(ours.devices) == len(theirs.devices) == 1:  # the usual case
             yield ours.devices[0], theirs.devices[0], self
             return
@@ -68,7 +68,7 @@ class Fragments:
     def join(cls, runs: "Sequence[Fragments]", ours: Regions, theirs: Regions) -> "list[Fragments]":
         """Join fragments of each run that touch on both sides, in the order of remote addresses.
 
-        Those of different regions are not joined; one that is in none is an `InvalidArgumentError`.
+        None is joined across regions; one outside all regions raises `InvalidArgumentError`.
         """
         whole = cls.concatenate(runs)
         ours.require("local", whole.local, whole.lengths)
@@ -112,8 +112,8 @@ class Flight:
     """Read that an agent has begun.
 
     Attributes:
-        done: Ends once the memory is quiet.
-        cancel: Asks for an early end; on the event loop that began the read.
+        done: Future that completes once the memory is quiet.
+        cancel: Requests an early end; must be called on the event loop that began the read.
     """
 
     done: "Future[None]"
@@ -123,11 +123,11 @@ class Flight:
 class TransferAgent(ABC):
     """Agent that reads registered memory of peers into registered memory of this process.
 
-    Nothing ever writes into the memory of another process. Constructing, `register` and `metadata`
-    block; everything else is for an event loop. Reads of several callers take turns, a piece each.
+    No agent ever writes into the memory of another process. The constructor, `register` and
+    `metadata` block; all else is for an event loop. Concurrent reads take turns, a piece each.
 
-    Memory is quiet when no read can change a byte of it any more. Implementors must make sure that
-    local memory is quiet once a read has ended, however it ended.
+    Memory is quiet when no read can change it any longer. Implementors must make sure that local
+    memory is quiet once a read has ended, however it ended.
 
     Attributes:
         name: New for every incarnation: `kvxfer-<uuid4>`.
@@ -138,19 +138,19 @@ class TransferAgent(ABC):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or has failed: it reads nothing any more. On any thread."""
+        """Whether the agent was closed or has failed, and no longer reads; for any thread."""
         return self._closed
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register memory that is read into, and that peers may read; blocks.
+        """Register memory to read into, which peers may read, too; blocks.
 
         The regions, and so their owners, are kept until `aclose` returns. After an error, none of
         them is registered.
 
         Raises:
             InvalidArgumentError: A region is empty, overlaps another one, or is on a device whose
-                memory the agent never reaches.
+                memory the agent cannot reach.
             DeviceUnavailableError: The memory of a GPU cannot be registered.
             TransferFailedError: The memory cannot be registered.
             ClosedError: The agent is closed.
@@ -159,26 +159,26 @@ class TransferAgent(ABC):
     @property
     @abstractmethod
     def metadata(self) -> bytes:
-        """Metadata for `add_peer` of a peer: a snapshot, so register first. Blocks.
+        """Metadata for a peer's `add_peer`: a snapshot, so register memory first. Blocks.
 
-        Any process that has it can read all registered memory, with NIXL also write it: send it to
-        authenticated peers only.
+        Any process that has it can read all registered memory, and with NIXL also write it: send
+        it only to authenticated peers.
         """
 
     def carrier(self, ours: Hello, theirs: Hello) -> Carrier:
-        """Choose the carrier of what is read from a peer; see `choose_carrier`."""
+        """Choose the carrier for reads from a peer; see `choose_carrier`."""
         return choose_carrier(ours, theirs)
 
     @abstractmethod
     async def add_peer(self, metadata: bytes) -> str:
-        """Connect to a peer, and return its name for `read`.
+        """Connect to a peer, and return its name for `begin`.
 
-        A peer may be added several times, and is forgotten when it was removed as often. Altered
-        metadata can crash the process: authenticate its sender first. This waits for a peer that
-        stalls; no memory is at stake then, and cancelling ends it at once.
+        A peer may be added several times, and is forgotten once it was removed as often. Altered
+        metadata can crash the process: authenticate its sender first. Waits for as long as the peer
+        stalls; no memory is at stake, and cancelling ends the wait at once.
 
         Raises:
-            InvalidArgumentError: It is not the metadata of an agent, or that of this agent.
+            InvalidArgumentError: It is not the metadata of an agent, or it is this agent's own.
             PeerLostError: The peer's memory cannot be reached.
             ClosedError: The agent is closed.
         """
@@ -187,8 +187,8 @@ class TransferAgent(ABC):
     async def remove_peer(self, peer: str) -> None:
         """Undo one `add_peer`; does nothing if the peer is unknown.
 
-        The last one ends reads from the peer with `PeerLostError`, and returns when their memory is
-        quiet.
+        The last removal ends reads from the peer with `PeerLostError`, and returns when their
+        memory is quiet.
         """
 
     @abstractmethod
@@ -207,13 +207,13 @@ class TransferAgent(ABC):
             runs: Runs, in the order in which they are begun. Local fragments lie inside registered
                 regions, remote ones inside regions that the peer registered before it took its
                 metadata.
-            landed: Called with the index of each run that has arrived, on any thread; it holds up
-                all other reads meanwhile.
-            last: Fragments that are read once all bytes of all runs have arrived, not before.
+            landed: Called with the index of each run that has arrived, on any thread; other reads
+                may have to wait until it returns.
+            last: Fragments to read only after all bytes of all runs have arrived.
 
         Returns:
-            The read, which ends with one of these errors, or without one when all have arrived.
-            Once it has ended, the memory is quiet.
+            The read. It ends without an error when everything has arrived, or with one of the
+            errors below. Once it has ended, the memory is quiet.
 
             TransferFailedError: It failed, or was cancelled; some of the bytes may have been read.
             PeerLostError: The same, and every later read from this peer will fail: remove it.

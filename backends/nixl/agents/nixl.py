@@ -41,40 +41,40 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_PIECES_OF_A_READ = 4
-"""Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
+"""Maximum pieces of a read in flight; effectively one where posting a piece copies it, by CMA."""
 
 SOON_S = 20e-3
-"""Seconds of shorter pauses after a poll that found something."""
+"""Time without activity after which the pauses between polls become longer."""
 
 SHORT_PAUSE_S = 50e-6
-"""Shortest pause. Without one, the polling thread would have the GIL again before the event loop
-wakes up, and so take milliseconds from it, some hundred times a second."""
+"""Pause between polls while reads are in flight. Without it, the polling thread would retake the
+GIL before the event loop wakes up, and cost it milliseconds some hundred times a second."""
 
 LONG_PAUSE_S = 1e-3
-"""Pause while reads are in flight for longer, and soon after the last one has ended."""
+"""Pause while reads in flight make no progress, and for `SOON_S` after the last one has ended."""
 
 IDLE_PAUSE_S = 5e-3
 """Pause of an idle agent: peers that connect or read by NIXL wait for its next poll."""
 
 BEACON_BYTES = 32
-"""Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
+"""Size of the beacon, random bytes whose address is in the metadata; see `AgentMetadata`."""
 
 NUM_SLOTS = 64
-"""Slots for beacons that are registered at once."""
+"""Number of slots for beacons that are registered at a time."""
 
 BACKEND = "UCX"
 """Plug-in of NIXL that moves bytes between processes and machines."""
 
 POLL_WITHIN_S = 5e-3
-"""Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
-it. Polling lets other threads take the GIL, and so may cost a millisecond between two pieces."""
+"""Maximum time without a poll while pieces are posted: peers that connect wait for one. A poll lets
+other threads take the GIL, and so may cost a millisecond between two pieces."""
 
 
 MAX_KEPT = 1024
-"""Most connections that are kept for peers that have left; the oldest is ended."""
+"""Maximum number of connections kept for peers that have left; beyond it, the oldest is closed."""
 
 MAX_UNANSWERED = 512
-"""Most peers that may leave the read of their beacon unanswered: each keeps a slot and metadata."""
+"""Maximum number of peers whose beacon is still being read: each occupies a slot and metadata."""
 
 
 def _kind(device: torch.device) -> str:
@@ -83,7 +83,7 @@ def _kind(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPiece:
-    """Piece of a read: fragments that NIXL moves at one time, all from one device to one device."""
+    """Piece of a read: fragments that NIXL moves in one transfer, from one device to one device."""
 
     fragments: Fragments
     local_device: torch.device = HOST
@@ -92,7 +92,7 @@ class ReadPiece:
 
 @dataclass(slots=True, eq=False)
 class PiecewiseRead:
-    """Read with the pieces that are left of it; for the thread only, except `done`."""
+    """Read and its remaining pieces; for the agent's thread only, except `done`."""
 
     peer: str
     pieces: deque[ReadPiece]
@@ -107,12 +107,12 @@ class PiecewiseRead:
         return not (self.pieces or self.in_flight)
 
     def stop(self, error: TransferFailedError) -> None:
-        """Drop the pieces that are left; end with `error` once none is in flight."""
+        """Drop the remaining pieces; the read ends with `error` once none is in flight."""
         self.pieces.clear()
         self.error = self.error or error
 
     def end(self) -> None:
-        """End `done`."""
+        """Complete `done`, after `landed` if the read has succeeded."""
         if self.landed and not self.error:
             try:
                 self.landed()
@@ -131,7 +131,7 @@ class Reads:
         self._nixl = nixl
         self._errors = nixl_errors(nixl)
         self._agent = agent
-        self._readings: dict[PiecewiseRead, None] = {}  # in the order of their beginning
+        self._readings: dict[PiecewiseRead, None] = {}  # in the order in which they began
         self._turns: deque[PiecewiseRead] = deque()
         self._flights: list[tuple[Any, PiecewiseRead, ReadPiece]] = []
 
@@ -146,7 +146,7 @@ class Reads:
         return {reading.peer for reading in self._readings}
 
     def begin(self, reading: PiecewiseRead, *, is_next: bool = False) -> None:
-        """Begin a read, which takes turns with others, as the last one of them or as the next."""
+        """Begin a read, which takes turns with the others, as the last of them or as the next."""
         self._readings[reading] = None
         if is_next:
             self._turns.appendleft(reading)
@@ -160,7 +160,7 @@ class Reads:
                 reading.stop(PeerLostError(peer, "it was removed"))
 
     def post(self) -> bool:
-        """Post one piece of the read whose turn it is."""
+        """Post one piece of the read whose turn it is; return whether there was one."""
         for _ in range(len(self._turns)):
             reading = self._turns.popleft()
             if not reading.pieces:
@@ -181,7 +181,7 @@ class Reads:
                 self._describe(piece.remote_device, fragments.remote, fragments.lengths),
                 reading.peer,
             )
-            self.end_finished()  # who waits for them goes on during the copy, not before it
+            self.end_finished()  # here, so that their callers run while `transfer` copies
             self._judge(handle, reading, piece, agent.transfer(handle))
         except self._errors as exc:
             self._fail(reading, piece, exc)
@@ -194,7 +194,7 @@ class Reads:
         return self._agent.get_xfer_descs(rows, _kind(device))
 
     def poll(self) -> bool:
-        """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
+        """Check the pieces in flight; this also lets NIXL make progress with the reads of peers."""
         flights, self._flights = self._flights, []
         for handle, reading, piece in flights:
             try:
@@ -215,16 +215,16 @@ class Reads:
             reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
 
     def end_finished(self) -> None:
-        """End the reads of which no piece is left."""
+        """End the reads that have no piece left or in flight."""
         over = [each for each in self._readings if each.is_over]
         for reading in over:
             del self._readings[reading]
             reading.end()
 
     def close(self) -> None:
-        """Release the handles; the reads end with `end_all`, once the agent was destroyed."""
+        """Release the handles; `end_all` ends the reads, once the agent has been destroyed."""
         while self._flights:
-            with contextlib.suppress(Exception):  # whatever it is, the agent is destroyed next
+            with contextlib.suppress(Exception):  # whatever it raises, the agent is destroyed next
                 self._flights.pop()[0].release()
         del self._agent
 
@@ -247,9 +247,9 @@ class _NixlRemote:
     """Peer that NIXL knows.
 
     Attributes:
-        added: Ends with its name once its beacon was read.
-        num_users: Calls of `add_peer` that were not undone.
-        removed: Set while it is removed: ends once NIXL has forgotten it.
+        added: Future of the peer's name; completes once its beacon has been read.
+        num_users: Number of calls of `add_peer` that have not been undone.
+        removed: Set while the peer is being removed; completes once NIXL has forgotten it.
     """
 
     metadata: AgentMetadata
@@ -261,9 +261,9 @@ class _NixlRemote:
 class NixlPeers:
     """Peers of one NIXL agent, and its connections; for its thread only, except `regions`.
 
-    NIXL ends a connection on this side only: UCX keeps its socket until the other process ends. So
-    a peer that reconnects gets the connection that it had, or each time would cost a descriptor on
-    both sides.
+    NIXL closes a connection on this side only: UCX keeps its socket until the other process exits.
+    So a peer that reconnects gets its old connection; otherwise, each reconnection would cost both
+    sides a file descriptor.
 
     Attributes:
         regions: Registered memory of each peer, by name; any thread may read it.
@@ -285,17 +285,17 @@ class NixlPeers:
         self._errors = nixl_errors(nixl)
         self._agent = agent
         self._kept: dict[str, bytes] = {}  # digests of metadata
-        # Names of agents are of one length, and so all metadata begins alike.
+        # All names of agents have the same length, so all metadata begins alike.
         self._metadata_start = agent.get_agent_metadata().partition(name.encode())[0]
-        self._remotes: dict[str, _NixlRemote] = {}  # also while added or removed
-        self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
+        self._remotes: dict[str, _NixlRemote] = {}  # also those being added or removed
+        self._free_slots: list[NDArray[np.uint8]] = []  # memory to read peers' beacons into
         self._closed = False
 
     def add(self, peer: AgentMetadata, done: "Future[str]") -> None:
-        """Add a peer, see `TransferAgent.add_peer`; ends `done` when the peer was added.
+        """Add a peer, see `TransferAgent.add_peer`; completes `done` once the peer is added.
 
-        Reads the peer's beacon: a peer that cannot be reached, or hangs, shows here, where no
-        memory is at stake.
+        Reads the peer's beacon, so that a peer that cannot be reached, or hangs, is noticed here,
+        where no memory is at stake.
         """
         if done.cancelled():
             return
@@ -304,7 +304,7 @@ class NixlPeers:
         remote = self._remotes.get(peer.name)
         if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
-        if remote and remote.removed:  # once it is gone, it is added anew
+        if remote and remote.removed:  # add it again once the removal is complete
             remote.removed.add_done_callback(lambda _: attempt(done, partial(self.add, peer, done)))
             return
         if not remote:
@@ -340,7 +340,7 @@ class NixlPeers:
                 remote.added.set_result(peer.name)
                 return
             is_wanted = not (remote.removed or self._closed)
-            if error and kept and is_wanted:  # its connection may be one that broke
+            if error and kept and is_wanted:  # the kept connection may have broken
                 try:
                     self._disconnect(peer.name)
                     self._connect(peer)
@@ -361,7 +361,7 @@ class NixlPeers:
         self._reads.begin(reading)
 
     def remove(self, peer: str, done: "Future[None]") -> None:
-        """Remove a peer, see `TransferAgent.remove_peer`; ends `done` when the call was undone."""
+        """Undo one `add`, see `TransferAgent.remove_peer`; completes `done` when it is undone."""
         remote = self._remotes.get(peer)
         if remote and not remote.removed:
             remote.num_users -= 1
@@ -375,15 +375,15 @@ class NixlPeers:
             done.set_result(None)
 
     def forget(self, peer: str, adding: "Future[str]") -> None:
-        """Remove a peer whose `add` was given up."""
+        """Undo an `add` whose caller was cancelled."""
         remote = self._remotes.get(peer)
-        if remote and remote.removed and not adding.done():  # it waits to be added anew
+        if remote and remote.removed and not adding.done():  # the `add` waits for the removal
             adding.cancel()
         elif not (adding.done() and adding.exception()):
             self.remove(peer, Future())
 
     def end_removed(self) -> None:
-        """End the removal of peers from which nothing is read any more."""
+        """Complete the removal of peers from which nothing is read any longer."""
         removed = [(name, each) for name, each in self._remotes.items() if each.removed]
         if not removed:
             return
@@ -398,18 +398,18 @@ class NixlPeers:
                 remote.removed.set_result(None)
 
     def release(self) -> None:
-        """Let go of the agent, which is destroyed when nobody refers to it."""
+        """Drop the reference to the agent, which is destroyed with the last reference."""
         self._closed = True
         del self._agent
 
     def close(self) -> None:
-        """End all removals, because the agent was closed."""
+        """Complete all removals, because the agent was closed."""
         for remote in self._remotes.values():
             if remote.removed:
                 remote.removed.set_result(None)
 
     def _connect(self, peer: AgentMetadata) -> bool:
-        """Connect to a peer that is not connected; return whether the connection was kept."""
+        """Connect to a peer, or reuse its kept connection; return whether it was reused."""
         kept = self._kept.pop(peer.name, None)
         if kept == hashlib.sha256(peer.encode()).digest():
             return True
@@ -429,7 +429,7 @@ class NixlPeers:
         return False
 
     def _keep(self, peer: AgentMetadata) -> None:
-        """Keep the connection to a peer that has left, which may be gone."""
+        """Keep the connection to a peer that has left: it may come back."""
         self._kept[peer.name] = hashlib.sha256(peer.encode()).digest()
         if len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
@@ -442,7 +442,7 @@ class NixlPeers:
 
 
 def attempt(done: "Future[T]", command: Callable[[], object]) -> None:
-    """Run a command; if it raises, end `done` with the error."""
+    """Run a command; if it raises, complete `done` with the error."""
     try:
         command()
     except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
@@ -450,7 +450,7 @@ def attempt(done: "Future[T]", command: Callable[[], object]) -> None:
 
 
 class NixlThread:
-    """Thread that makes all calls of NIXL; methods run on it unless they say otherwise."""
+    """Thread that makes all calls to NIXL; methods run on it unless they say otherwise."""
 
     peers: NixlPeers
 
@@ -469,7 +469,7 @@ class NixlThread:
         runtime.result(opened)
 
     def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
-        """Put a command, which ends `done` now or later, into the queue; from any thread."""
+        """Queue a command, which completes `done` now or later; from any thread."""
         with self._lock:
             if self.is_stopping:
                 raise ClosedError(f"agent {self._name}")
@@ -497,11 +497,11 @@ class NixlThread:
         return self._stopped
 
     def stop(self) -> None:
-        """Do as `begin_stop`, and wait for the end, unless this is a child of its process."""
+        """Do as `begin_stop`, and wait for the end; does nothing in a forked child."""
         if not self._thread.is_alive():
             return
         stopped = self.begin_stop()
-        if threading.current_thread() is not self._thread:  # where garbage may be collected
+        if threading.current_thread() is not self._thread:  # where a finalizer may run
             runtime.result(stopped)
             self._thread.join()
 
@@ -512,7 +512,7 @@ class NixlThread:
         self.regions = known
 
     def _register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register memory of the host and of GPUs with NIXL, all of it or none, and keep it."""
+        """Register memory with NIXL, all of it or none, and keep its owners alive."""
         with contextlib.ExitStack() as undo:
             for device in dict.fromkeys(region.device for region in regions):
                 on_device = [region for region in regions if region.device == device]
@@ -552,7 +552,7 @@ class NixlThread:
         ).encode()
 
     def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[PiecewiseRead]:
-        """Cut a read of each run into pieces; on any thread."""
+        """Split a read of each run into pieces; on any thread."""
         theirs, ours = self.peers.regions.get(peer), self.regions
         if theirs is None:
             raise PeerLostError(peer, "it was not added, or is removed")
@@ -569,7 +569,7 @@ class NixlThread:
         ]
 
     def begin(self, readings: Sequence[PiecewiseRead], *, is_next: bool = False) -> None:
-        """Begin reads, which take turns with others, or whose turn is next; from any thread."""
+        """Begin reads, which take turns with others or have the next turn; from any thread."""
 
         def begin() -> None:
             for reading in readings:
@@ -602,15 +602,15 @@ class NixlThread:
                 pause_s = self._pause_s(is_quiet=now - active_at > SOON_S)
                 if posted:  # and there may be more to post
                     pause_s = 0.0
-        except Exception as exc:  # the bindings of NIXL raise what they like
+        except Exception as exc:  # NIXL's bindings may raise anything
             logger.exception("the thread of agent %s has failed", self._name)
             chain: list[BaseException | None] = [exc]
-            for each in chain:  # whose frames keep the agent, which would read on
+            for each in chain:  # their frames would keep the agent alive, and it would read on
                 if each is not None:
                     traceback.clear_frames(each.__traceback__)
                     chain += (each.__cause__, each.__context__)
         finally:
-            with self._lock:  # whatever has ended it, nobody obeys what is ordered from now on
+            with self._lock:  # whatever ended the loop, no command runs from now on
                 self.is_stopping = True
             attempt(self._stopped, self._close)
             if not self._stopped.done():
@@ -638,7 +638,7 @@ class NixlThread:
         self.peers = NixlPeers(nixl, self._agent, self._name, self._reads, self._register)
 
     def _pause_s(self, *, is_quiet: bool) -> float:
-        """Find the seconds until the next poll: longer ones when polls found nothing for long."""
+        """Choose the pause before the next poll: a longer one if nothing happened for a while."""
         if self._reads.in_flight:
             return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
         return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
@@ -668,19 +668,19 @@ class NixlThread:
 class NixlAgent(TransferAgent):
     """Transfer agent over NIXL; the constructor imports NIXL and blocks for up to a second.
 
-    Several event loops may use one agent. Where UCX can reach a peer's memory over TCP only,
+    Several event loops may use one agent. If UCX can reach a peer's memory over TCP only,
     `add_peer` raises `PeerLostError`.
 
     Args:
-        piece_bytes: Most bytes of a piece of a read: pieces of several reads take turns, and a read
-            that is given up ends with those in flight.
-        piece_fragments: Most fragments of a piece, for which NIXL makes descriptors at once.
+        piece_bytes: Maximum size of a piece of a read. The pieces of several reads take turns, and
+            a cancelled read ends with its pieces in flight.
+        piece_fragments: Maximum number of fragments in a piece: NIXL describes them in one call.
     """
 
     def __init__(self, *, piece_bytes: int = 64 << 20, piece_fragments: int = 4096) -> None:
         self.name = f"kvxfer-{runtime.unique_id()}"
         self._thread = NixlThread(self.name, (piece_bytes, piece_fragments))
-        # Also at the interpreter's exit, which a thread inside of NIXL would crash.
+        # Also runs when the interpreter exits, where a thread inside NIXL would crash the process.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def __repr__(self) -> str:
@@ -745,11 +745,11 @@ class NixlAgent(TransferAgent):
         return Flight(final.done, partial(self._thread.cancel, [*readings, final]))
 
     def _begin_final(self, final: PiecewiseRead, over: "Future[None]") -> None:
-        """Begin the read that follows others, unless one of them failed; on any thread."""
+        """Begin the read that follows the others, unless one of them failed; on any thread."""
         error = over.exception()
         try:
             if error is None:
-                self._thread.begin([final], is_next=True)  # its caller waits for nothing else
+                self._thread.begin([final], is_next=True)  # its caller waits only for this one
         except ClosedError:
             error = TransferFailedError(final.peer, "the agent was closed")
         if error is not None:
@@ -762,7 +762,7 @@ class NixlAgent(TransferAgent):
 
 
 def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
-    """Make a future that ends with the last of some, and with the first error of any."""
+    """Make a future that completes with the last of `futures`, and with the first error of any."""
     if len(futures) == 1:
         return futures[0]
     over: Future[None] = Future()

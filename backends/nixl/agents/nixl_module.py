@@ -1,4 +1,4 @@
-"""NIXL on this machine: its import at the first use, and the carrier of a peer's bytes."""
+"""NIXL on this machine: its import on first use, and the choice of a carrier for each peer."""
 
 import ctypes
 import errno
@@ -22,21 +22,21 @@ ENVIRONMENT = {
 }
 """Environment variables that are set before the import, unless the user has set them.
 
-UCX's EFA module crashes processes at their exit: it brings a second copy of libibverbs along.
-UCX's log goes to standard output otherwise. With a number of a signal, SIGHUP by default, UCX takes
-that from the process and logs every message from the first one on.
+UCX's EFA module loads a second copy of libibverbs, which crashes processes at exit. UCX logs to
+standard output unless told otherwise. UCX also takes a signal from the process, SIGHUP by default;
+from the first such signal on it logs every message.
 """
 
 Carrier = Literal["cma", "rdma", "socket"]
 """`cma`: NIXL lets the kernel copy between the two processes (cross-memory attach). `rdma`: NIXL
-lets a network card do it. `socket`: NIXL has neither."""
+lets the network cards copy. `socket`: NIXL can do neither; kvxfer's own TCP carries the bytes."""
 
 PORTS = Path("/sys/class/infiniband")
 """Source: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband"""
 
 UCX_SETTING = "PROTO_EMULATION_ENABLE=n"
-"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
-over TCP, which is slower than a socket and has crashed processes."""
+"""Setting that keeps UCX from emulating a read by messages over TCP where it cannot reach a peer's
+memory: that is slower than a socket, and has crashed processes."""
 
 _importing = threading.Lock()
 
@@ -44,9 +44,9 @@ _importing = threading.Lock()
 def import_nixl(*, otherwise: str) -> Any:
     """Import NIXL; blocks for up to a second the first time. `otherwise` is advice for the user.
 
-    NIXL configures logging anew when it is imported: that would close the application's handlers,
-    silence errors of its logging, and write messages to standard output. None of it happens; what
-    NIXL logs in Python goes where the application's messages go.
+    NIXL reconfigures logging when it is imported: that would close the application's handlers,
+    silence its logging errors, and write to standard output. This function prevents that; NIXL's
+    Python messages go where the application's go.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -90,11 +90,11 @@ def identify_host() -> tuple[str, int, str]:
 
 
 def choose_carrier(ours: Hello, theirs: Hello, ports: Path = PORTS) -> Carrier:
-    """Choose the carrier of what this side reads from the other one.
+    """Choose the carrier for this side's reads from the other side.
 
-    Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
-    the other side has an active port, too, shows only when it is added to the agent: with `rdma`,
-    expect a `PeerLostError`, and use the socket then. `ports` is as for `has_active_port`.
+    Both sides must have opened their `NixlAgent`, which lets others reach its memory. Whether the
+    other side has an active port, too, shows only when it is added to the agent: with `rdma`, be
+    prepared for a `PeerLostError`, and then use sockets. `ports` is as for `has_active_port`.
     """
     try:
         import_nixl(otherwise="let peers use sockets")
@@ -111,7 +111,7 @@ def _is_same_host(ours: Hello, theirs: Hello) -> bool:
 
 
 def _may_reach(pid: int) -> bool:
-    """Probe the kernel's permission by a read at address 0: with it, the error is EFAULT.
+    """Probe for the kernel's permission by a read at address 0: if granted, the error is EFAULT.
 
     Source: process_vm_readv(2), EPERM, ESRCH and EFAULT.
     """
@@ -129,7 +129,7 @@ def _may_reach(pid: int) -> bool:
 
 
 def has_active_port(ports: Path = PORTS) -> bool:
-    """Whether a connected network card is among the ports that can do RDMA."""
+    """Whether this machine has an active RDMA port."""
     try:
         return any(state.read_text().startswith("4:") for state in ports.glob("*/ports/*/state"))
     except OSError:
@@ -137,7 +137,7 @@ def has_active_port(ports: Path = PORTS) -> bool:
 
 
 def choose_ucx_settings() -> str:
-    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
+    """Keep UCX off the network unless a card can do RDMA: it listens there, and trusts anyone."""
     if "UCX_NET_DEVICES" in os.environ or has_active_port():
         return UCX_SETTING
     return f"{UCX_SETTING},NET_DEVICES=lo"

@@ -1,4 +1,4 @@
-"""Transfer agent over data connections, where NIXL has no faster way to a peer's memory."""
+"""Transfer agent over data connections, for peers whose memory NIXL cannot reach faster."""
 
 import asyncio
 from collections import deque
@@ -24,15 +24,15 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.runtime import Threads, wait_despite_cancel, wait_for_all
 
 MAX_LINES = 2
-"""Connections that one batch is read through: one moves bytes while the other one waits for its
-next piece."""
+"""Maximum number of connections that one batch is read through: one moves bytes while the other
+waits for its next piece."""
 
 T = TypeVar("T")
 Connect = Callable[[], Awaitable[DataConnection]]
 
 
 class Line:
-    """Data connection with its thread; `ended` is set when it was closed."""
+    """Data connection with a thread of its own; `ended` is set once it is closed."""
 
     def __init__(self, connection: DataConnection) -> None:
         self.connection = connection
@@ -40,7 +40,7 @@ class Line:
         self._threads = Threads("kvxfer-data", 1)
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
-        """Begin a blocking call on the thread; it fails if this was closed, or has no thread."""
+        """Begin a blocking call on the thread; it fails if the line is closed or has no thread."""
         try:
             return self._threads.start(_call_apart, call)
         except ClosedError as exc:
@@ -49,7 +49,7 @@ class Line:
             return failed
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Make a blocking call on the thread; when cancelled, end the connection under it."""
+        """Make a blocking call on the thread; cancelling closes the connection, which ends it."""
         return await wait_despite_cancel(self.start(call), self.connection.close)
 
     async def aclose(self) -> None:
@@ -60,7 +60,7 @@ class Line:
 
 
 def _call_apart(call: Callable[[], T]) -> T:
-    """Make a call that waits for a peer, unless it came to the event loop for want of a thread."""
+    """Make a call that waits for a peer; if no thread could be started, do not block the loop."""
     if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises on a thread
         raise BackendUnavailableError("no thread can be started")
     return call()
@@ -81,7 +81,7 @@ class Remote:
     _closed: bool = False
 
     async def take(self, timeout_s: float) -> Line:
-        """Take an idle connection, or open another one; wait until there is one."""
+        """Take an idle connection, or open one, or wait for one."""
         while not self._idle:
             if self._closed:
                 raise PeerError("", "it was removed")
@@ -96,7 +96,7 @@ class Remote:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would not have to wait for another read."""
+        """Whether `take` need not wait for another read to end."""
         num_open = len(self._lines) + self._num_connecting
         return bool(self._idle) or bool(self.connect and num_open < MAX_LINES)
 
@@ -106,7 +106,7 @@ class Remote:
         self._rest(line)
 
     async def give_back(self, lines: Sequence[Line], lost: Sequence[bool]) -> None:
-        """Note that each of these connections is idle, or lost; end those that are lost."""
+        """Return connections: those that are lost are closed, the others become idle."""
         ended = []
         for line, is_lost in zip(lines, lost, strict=True):
             if is_lost or line not in self._lines:
@@ -117,14 +117,14 @@ class Remote:
             await wait_despite_cancel(asyncio.gather(*map(self.drop, ended)))
 
     async def drop(self, line: Line) -> None:
-        """End a connection; may be called again."""
+        """Close a connection; may be called again."""
         self._forget(line)
         await line.aclose()
 
     async def aclose(self) -> None:
-        """End the connections, and wait for their threads."""
+        """Close the connections, and wait for their threads."""
         self._closed = True
-        self._changed.set()  # also for a read that waits for the first connection
+        self._changed.set()  # wakes a read that waits for the first connection, too
         await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
 
     def _rest(self, line: Line) -> None:
@@ -162,9 +162,9 @@ class Remote:
 class SocketAgent(TransferAgent):
     """Transfer agent that reads through data connections; for one event loop.
 
-    The side that asks opens the connections, for either side's reads: those of this side are opened
-    by the function given to `use`, or come from the peer to `attach`; a peer reads through those
-    given to `serve`. A peer may take `timeout_s` for the bytes of a piece, or to open a connection.
+    The asking side opens the connections, for the reads of either side. This side reads through
+    those that the function given to `use` opens, or that the peer opened and `attach` got; a peer
+    reads through those given to `serve`. `timeout_s` limits each piece, and each new connection.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class SocketAgent(TransferAgent):
             await remote.aclose()
 
     def use(self, peer: str, connect: Connect) -> None:
-        """Open connections to a peer by `connect`, as reads need them."""
+        """Let reads from a peer open connections with `connect` when they need them."""
         self._remotes[peer].connect = connect
 
     async def attach(self, peer: str, connection: DataConnection) -> None:
@@ -288,7 +288,7 @@ class SocketAgent(TransferAgent):
         reads = [line.start(partial(batch.read, line)) for line in lines]
         is_left = True
 
-        def leave() -> None:  # by the end of the connections under the threads
+        def leave() -> None:  # closing the connections ends the calls of the threads
             for line in lines:
                 line.connection.close()
 
@@ -299,7 +299,7 @@ class SocketAgent(TransferAgent):
             lost = [is_left or isinstance(read.exception(), PeerError) for read in reads]
             await remote.give_back(lines, lost)
         errors = [error for read in reads if (error := read.exception())]
-        if len(errors) < len(reads):  # what a line without a thread left was read through another
+        if len(errors) < len(reads):  # another line has read the share of one without a thread
             errors = [each for each in errors if not isinstance(each, BackendUnavailableError)]
         if errors:
             raise self._translate(peer, errors[0])
@@ -351,7 +351,7 @@ class SocketAgent(TransferAgent):
 
 
 class _Batch:
-    """Pieces of runs that several threads read; `landed` is told which runs have arrived."""
+    """Pieces of runs that several threads read; calls `landed` for each run that has arrived."""
 
     def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
         self._runs = enumerate(runs)
@@ -363,7 +363,7 @@ class _Batch:
         self.is_short = len(self._pieces) <= 1
 
     def read(self, line: Line) -> None:
-        """Read pieces through a connection until none is left; for threads."""
+        """Read pieces through a connection until none is left; called on threads."""
         try:
             while turn := self._next():
                 index, piece = turn
