@@ -1,4 +1,4 @@
-"""NIXL backend: blocks at peers, and a holder for blocks of peers."""
+"""NIXL backend: keeps blocks at peers, and can hold blocks of peers itself."""
 
 import asyncio
 import contextlib
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 class NixlBackend(TellsKept):
     """Backend that keeps blocks at peers and, with `listen`, blocks of peers in its own memory.
 
-    Every key has its peers, the same in all processes that know the same set of peers. A peer that
-    is gone has no blocks; a key is looked up at every peer that may hold it, and loaded from the
-    first one that delivers it.
+    Every key has its peers, the same in all processes that know the same set of peers. A key is
+    looked up at every peer that may hold it, and loaded from the first one that delivers it. The
+    blocks of a peer that is gone are misses.
 
     Args:
         config: See `NixlConfig`.
-        namespace: Namespace of the blocks, which says how large they are; peers with another one
-            are refused.
+        namespace: Namespace of the blocks, which determines their sizes; peers with another one are
+            refused.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Raises:
@@ -97,7 +97,7 @@ class NixlBackend(TellsKept):
 
     @property
     def carriers(self) -> dict[str, str]:
-        """Present carrier of the bytes of each peer."""
+        """Current carrier of each peer's bytes."""
         return {str(at): client.carrier for at, client in self._exchange.clients.items()}
 
     @property
@@ -106,7 +106,7 @@ class NixlBackend(TellsKept):
         return self._exchange.server
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`; with `capacity` also of the blocks of peers in this process."""
+        """See `Observable.observe`; with `capacity`, the blocks held by this process, too."""
         if self._own is not None:
             self._own.observe(reports)
         self._exchange.observe(reports)
@@ -116,15 +116,15 @@ class NixlBackend(TellsKept):
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `Exchange.attach`.
 
-        Blocks elsewhere on the host are copied to registered memory first.
+        Blocks elsewhere in host memory are copied through staging memory.
         """
         self._exchange.attach(memory)
 
     async def start(self) -> None:
         """Open NIXL, and listen if configured; the first call of any other method does so as well.
 
-        With discovery, it begins here, and the first list of peers is waited for a moment. Errors
-        as `Exchange.start`.
+        Discovery, if configured, begins here, with a short wait for the first list of peers. Raises
+        what `Exchange.start` raises.
         """
         await self._exchange.start()
         if self._discovery is not None:
@@ -136,8 +136,8 @@ class NixlBackend(TellsKept):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks all peers that may hold a key.
 
-        One of several that does not answer in time has no blocks, and is not asked for a while,
-        also where the caller did not wait so long.
+        If one of several peers does not answer in time, its blocks are misses and it is not asked
+        for a while, even if the caller did not wait that long.
         """
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
@@ -188,7 +188,7 @@ class NixlBackend(TellsKept):
         """See `TellsKept.delete_or_keep`; deletes at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
-        # Anybody may have them, also where discovery does not even list this process itself.
+        # A peer not known now may have them, even if discovery does not list this process, either.
         finds_nobody = not self._exchange.clients and (self._discovery is not None or not homes)
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: _delete_at(home, _chosen(keys, at))
@@ -210,7 +210,7 @@ class NixlBackend(TellsKept):
             if self._own is not None:
                 closing.push_async_callback(self._own.aclose)
             closing.push_async_callback(self._exchange.aclose)
-            if self._discovery is not None:  # others look elsewhere from then on
+            if self._discovery is not None:  # closed first, so that others look elsewhere
                 closing.push_async_callback(self._discovery.aclose)
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
@@ -227,7 +227,7 @@ class NixlBackend(TellsKept):
         return homes, rank(keys, endpoints, self._config.replicas)
 
     def _list_peers(self) -> Sequence[Endpoint]:
-        """List the present peers, each once, and leave those that are gone."""
+        """List the current peers, each once, and leave those that are gone."""
         if self._discovery is None:
             return self._peers
         endpoints = self._discovery.peers
@@ -256,7 +256,7 @@ class NixlBackend(TellsKept):
                 timeout_s, home.lookup(keys), note_late=note_late, outlives_caller=True
             )
         except (KVXferError, TimeoutError) as exc:
-            if isinstance(exc, TimeoutError):  # perhaps the client's own
+            if isinstance(exc, TimeoutError):  # perhaps one of the client's own
                 note_late()
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return set()
@@ -281,7 +281,7 @@ async def _fail(keys: Sequence[BlockKey], _: Descriptors) -> list[Outcome]:
 def _load_at(
     keys: Sequence[BlockKey], blocks: Descriptors, num_others: int, home: Home, at: Sequence[int]
 ) -> Coroutine[Any, Any, list[Outcome]]:
-    """Load some blocks from a home; one that is suspended only where no others come after it."""
+    """Load some blocks from a home; a suspended home is tried only as the last choice."""
     move: Move = _fail if num_others and _is_suspended(home) else home.load
     return call_backend(move, _chosen(keys, at), blocks.take(at))
 
@@ -299,7 +299,7 @@ async def _ask_each(
     ask: Callable[[Home, Sequence[int]], Coroutine[Any, Any, T]],
 ) -> list[tuple[Sequence[int], T]]:
     """Call every home with the blocks that belong to it, all at once."""
-    if len(placed) == 1:  # a task less to switch to and back from
+    if len(placed) == 1:  # saves switching to a task and back
         ((home, indices),) = placed
         return [(indices, await ask(home, indices))]
     async with asyncio.TaskGroup() as tasks:
@@ -328,7 +328,7 @@ def _by_home(
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
-    """Keep the more telling outcome of each block; its memory is safe only if it is in both."""
+    """Keep the more telling outcome of each block; its memory is safe only if both say so."""
     for index, outcome in zip(indices, given, strict=True):
         before = outcomes[index]
         if before is MISSING:

@@ -34,42 +34,42 @@ from kvxfer.storage.lending import NO_ROOM, Fences
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
 FIRST_RETRY_S = 0.1
-"""Pause after the first attempt to connect that failed; each later one is twice as long."""
+"""Pause after the first failed attempt to connect; each later pause is twice as long."""
 
 LAST_RETRY_S = 5.0
-"""Longest pause: a holder that starts again is found within it."""
+"""Longest pause: a restarted holder is found within it."""
 
 SUSPENDED_S = 5.0
-"""Time for which a peer that did not answer a lookup is not used."""
+"""How long a peer that did not answer a lookup in time is not used."""
 
 STAGED_BYTES = 16 << 20
-"""Bytes of a piece of a load or store by way of staging memory."""
+"""Bytes of a piece of a load or store through staging memory."""
 
 PIECE_BYTES = 64 << 20
-"""Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
-for them, with blocks padded to multiples of 4096 bytes: see `standalone.LENDING_BYTES`."""
+"""Bytes of a piece of any other load or store. A holder that lends through staging memory must have
+room for it, with blocks padded to multiples of 4096 bytes: see `standalone.LENDING_BYTES`."""
 
 PLACED_BYTES = 128 << 20
 """Bytes of a piece whose places are known: its holder lends in place, and needs no room for it."""
 
 PIECES_AT_A_PEER = 3
-"""Most pieces at a peer at one time: one is moved, the next is asked for, the last is hashed."""
+"""Maximum pieces at a peer at a time: one is moved, the next asked for, the previous one hashed."""
 
 ASKED_AT_A_PEER = 32
-"""Most lookups and deletions at a peer at one time, half of what it answers: others wait for their
-turn. See `server.MAX_REQUESTS`."""
+"""Maximum lookups and deletions at a peer at a time; others wait for their turn. Half of the
+requests that the peer accepts, see `server.MAX_REQUESTS`."""
 
 SMALL_FRAGMENT_BYTES = 4 << 10
-"""Bytes below which fragments cost more each than for their bytes."""
+"""Size below which a fragment costs more than its bytes do."""
 
 MANY_PIECES = 16
-"""Most fragments of a block that are smaller than that; more are gathered in staging memory before
-they are sent."""
+"""Maximum fragments per block that are smaller than that, on average; more are gathered in staging
+memory before they are sent."""
 
 logger = logging.getLogger(__name__)
 
 _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
-"""Not `MISSING`, which promises that its memory was not written."""
+"""Not `MISSING`, which promises that the block's memory was not written."""
 
 _OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
@@ -79,13 +79,13 @@ PeerMove = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[lis
 class Client:
     """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
 
-    Loaded blocks are read out of the holder's memory, where the last question found them, or, if
-    they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
+    Loaded blocks are read out of the holder's memory, where the last lookup found them; if they
+    have moved since, the holder pins them first. Stored blocks are read by the holder out of our
     memory. Hashing one piece overlaps with moving the next.
 
-    Its connection is opened on demand, by one task for all callers that wait for it. No caller
+    The connection is opened on demand, by one task for all callers that wait for it. No caller
     holds anything that another one needs: a cancelled or late caller leaves, and the task goes on
-    within the deadlines of the handshake. Blocks are fenced where there is memory for generations.
+    within the deadlines of the handshake. Blocks are fenced if there is memory for `generations`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Client:
 
     @property
     def carrier(self) -> str:
-        """Present carrier of bytes, for people."""
+        """Current carrier of bytes, for display."""
         if self.is_own:
             return "own memory"
         connection = self._connection
@@ -134,13 +134,13 @@ class Client:
         return self._connection is not None and self._connection.is_open
 
     def leave(self, ticket: str) -> None:
-        """Hold a ticket no more, which others release; at the latest when the connection ends."""
+        """Stop holding a ticket, without releasing it; a later message tells the holder."""
         if self._connection is not None:
             self._connection.leave(ticket)
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, and nothing is read from the peer any more."""
+        """Whether the client was closed and no longer reads from the peer."""
         return self._closed and not (self._opening or self._closing)
 
     async def open(self) -> Connection:
@@ -151,7 +151,7 @@ class Client:
             raise ClosedError(f"connection to {self.endpoint}")
         if self._opening is None:
             if self._pause.is_on(runtime.monotonic()) and self._failure is not None:
-                await asyncio.sleep(0)  # or who tries again at once would starve the event loop
+                await asyncio.sleep(0)  # else a caller that retries at once would starve the loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
         opening = self._opening
@@ -163,7 +163,7 @@ class Client:
             raise
 
     def disconnect(self) -> None:
-        """Begin to end the connection; the next call makes a new one."""
+        """Begin to close the connection; the next call opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             # Not awaited: it waits for reads from the peer, which may stall.
@@ -172,14 +172,14 @@ class Client:
             closing.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
-        """Begin to end the connection for good; may be called again."""
+        """Begin to close the connection for good; may be called again."""
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()
         self.disconnect()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing is read from the peer any more: for ever, if it stalls.
+        """Wait until nothing is being read from the peer; forever, if it stalls.
 
         Closing the agent ends reads that stall.
         """
@@ -211,7 +211,7 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, and no ticket held for the present connection."""
+        """Whether no call is under way, and the present connection holds no ticket."""
         connection = self._connection
         holds = connection is not None and connection.is_open and bool(connection.tickets)
         return not (self._num_calls or holds)
@@ -223,7 +223,7 @@ class Client:
             pass
 
     async def describe(self) -> bytes:
-        """Ask what a reader must know of the holder's blocks, once for each connection."""
+        """Return the description of the holder's blocks, asking once for each connection."""
         async with self._connected() as connection:
             if connection.description is None:
                 answer = await connection.request(wire.Describe, wire.Described)
@@ -231,10 +231,10 @@ class Client:
             return connection.description
 
     async def hold(self, ticket: str, keys: Sequence[BlockKey]) -> Held:
-        """Ask the holder to keep the blocks of a ticket, until it is released.
+        """Ask the holder to keep the blocks of a ticket until the ticket is released.
 
-        They are kept until `leave`, or the end of the connection: hold the ticket again on another
-        one. After an error or a cancellation they may be kept, too. `keys` has each block once.
+        They are kept until `leave` or the end of the connection; on a new one, hold the ticket
+        again. After an error or a cancellation they may be kept, too. `keys` has each key once.
         """
         require_ticket("ticket", ticket)
         async with self._connected() as connection:
@@ -290,7 +290,7 @@ class Client:
             self._failure = exc
             self._pause.begin(runtime.monotonic())
             raise
-        finally:  # not in a callback: who came before it would get this error without waiting
+        finally:  # not in a callback: callers before it would get this error again at once
             self._opening = None
         self._failure = None
         self._pause.reset()
@@ -302,7 +302,7 @@ class Client:
     async def _connected(
         self, turn: AbstractAsyncContextManager[object] | None = None
     ) -> AsyncIterator[Connection]:
-        """Connect for a request, and bound the time of both and of the wait for a turn before."""
+        """Wait for a turn, then connect for a request; one deadline bounds all three."""
         with self._call():
             async with asyncio.timeout(self._timeout_s), turn or contextlib.nullcontext():
                 yield await self.open()
@@ -320,7 +320,7 @@ class Client:
     def _note_places(
         self, connection: Connection, keys: Sequence[BlockKey], found: wire.Found
     ) -> None:
-        """Remember the places of blocks that the holder was asked for."""
+        """Remember the places of the blocks that the holder has found."""
         connection.require_number(len(found.there), len(keys))
         try:
             connection.places.note(keys, found)
@@ -330,8 +330,8 @@ class Client:
     def _is_direct(self, blocks: Descriptors) -> bool:
         """Whether blocks are moved from or to their own memory, without staging memory.
 
-        Those of a GPU always are: the backend lets only registered ones through, and no processor
-        copies them.
+        Blocks on a GPU always are: `Exchange.require_reach` admits only registered ones, and the
+        CPU cannot copy them.
         """
         if blocks.device != HOST:
             return True
@@ -352,7 +352,7 @@ class Client:
         piece_bytes = PLACED_BYTES if is_placed else PIECE_BYTES
         if is_small or not is_direct:
             piece_bytes = STAGED_BYTES
-        # Whoever waits for staging memory, here or as our caller, has it before a slot.
+        # Staging memory, here or in our caller, is taken first: its wait must not occupy a slot.
         slot = self._in_flight if is_direct else contextlib.nullcontext()
         longest = MAX_GENERATIONS if self._is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
@@ -379,14 +379,14 @@ class Client:
             async with asyncio.timeout_at(stop), slot:
                 await wait_for_mark(blocks.after)
                 return await move(await self.open(), keys, blocks)
-        except KVXferError as exc:  # before `TimeoutError`: some are both, and end in time
+        except KVXferError as exc:  # before `TimeoutError`: some are both, and came in time
             if isinstance(exc, PeerLostError):
-                self.disconnect()  # reconnecting finds out how to reach it now
+                self.disconnect()  # reconnecting finds out how to reach the peer now
             return self._end(Status.FAILED, blocks, str(exc))
         except TimeoutError:
             reason = f"{self.endpoint} took longer than {self._timeout_s:g} s"
             return self._end(Status.TIMED_OUT, blocks, reason)
-        except Exception as exc:  # a piece that raised would cut the reads of the others short
+        except Exception as exc:  # an error raised here would cancel the other pieces
             logger.exception("%s: a transfer failed", self.endpoint)
             return self._end(Status.FAILED, blocks, repr(exc))
 
@@ -398,7 +398,7 @@ class Client:
     async def _move_staged(
         self, move: PeerMove, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks by way of staging memory, to or from which `move` loads or stores."""
+        """Move blocks through staging memory, which `move` loads into or stores from."""
         is_load, outcomes = move == self._load_direct, list[Outcome]()
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             part = blocks.select(start, stop)
@@ -432,7 +432,7 @@ class Client:
     ) -> list[Outcome]:
         """Read blocks into registered memory, and prove that they arrived.
 
-        Those that were found are read where they were then, and once more if they have moved since.
+        Blocks whose places are known are read there, and once more, pinned, if they have moved.
         """
         found = connection.places.take(keys, blocks)
         if found is None:
@@ -444,14 +444,14 @@ class Client:
             outcomes = [DONE] * len(keys)
             left = [index for index in range(len(keys)) if index not in intact]
         num_before = len(keys) + (found is not None)
-        while 0 < len(left) < num_before:  # a holder may have no room to lend all at one time
+        while 0 < len(left) < num_before:  # a holder may have no room to lend all at once
             num_before, rest = len(left), blocks.take(left)
             try:
                 some = [keys[index] for index in left]
                 read = await self._read_pinned(connection, some, rest)
             except PeerLostError:
                 raise
-            except KVXferError as exc:  # what was read until now is there
+            except KVXferError as exc:  # the blocks read so far have arrived
                 read = self._end(Status.FAILED, rest, str(exc))
             for index, outcome in zip(left, read, strict=True):
                 is_gone = found is not None and outcome.status is Status.MISSING
@@ -497,7 +497,7 @@ class Client:
     async def _read_proven(
         self, connection: Connection, theirs: Descriptors, blocks: Descriptors, proofs: Proofs
     ) -> set[int]:
-        """Read blocks, and return the positions of those that are proven to be right."""
+        """Read blocks, and return the positions of those that are proven intact."""
         memory, late = connection.memory, self._quarantine.hold
         if not isinstance(proofs, Fences):
             found = await memory.read(theirs, blocks, late=late)
@@ -510,7 +510,7 @@ class Client:
     async def _store_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Have the holder read blocks, and then confirm that they were the caller's until then."""
+        """Have the holder read blocks, and then confirm that they did not change until it had."""
         await connection.let_read()
         hashing: asyncio.Future[list[int]] | None = None
         if not self._is_fenced:
@@ -535,15 +535,15 @@ class Client:
                 raise
             return read_endings(connection, keys, published.endings)
         finally:
-            if hashing is not None:  # it reads the caller's memory
+            if hashing is not None:  # hashing reads the caller's memory
                 await wait_despite_cancel(hashing)
 
     @contextlib.asynccontextmanager
     async def hold_staging(
         self, sizes: Sequence[int], starts: Sequence[int]
     ) -> AsyncIterator[StagedBlocks]:
-        """See `StagingMemory.hold`: never all for this peer, or one that stalls stops others."""
-        with self._call():  # another client of the peer would have a share of its own
+        """See `StagingMemory.hold`; not all buffers, as a peer that stalls must not stop others."""
+        with self._call():  # keeps this client: another one would have a share of its own
             async with self._staging.hold(sizes, starts, share=self._share) as staged:
                 yield staged
 
@@ -559,7 +559,7 @@ def read_endings(
 ) -> list[Outcome]:
     """Turn the holder's endings, one for each key, into outcomes."""
     connection.require_number(len(endings), len(keys))
-    done = Status.DONE  # looked up once: members of an enumeration are slow to find
+    done = Status.DONE  # looked up once: access to an enum's members is slow
     return [
         DONE if ending.status is done else Outcome(ending.status, reason=ending.reason)
         for ending in endings

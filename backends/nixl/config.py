@@ -23,10 +23,10 @@ from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
-"""Shortest secret: strangers can try secrets against a recorded handshake at leisure."""
+"""Minimum length of a secret: strangers can test guesses offline, against a recorded handshake."""
 
 RENEW_S = 1.0
-"""Time that a connection waits for the files of TLS: a disk that hangs costs that, not the peer."""
+"""How long a new connection waits for replaced TLS files: a disk that hangs must not block it."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,54 +38,54 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     """Configuration of `nixl://host:port,host:port`.
 
     Attributes:
-        address: Peers that hold blocks, as `host:port`, with commas between.
-        discover: `etcd://host:port/prefix` at which the peers are found in place of `address`, and
-            at which this process announces itself with `listen`; several members of a cluster with
-            commas between.
-        advertise: `host:port` by which others reach `listen`, which is announced; by default
-            `listen`. Port 0 means that of `listen`.
-        etcd_user_file: File with the name and the password for etcd, `name:password`.
-        etcd_ca: File with the certificate of the authority that signs those of etcd, PEM. Without,
-            etcd is asked without TLS.
-        etcd_cert: File with a certificate that etcd knows this process by, PEM.
-        etcd_key: File with the private key of that certificate, PEM.
-        listen: `host:port` at which blocks of this process are served to others.
-        data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
-            any free one.
+        address: Peers that hold blocks, as `host:port`, separated by commas.
+        discover: `etcd://host:port/prefix` at which peers are found, in place of `address`, and at
+            which this process announces itself if it has `listen`. Several members of the etcd
+            cluster are separated by commas.
+        advertise: `host:port` to announce, by which others reach `listen`; by default `listen`
+            itself. Port 0 means that of `listen`.
+        etcd_user_file: File with the user name and the password for etcd, `name:password`.
+        etcd_ca: File with the certificate, in PEM, of the authority that signs etcd's certificates.
+            Without it, etcd is asked without TLS.
+        etcd_cert: File with the certificate, in PEM, by which etcd knows this process.
+        etcd_key: File with the private key of `etcd_cert`, in PEM.
+        listen: `host:port` at which this process serves its blocks to others.
+        data_port: Port, beside `listen`, for blocks that go through sockets; 0 means any free one.
         staging: Bytes of host memory for blocks on their way from and to memory that is not
-            registered; raised to two of the largest chunk.
-        capacity: Bytes of host memory for the blocks that a `NixlBackend` serves, which needs them
-            with `listen`, and refuses them without.
+            registered; raised to two of the largest chunk if need be.
+        capacity: Bytes of host memory for the blocks that a `NixlBackend` serves; required with
+            `listen`, and refused without.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
-            line end at its end does not count. Without a file the environment variable
-            `KVXFER_SECRET` is taken. Without both, and without TLS, every address must be a
-            loopback one.
-        tls_cert: File with the certificate of this process, PEM. All three of TLS or none.
-        tls_key: File with the private key of that certificate, PEM.
-        tls_ca: File with the certificate of the authority that signs those of all peers, PEM.
-            Everyone with a certificate of it is a peer: use an authority that signs nothing else.
-        transport: Transport of the bytes: `nixl`, or TCP connections of kvxfer, `socket`. `auto`
+            trailing line end is ignored. Without a file, the environment variable `KVXFER_SECRET`
+            is used. Without either, and without TLS, every address must be a loopback address.
+        tls_cert: File with this process's certificate, in PEM. Give all three TLS files, or none.
+        tls_key: File with the private key of `tls_cert`, in PEM.
+        tls_ca: File with the certificate, in PEM, of the authority that signs all peers'
+            certificates. Anyone with a certificate of this authority is a peer: use one that signs
+            nothing else.
+        transport: Transport of the bytes: `nixl`, or `socket`, kvxfer's own TCP connections. `auto`
             chooses for each peer.
         integrity: Proof that a block arrived as it was stored. `full`: the XXH3-64 of its bytes.
             `fenced`: its generation, which the holder changes before and after it overwrites the
-            block; nobody reads the bytes for it. See docs/peers.md for what each of them catches.
-            None means `full`, and leaves it to a hand-over of a GPU's caches to choose.
-        replicas: Number of peers that each block is stored at.
-        timeout_s: Time that a request to a peer may take.
-        lookup_timeout_s: Time that a lookup may take at one of several peers; what that one does
-            not answer by then are misses, and it is left alone for a while.
-        quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
+            block; no bytes are hashed. See docs/peers.md for what each of them catches. None means
+            `full`, unless a hand-over of a GPU's caches chooses otherwise.
+        replicas: Number of peers that store each block.
+        timeout_s: Deadline for a request to a peer.
+        lookup_timeout_s: Deadline for a lookup at one of several peers. The blocks of a peer that
+            exceeds it are misses, and that peer is not asked for a while.
+        quarantine: Bytes that transfers past their deadline may keep in quarantine before NIXL is
             restarted.
-        lease_s: Time for which blocks stay pinned for a peer that is silent.
-        heartbeat_s: Time between two heartbeats to a peer.
-        handshake_timeout_s: Time for connecting to a peer, for the handshake, and for what follows
-            until the peer is ready, each.
-        max_connections: Most connections of peers, control and data together.
-        max_unauthenticated: Most of them that have not authenticated: others wait until one has,
-            or has had half a second and is cut. A peer authenticates within milliseconds.
+        lease_s: How long blocks stay pinned for a silent peer.
+        heartbeat_s: Interval of heartbeats to a peer.
+        handshake_timeout_s: Deadline each for connecting to a peer, for the handshake, and for the
+            steps after it until the peer is ready.
+        max_connections: Maximum number of connections from peers, control and data together.
+        max_unauthenticated: Maximum number of those that have not authenticated. Beyond it, others
+            wait until one has, or until the oldest has had half a second and is closed. A peer
+            authenticates within milliseconds.
 
     Raises:
-        InvalidArgumentError: Names the parameter that cannot be used, and its value.
+        InvalidArgumentError: A parameter cannot be used; the error names it and its value.
     """
 
     address: str = ""
@@ -149,12 +149,12 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def listen_endpoint(self) -> Endpoint | None:
-        """Endpoint at which blocks of this process are served; None where they are not."""
+        """Endpoint at which this process serves blocks; None if it serves none."""
         return Endpoint.parse("listen", self.listen) if self.listen else None
 
     @property
     def etcd(self) -> EtcdConfig | None:
-        """Where peers are discovered; None where they are listed."""
+        """Configuration of the discovery of peers; None if they are listed."""
         if not self.discover:
             return None
         return EtcdConfig.parse(
@@ -166,9 +166,9 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def open_discovery(self, namespace: str = "") -> EtcdDiscovery | None:
-        """Open what finds the peers, and announces this process; None where they are listed.
+        """Open the discovery, which finds and announces peers; None without `discover`.
 
-        A holder, which looks for nobody, gives no namespace.
+        A holder, which looks for no peers, gives no namespace.
         """
         etcd = self.etcd
         if etcd is None:
@@ -178,7 +178,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def advertised(self, listening: Endpoint) -> Endpoint:
-        """Find where others reach the endpoint that this process listens at."""
+        """Return the endpoint by which others reach the one that this process listens at."""
         if not self.advertise:
             return listening
         at = Endpoint.parse("advertise", self.advertise)
@@ -188,7 +188,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         """Make the configuration of a worker, which listens at the rank-th port after `listen`.
 
         Raises:
-            InvalidArgumentError: There is no such port, or an earlier worker has it for data.
+            InvalidArgumentError: There is no such port, or an earlier worker uses it for data.
         """
         listen = self.listen_endpoint
         if listen is None or not listen.port or not rank:
@@ -210,12 +210,12 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def is_fenced(self) -> bool:
-        """Whether blocks are proven by their generations where a holder keeps some."""
+        """Whether blocks are proven by their generations, if their holder keeps any."""
         return self.integrity == "fenced"
 
     @property
     def proves_peers(self) -> bool:
-        """Whether peers have to prove who they are: without, only loopback addresses are used."""
+        """Whether peers must authenticate; if not, only loopback addresses are used."""
         return self.uses_tls or bool(self.secret_file) or SECRET_VARIABLE in os.environ
 
     def read_secret(self) -> bytes | None:
@@ -241,7 +241,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("capacity", "staging", "max_unauthenticated"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        most = (1 << 31) - 1  # that a socket can let wait
+        most = (1 << 31) - 1  # the largest backlog of a listening socket
         require_integer("max_connections", self.max_connections, minimum=1, maximum=most)
         require_integer("data_port", self.data_port, maximum=MAX_PORT)
         for name in self.__struct_fields__:
@@ -249,7 +249,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
-        """Refuse an address beyond this machine where nobody proves anything."""
+        """Refuse an address beyond this machine unless peers must authenticate."""
         if not self.proves_peers and not endpoint.is_loopback:
             wanted = "a loopback address; any other needs secret_file or TLS"
             raise InvalidArgumentError(argument, str(endpoint), wanted)
@@ -274,10 +274,10 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TLSContexts:
-    """TLS contexts of a process, made anew for the next connection when their files were replaced.
+    """TLS contexts of a process, renewed for the next connection after their files were replaced.
 
-    Where the new files cannot be read, or are not of a kind, as between the renewal of a key and
-    that of its certificate, the contexts of before are used, with a warning.
+    If the new files cannot be read or do not match, as between the renewal of a key and that of its
+    certificate, the previous contexts stay in use, with a warning.
     """
 
     def __init__(self, config: NixlConfig) -> None:
@@ -285,7 +285,7 @@ class TLSContexts:
         self._renews = config.uses_tls
         self._state = self._look()
         self._contexts = tls_contexts(config)
-        self._refused: object = None  # state of the files of which the log says that they are bad
+        self._refused: object = None  # state of the files that the log has called unusable
         self._threads = DaemonThreads("kvxfer-tls-files", 1)
         self._reading: Future[None] | None = None
 
@@ -314,7 +314,7 @@ class TLSContexts:
         await asyncio.wait([reading], timeout=RENEW_S)
 
     def _read(self) -> None:
-        state = self._look()  # before they are read: what changes meanwhile is read again
+        state = self._look()  # before reading: a file that changes meanwhile is read again
         if state == self._state:
             return
         config = self._config
@@ -329,7 +329,7 @@ class TLSContexts:
         logger.info("the files of TLS were replaced: the next connection shows the new certificate")
 
     def _look(self) -> list[tuple[int, ...] | None]:
-        """Find out which files there are, without reading them."""
+        """Return what identifies the present version of each file, without reading it."""
         config, found = self._config, list[tuple[int, ...] | None]()
         for path in (config.tls_cert, config.tls_key, config.tls_ca) if config.uses_tls else ():
             try:
@@ -344,7 +344,7 @@ class TLSContexts:
 def tls_contexts(config: NixlConfig) -> tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]:
     """Make the TLS contexts for connections to peers and from peers; `(None, None)` without TLS.
 
-    The certificate of a peer must name the host that is connected to.
+    The certificate of a peer must name the host that we connect to.
 
     Raises:
         InvalidArgumentError: A file cannot be read, or is not a PEM file of its kind.

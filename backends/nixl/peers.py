@@ -1,8 +1,8 @@
 """Placement of blocks at peers, by rendezvous hashing.
 
-Every peer has a weight for every key, a hash of the two, and
-the heaviest peers hold the block. So all processes agree without communication, whatever the order
-in which they know the peers; and when a peer leaves, only its blocks get another place.
+Every peer has a weight for every key, a hash of the two, and the heaviest peers hold the block. So
+all processes agree without communication, in whatever order they know the peers, and when a peer
+leaves, only its blocks move.
 
 Source: Thaler, Ravishankar: "Using name-based mappings to increase hit rates", IEEE/ACM
 Transactions on Networking 6(1), 1998.
@@ -25,9 +25,9 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 def rank(
     keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
 ) -> NDArray[np.intp]:
-    """Find the peers that hold each key, the first choice first; there is one, and each once.
+    """Rank the peers that hold each key, best first; there is at least one endpoint, and each once.
 
-    The answer for a key depends on the key and on the set of endpoints alone; it is part of the
+    The answer for a key depends only on the key and the set of endpoints. It is part of the
     protocol, because processes that store and processes that load must agree.
 
     Returns:

@@ -21,7 +21,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import Namespace
 
 NUM_PINGS = 5
-"""Round trips that are measured; the quickest one counts."""
+"""Number of round trips that are measured; the quickest one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class PeerProbe:
 
     Attributes:
         endpoint: Endpoint of the holder.
-        namespace: Its namespace; None as long as no engine has settled one.
-        is_here: Whether it is a process of this machine, also in another container.
-        carrier: Carrier of its bytes; None without a namespace, since a holder serves nobody then.
-        round_trip_s: Quickest time from a request to its answer; None, likewise.
-        description: Description of an engine's caches that it lends; None where it lends none.
+        namespace: The holder's namespace; None until an engine has settled one.
+        is_here: Whether the holder runs on this machine, perhaps in another container.
+        carrier: Carrier of the holder's bytes; None without a namespace, since it serves nobody.
+        round_trip_s: Shortest time from a request to its answer; None without a namespace.
+        description: Description of an engine's caches that the holder lends; None if it lends none.
     """
 
     endpoint: Endpoint
@@ -50,11 +50,11 @@ async def probe_peer(
 ) -> PeerProbe:
     """Find out what a holder has, whether it accepts this process, and how its bytes would travel.
 
-    Nothing is stored, and no namespace settled: a holder without one is asked for its proof of the
-    secret only, and logs that it refused a peer.
+    Stores nothing, and settles no namespace: a holder without one checks only whether this process
+    knows the secret, and logs that it refused a peer.
 
     Raises:
-        PeerError: It cannot be reached, is no holder, or refuses this process.
+        PeerError: The endpoint cannot be reached, is no holder, or refuses this process.
         InvalidArgumentError: The configuration cannot be used.
         BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
     """
@@ -74,14 +74,14 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
         await _prove(node, endpoint)
         return PeerProbe(endpoint, None, is_here)
     node.namespace = hello.namespace
-    page = np.zeros(4096, np.uint8)  # one that gives no memory would be served in any case
+    page = np.zeros(4096, np.uint8)  # a peer without memory would be served by any transport
     node.add_memory([MemoryRegion(page.ctypes.data, page.nbytes, owner=page)])
     async with contextlib.aclosing(await Connection.open(node, endpoint)) as connection:
         try:
             async with asyncio.timeout(timeout_s):
                 round_trip_s = min([await _ping(connection) for _ in range(NUM_PINGS)])
                 description: bytes | None = None
-                with contextlib.suppress(TransferFailedError):  # another holder lends no caches
+                with contextlib.suppress(TransferFailedError):  # most holders lend no caches
                     answer = await connection.request(wire.Describe, wire.Described)
                     description = answer.description
         except TimeoutError as exc:
@@ -101,7 +101,7 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
 async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
     """Prove to a holder without a namespace that this process knows the secret.
 
-    It checks the proof first, and then refuses everyone who has no namespace, either.
+    The holder checks the proof first, and only then refuses a peer without a namespace.
     """
     timeout_s = node.config.handshake_timeout_s
     channel = await open_channel(node, endpoint)

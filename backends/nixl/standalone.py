@@ -24,8 +24,8 @@ from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 
 LENDING_BYTES = 512 << 20
-"""Bytes of staging memory by way of which blocks of tiers are lent: room for the pieces that
-peers have in flight, see `client.PIECE_BYTES`."""
+"""Bytes of staging memory through which blocks of tiers are lent: room for the pieces that peers
+have in flight, see `client.PIECE_BYTES`."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class StandalonePeer:
 
     Args:
         config: Configuration, with the endpoint to listen at and the authentication of peers.
-        open_backend, namespace, prepare: See `HeldTiers`. A `Lender` lends blocks in place; those
-            of any other backend are lent by way of staging memory.
+        open_backend, namespace, prepare: See `HeldTiers`. A backend that provides a `Lender` lends
+            its blocks in place; those of any other are lent through staging memory.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class StandalonePeer:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Endpoint that peers connect to; known once it listens."""
+        """Endpoint that peers connect to; its port is known once `start` has returned."""
         return self._server.endpoint
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
+        """See `Observable.observe`; `open_backend` is responsible for observing the blocks."""
         reports.watch(self._server.gauges)
         if self._discovery is not None:
             reports.watch(self._discovery.gauges)
 
     async def start(self) -> None:
-        """Reserve the memory of a namespace that is known, and begin to listen."""
+        """Reserve the memory if the namespace is already known, and begin to listen."""
         if not self._tiers.is_open:
-            # Without tiers below, what would be staging memory is left for everything else.
+            # Without lower tiers, the share for staging memory is left for everything else.
             require_memory(self._needed_bytes, "capacity and staging memory")
         if self._node.namespace is not None:
             await self._open_store(self._node.namespace)
@@ -100,7 +100,7 @@ class StandalonePeer:
             await self._discovery.announce(at, lambda: self._announcement(started))
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no new peers, and wait until the connected ones pin and move no block."""
+        """Refuse new peers, and wait until the connected ones neither pin nor move a block."""
         self.is_ready = False
         async with asyncio.TaskGroup() as tasks:
             if self._discovery is not None:
@@ -108,15 +108,15 @@ class StandalonePeer:
             await self._server.drain(timeout_s)
 
     async def aclose(self) -> None:
-        """End every connection and close the backend; may be called again.
+        """Close every connection and the backend; may be called again.
 
-        Memory that is still being reserved is left to the end of the process.
+        Memory that is still being reserved is freed only when the process exits.
         """
         self.is_ready = False
         if self._discovery is not None:
             await self._discovery.aclose()
         self._server.close()
-        await self._node.aclose()  # ends reads, also those that stall
+        await self._node.aclose()  # ends reads, even those that stall
         await self._server.wait_closed()
         await self._tiers.aclose(self._close_lender)
         await self._node.hasher.aclose()
@@ -149,7 +149,7 @@ class StandalonePeer:
             backend.attach(lender.regions)
             self._node.add_memory(lender.regions)
         except BaseException:
-            runtime.run(backend.aclose())  # it was not used yet, and this thread has no loop
+            runtime.run(backend.aclose())  # unused so far, and this thread has no event loop
             raise
         self._lender = lender
         return backend
