@@ -39,11 +39,11 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Fences
 
 MAX_PLACES = 1 << 16
-"""Most places of a peer to remember; the oldest are forgotten."""
+"""Maximum number of a peer's places to remember; the oldest are forgotten."""
 
 RELEASE_WITHIN_S = 5e-3
-"""Time after which a message tells the holder what it need not pin any more, unless a request does
-so earlier. It costs either side half a millisecond, which the next pieces of a batch may need."""
+"""How long the holder is not told of released pins, unless a request carries them. A message just
+for them costs each side half a millisecond, which the next pieces of a batch may need."""
 
 AnswerT = TypeVar("AnswerT", bound=wire.Message)
 MakeRequest = Callable[..., wire.NumberedRequest]
@@ -58,7 +58,7 @@ _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Ans
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FoundPlaces:
-    """Places of the blocks that one answer told."""
+    """Places of the blocks in one answer."""
 
     blocks: Descriptors
     starts: NDArray[np.int64]
@@ -79,7 +79,7 @@ class _FoundPlaces:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[_FoundPlaces]") -> "_FoundPlaces | None":
-        """Concatenate what several answers told; None if their proofs are of different kinds."""
+        """Concatenate the places of several answers; None if their proofs differ in kind."""
         if len(parts) == 1:
             return parts[0]
         fences = [part.proofs for part in parts if isinstance(part.proofs, Fences)]
@@ -95,11 +95,11 @@ class _FoundPlaces:
 
 
 class Places:
-    """Places that a peer has told, so that a load can read there without another request.
+    """Places of a peer's blocks, at which a load can read without another request.
 
-    A found block is not pinned, so the bytes read at its place must have its checksum, or its
-    generation must still be the same. Each place is used once: a loaded block is rarely loaded
-    again soon.
+    A found block is not pinned, so the bytes read at its place must match its checksum, or its
+    generation must not have changed. Each place is used once: a loaded block is rarely loaded again
+    soon.
     """
 
     def __init__(self, remote: Regions) -> None:
@@ -110,9 +110,9 @@ class Places:
         return key in self._rows
 
     def note(self, keys: Sequence[BlockKey], found: wire.Found) -> None:
-        """Remember the places that were found of `keys`, instead of earlier ones.
+        """Remember the places found for `keys`, in place of earlier ones.
 
-        The oldest places are forgotten beyond `MAX_PLACES`.
+        Beyond `MAX_PLACES`, the oldest are forgotten.
         """
         self.forget(keys)
         if found.extents is None:
@@ -129,7 +129,7 @@ class Places:
         places = _FoundPlaces(blocks, starts, self._remote.read_proofs(found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
         if (surplus := len(self._rows) - MAX_PLACES) > 0:
-            # An eighth more: a dict whose first entries are gone takes long to find the next one.
+            # An eighth more: after deletions at its front, a dict is slow to find its first entry.
             self.forget(list(islice(self._rows, surplus + MAX_PLACES // 8)))
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
@@ -161,14 +161,14 @@ class Places:
 
 @dataclass(slots=True)
 class AskedTicket:
-    """Ticket that a holder was asked to hold: with which blocks, and by which request last."""
+    """Ticket that a holder was asked to hold: its blocks, and the number of the latest `Hold`."""
 
     keys: set[BlockKey] = field(default_factory=set)
     number: int = 0
 
 
 class OwnEndpointError(PeerError):
-    """Endpoint of a peer at which this process itself listens."""
+    """The endpoint of a peer is this process's own."""
 
 
 class Connection:
@@ -196,7 +196,7 @@ class Connection:
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._spent: list[int] = []  # pins and holds to let go, which the holder was not told yet
+        self._spent: list[int] = []  # pins and holds to let go, of which the holder does not know
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()
@@ -235,29 +235,29 @@ class Connection:
                     ready = await channel.receive(_READY)
             except TimeoutError as exc:
                 raise PeerTimeoutError(str(endpoint), "linking", timeout_s) from exc
-            if node.agent is not agent:  # both sides would read by one that was closed
+            if node.agent is not agent:  # both sides would read through a closed agent
                 raise PeerClosedError(str(endpoint), "NIXL was started anew meanwhile")
             unless_connected.pop_all()
         return cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be made, and blocks be read."""
+        """Whether requests can be made and blocks read."""
         return self._error is None and not self.memory.agent.is_closed
 
     def forget(self, ticket: str) -> AskedTicket | None:
-        """Forget a ticket that the holder ends, and places that were told with it."""
+        """Forget a ticket that the holder ends, and the places of its blocks."""
         asked = self.tickets.pop(ticket, None)
         self.places.forget(asked.keys if asked else ())
         return asked
 
     def leave(self, ticket: str) -> None:
-        """Forget a ticket, and let it go, which the holder keeps for others that hold it."""
+        """Forget a ticket and let it go; the holder keeps it for others that hold it."""
         if (asked := self.forget(ticket)) is not None:
             self.release(asked.number)
 
     def require_number(self, given: int, wanted: int) -> None:
-        """Raise a `ProtocolError` unless an answer of the holder has so many parts."""
+        """Raise a `ProtocolError` unless the holder's answer has as many parts as wanted."""
         if given != wanted:
             detail = f"sent {given} answers where {wanted} are needed"
             raise ProtocolError(str(self.endpoint), detail)
@@ -267,14 +267,14 @@ class Connection:
         try:
             number, answer = self._send(make)
         except KVXferError:
-            await asyncio.sleep(0)  # or who tries again at once would starve the event loop
+            await asyncio.sleep(0)  # else a caller that retries at once would starve the loop
             raise
         try:
             await self._channel.drain()
             return self._expect(answer_type, await answer)
         except asyncio.CancelledError:
             if not answer.cancelled() and answer.done() and not answer.exception():
-                self._decline(answer.result())  # it came in the same turn of the loop
+                self._decline(answer.result())  # the answer came in the same turn of the loop
             with contextlib.suppress(KVXferError):
                 self._channel.send_soon(wire.Cancel(request_id=number))
             raise
@@ -282,9 +282,9 @@ class Connection:
             self._waiting.pop(number, None)
 
     def release(self, number: int) -> None:
-        """Let go of a pin or hold: the holder is told with the next request, or soon without one.
+        """Let go of a pin or hold: the next request tells the holder, or soon a message of its own.
 
-        Either it is told, or the connection ends, and all that was held for it.
+        If the connection ends before that, the holder lets go of everything.
         """
         self._spent.append(number)
         if self._telling is None:
@@ -294,11 +294,11 @@ class Connection:
     async def let_read(self) -> None:
         """Open the data connections through which the holder reads our memory, if it needs any.
 
-        One is enough, as where the holder may have no more.
+        One is enough, in case the holder can have no more.
         """
         if not self._needs_data or len(self._lending) == MAX_LINES:
             return
-        async with self._letting:  # each connection is opened within a deadline
+        async with self._letting:  # not for long: each connection is opened within a deadline
             for _ in range(MAX_LINES - len(self._lending)):
                 try:
                     data = await self._open_data(reads=False)
@@ -311,7 +311,7 @@ class Connection:
                 lending.add_done_callback(self._replace)
 
     async def aclose(self) -> None:
-        """End the connection; may be called again. Returns when nothing is read for it any more."""
+        """Close the connection, and wait until it reads nothing any longer; may be called again."""
         self._end(PeerClosedError(str(self.endpoint), "the connection was closed on this side"))
         if self._telling is not None:
             self._telling.cancel()
@@ -321,7 +321,7 @@ class Connection:
 
     async def _open_data(self, *, reads: bool) -> DataConnection:
         try:
-            # Their serials must arrive in order.
+            # One after the other: their serials must arrive in order.
             async with asyncio.timeout(self._timeout_s), self._opening:
                 self._require_open()
                 endpoint, host = self._data_endpoint, self.endpoint.host
@@ -331,7 +331,7 @@ class Connection:
                     await data.say(self._session.attach(reads=reads))
                     data.secure(self._session.frame_keys(self._session.last_serial))
                     await data.hear(_PONG)
-                    self._require_open()  # or nobody would end it any more
+                    self._require_open()  # else nobody would ever close it
                 except BaseException:
                     data.close()
                     raise
@@ -352,7 +352,7 @@ class Connection:
 
     def _replace(self, lent: "asyncio.Task[None]") -> None:
         """Replace a data connection that the holder ended: a store may be waiting for one."""
-        self._lending.pop(lent).close()  # a task that is cancelled at once never began
+        self._lending.pop(lent).close()  # in case the task was cancelled before it began
         error = None if lent.cancelled() else lent.exception()
         if error is not None and not isinstance(error, KVXferError):
             logger.error("%s: lending our memory has failed", self.endpoint, exc_info=error)
@@ -410,13 +410,13 @@ class Connection:
             self._end(exc)
 
     def _decline(self, answer: wire.Answer) -> None:
-        """Let go of what was pinned for a caller that was cancelled."""
+        """Let go of blocks that were pinned for a cancelled caller."""
         if isinstance(answer, wire.Pinned | wire.Pulled):
             self.release(answer.request_id)
 
     async def _send_heartbeats(self) -> None:
         config = self._node.config
-        with contextlib.suppress(KVXferError):  # `_receive_answers` gets it, too
+        with contextlib.suppress(KVXferError):  # `_receive_answers` gets the error, too
             while runtime.monotonic() - self._heard < config.lease_s:
                 await asyncio.sleep(config.heartbeat_s)
                 self._ping()

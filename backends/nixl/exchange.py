@@ -1,4 +1,4 @@
-"""Exchange: this process among its peers, with the memory, the server and the clients it has."""
+"""Exchange of blocks with peers: the memory, the server and the clients of this process."""
 
 import asyncio
 import contextlib
@@ -28,10 +28,10 @@ from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 
 SETTLE_S = 0.5
-"""Time that `Exchange.settle` waits for reads, before it ends them and after."""
+"""How long `Exchange.settle` waits for reads before it ends them, and again after."""
 
 RESTART_S = 2.0
-"""Time that callers wait for the end of NIXL; usual is a tenth of a second."""
+"""How long callers wait until NIXL has ended, which usually takes a tenth of a second."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 class Exchange:
     """Exchange of blocks with peers: a client for each of them, and a server with `listen`.
 
-    The caller says which peer has a block. The namespace need not have groups; without them nobody
-    checks how large blocks are.
+    The caller decides which peer to ask for a block. The namespace need not have groups; without
+    them, the sizes of blocks are not checked.
 
     Args:
         config: See `NixlConfig`; its `address`, `discover`, `replicas` and `capacity` mean nothing
             here.
         namespace: Namespace of the blocks; peers with another one are refused.
-        own: Lender whose blocks are served with `listen`, a `CacheLender` also under tickets;
-            closed by its maker. None without.
+        own: Lender whose blocks are served at `listen`, those of a `CacheLender` also under
+            tickets; closed by its creator. None without `listen`.
         largest_block_bytes: Bytes of the largest block that has to fit into staging memory.
         make_agent: Opens the agent that moves bytes between registered memory.
-        max_clients: Most peers that connections are kept to; idle ones are closed, the least
-            recently used first. None for no limit.
-        only_asks: Whether no blocks are moved: peers get no memory of this process, and so serve it
-            whatever their transport.
+        max_clients: Maximum number of peers to stay connected to; beyond it, idle clients are
+            closed, the least recently used first. None for no limit.
+        only_asks: Whether this process moves no blocks: peers get none of its memory, and so serve
+            it whatever their transport.
 
     Attributes:
         memory_kinds: Kinds of memory that blocks can be moved from and to, as of a `Backend`.
@@ -88,7 +88,7 @@ class Exchange:
         if max_clients is not None:
             self._max_clients = require_positive("max_clients", max_clients)
         self.memory_kinds = frozenset({"cpu"})
-        if config.is_fenced and config.transport == "nixl":  # nobody hashes, and NIXL reaches it
+        if config.is_fenced and config.transport == "nixl":  # no hashing, and NIXL reaches GPUs
             self.memory_kinds = frozenset({"cpu", "cuda"})
         self._guard = CallGuard("exchange")
         self._config = config
@@ -103,7 +103,7 @@ class Exchange:
         self._starting = asyncio.Lock()
         self._started = False
         self._restarting: asyncio.Future[None] | None = None
-        self._ending: set[asyncio.Future[None]] = set()  # reads that the last restart was to end
+        self._ending: set[asyncio.Future[None]] = set()  # reads that the last restart should end
         if own is not None and config.listen_endpoint is not None:
             self.attach(own.regions)
             self.server = Server(self._node, self._open_store, config.listen_endpoint)
@@ -126,13 +126,13 @@ class Exchange:
         await self.aclose()
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`: peers that are connected, either way, and their pins."""
+        """See `Observable.observe`: peers connected in either direction, and their pins."""
         reports.watch(self._gauges)
         if self.server is not None:
             reports.watch(self.server.gauges)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """Let blocks be moved straight from and to memory; before the first call of `start`.
+        """Let blocks be moved straight from and to memory; to be called before `start`.
 
         Raises:
             InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
@@ -174,9 +174,9 @@ class Exchange:
                 self._started = True
 
     def peer(self, endpoint: Endpoint) -> Client:
-        """Get the client of a peer, which connects when it is first asked.
+        """Get the client of a peer, which connects on its first call.
 
-        Get it for every call: one that is kept without a call or a ticket may be closed.
+        Get it anew for every call: a client without a call under way or a ticket may be closed.
 
         Raises:
             ClosedError: The exchange was closed.
@@ -213,9 +213,9 @@ class Exchange:
                 await asyncio.gather(*opening, return_exceptions=True)
 
     async def keep_quarantine_small(self) -> None:
-        """Replace the agent when its late reads keep too much memory in quarantine.
+        """Restart NIXL if late reads keep too much memory in quarantine.
 
-        Or all buffers of one kind: without them nobody could read anything any more.
+        Also if they keep all buffers of one kind, without which nothing could be read.
         """
         memories = filter(None, (self.staging, self._generations))
         is_spent = any(each.unsafe_bytes >= each.region.num_bytes for each in memories)
@@ -223,10 +223,10 @@ class Exchange:
             await self._end_reads()
 
     async def settle(self) -> None:
-        """Wait until no read changes memory after its deadline; end those that stall.
+        """Wait until no late read changes memory; end those that stall.
 
-        For callers that cannot keep the memory out of use. It ends in time also where NIXL does not
-        end its reads: see `is_quiet`, and `drain` for that.
+        For callers that cannot keep the memory out of use. Returns in time even if NIXL does not
+        end its reads: `is_quiet` tells whether it did, and `drain` waits until it does.
         """
         late = self._quarantine.reads() - self._ending
         if await _wait(late, SETTLE_S):
@@ -236,11 +236,11 @@ class Exchange:
             await asyncio.wait([self._restarting])
 
     def is_quiet(self, blocks: Descriptors | None = None) -> bool:
-        """Whether no read past its deadline may still change memory, or these blocks."""
+        """Whether no late read may still change memory, or that of `blocks`."""
         return not self._quarantine.reads(blocks)
 
     async def _end_reads(self) -> None:
-        """Start NIXL anew, which ends its reads: once for each, though an earlier end may hang."""
+        """Restart NIXL, which ends its reads; once per read, even if an earlier restart hangs."""
         late = self._quarantine.reads()
         if self._restarting is None or late - self._ending:
             text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
@@ -251,7 +251,7 @@ class Exchange:
         await asyncio.wait([self._restarting], timeout=RESTART_S)
 
     async def _restart(self) -> None:
-        self._node.end_agent()  # from now on it is the next one that peers are reached by
+        self._node.end_agent()  # from now on, a new agent reaches peers
         for client in self.clients.values():
             client.disconnect()
         if self.server is not None:
@@ -259,7 +259,7 @@ class Exchange:
         await self._node.wait_ended(RESTART_S)
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
-        """Wait until no late read changes memory, or these blocks; end those that stall."""
+        """Wait until no late read changes memory, or that of `blocks`; end those that stall."""
         late = self._quarantine.reads(blocks)
         if await _wait(late, self._config.timeout_s):
             await self._end_reads()
@@ -275,7 +275,7 @@ class Exchange:
             self.server.close()
         for client in clients:
             client.close()
-        await self._node.aclose()  # ends reads, also those that stall
+        await self._node.aclose()  # ends reads, even those that stall
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
         if self.server is not None:
@@ -311,5 +311,5 @@ class Exchange:
 async def _wait(
     reads: "set[asyncio.Future[None]]", timeout_s: float | None = None
 ) -> "set[asyncio.Future[None]]":
-    """Wait for the end of reads, no longer than some time; return those that go on."""
+    """Wait until reads have ended, at most `timeout_s`; return those that go on."""
     return (await asyncio.wait(reads, timeout=timeout_s))[1] if reads else reads

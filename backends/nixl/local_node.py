@@ -36,8 +36,8 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
 LINK_SHARE = 0.8
-"""Share of the time for a handshake that NIXL may take to reach a peer: both sides try at the same
-time, within the time that they wait for each other."""
+"""Fraction of the time for a handshake that NIXL may take to reach a peer: both sides try at the
+same time, while each waits for the other."""
 
 _UNUSABLE = (BackendUnavailableError, DeviceUnavailableError, TransferFailedError)
 
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 async def why_not_straight(
     memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
 ) -> str:
-    """Say why NIXL cannot read memory of GPUs straight at any peer; empty where it can.
+    """Explain why NIXL cannot move blocks straight between GPUs and peers; empty if it can.
 
-    That the memory can be registered is tried; that peers can read it then is not: it takes RDMA.
-    Without a card for it UCX has CUDA IPC between processes of one machine, which may be missing
-    there (containers, virtual machines) although memory is registered: on an H100 in a virtual
-    machine no block came through. So only settings choose that.
+    Tries to register the memory, but not whether peers can read it then, which takes RDMA. Without
+    a card for RDMA, UCX has CUDA IPC between processes of one machine; that may be missing
+    (containers, virtual machines) even if memory can be registered: on an H100 in a virtual
+    machine, no block came through. So only the user's settings choose CUDA IPC.
 
     Blocks the event loop for up to a second, or for as long as registering takes.
     """
@@ -72,8 +72,8 @@ async def why_not_straight(
 class LocalNode:
     """Local node: owner of the agents and of the list of memory that peers may read.
 
-    Without a namespace a holder takes that of the first peer. The hasher is closed by the owner of
-    the node, once nothing is moved any more.
+    Without a namespace, a holder takes that of the first peer. The owner of the node closes its
+    hasher, once no more blocks are moved.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LocalNode:
         self._is_open = False
         self.agent: TransferAgent | None = None
         self._metadata = b""  # of the agent, whose thread may be busy later
-        self._closing: set[asyncio.Future[None]] = set()  # agents of before
+        self._closing: set[asyncio.Future[None]] = set()  # previous agents
         self._opening = asyncio.Lock()
 
     @property
@@ -117,18 +117,18 @@ class LocalNode:
     def hello_to(self, endpoint: Endpoint) -> Hello:
         """Make the greeting for the peer at an endpoint.
 
-        A peer ends the session of an incarnation that comes again. So it is another one for each
-        endpoint: tickets, which come from outside, may name a peer in several ways.
+        A peer ends an earlier session of the same incarnation. So the incarnation differs for each
+        endpoint: tickets, which come from outside, may name one peer by several endpoints.
         """
         name = str(endpoint).encode()
         incarnation = hashlib.blake2b(name, key=self._incarnation, digest_size=16).digest()
         return msgspec.structs.replace(self.hello, incarnation=incarnation)
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
-        """Let peers read memory, unless they may already; before the first handshake.
+        """Let peers read memory, unless they may already; to be called before the first handshake.
 
-        Memory of GPUs is taken with `transport=nixl` only: any peer may turn out to be reached by
-        sockets otherwise, which cannot read such memory.
+        Memory of GPUs requires `transport=nixl`: otherwise, a peer may turn out to be reached by
+        sockets, which cannot read such memory.
         """
         assert not self._is_open, "memory is added before the first handshake"
         added = [region for region in regions if not self._has(region)]
@@ -144,12 +144,12 @@ class LocalNode:
         self.memory = memory
 
     async def open(self) -> TransferAgent | None:
-        """Open NIXL, if it is not open or has failed; None where only sockets are used."""
+        """Open NIXL, if it is not open or has failed; None if only sockets are used."""
         self._is_open = True
         if self.config.transport == "socket":
             return None
         async with self._opening:
-            if self.agent is not None and self.agent.is_closed:  # it says why in the log
+            if self.agent is not None and self.agent.is_closed:  # it has logged why
                 self.end_agent()
             if self.agent is None:
                 try:
@@ -161,7 +161,7 @@ class LocalNode:
             return self.agent
 
     async def reach(self, *, data_port: int = 0) -> Reach:
-        """Make the access to this process's memory, for the handshake."""
+        """Make the `Reach` of this process, for the handshake."""
         agent = await self.open()
         return Reach(
             metadata=b"" if agent is None else self._metadata,
@@ -170,9 +170,9 @@ class LocalNode:
         )
 
     async def link(self, greeting: Greeting) -> RemoteMemory:
-        """Open the way to a peer's memory: by NIXL where it is faster, else by sockets.
+        """Link a peer's memory: by NIXL where it is faster, else by sockets.
 
-        A peer that only asks gives no memory: nothing is opened, whatever the transport.
+        A peer that only asks gives no memory: nothing is opened for it, whatever the transport.
         """
         peer = greeting.hello.incarnation.hex()
         try:
@@ -195,14 +195,14 @@ class LocalNode:
             closing.add_done_callback(self._closing.discard)
 
     async def wait_ended(self, timeout_s: float | None = None) -> None:
-        """Wait until the agents of before are closed, no longer than some time."""
+        """Wait until the previous agents are closed, at most `timeout_s`."""
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=timeout_s)
 
     async def aclose(self) -> None:
         """Close the agents; may be called again."""
         self.tls.close()
-        await self._threads.aclose()  # an agent may be opened on them
+        await self._threads.aclose()  # one of them may be opening an agent
         self.end_agent()
         await self.wait_ended()
         await self.sockets.aclose()

@@ -45,24 +45,24 @@ from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
 
 MAX_REQUESTS = 64
-"""Most requests and pins of one peer at one time: pins keep blocks from being evicted."""
+"""Maximum requests and pins of one peer at a time: pins keep blocks from being evicted."""
 
 MAX_DATA_CONNECTIONS = 4 * MAX_LINES
-"""Most data connections of one peer, in both directions together: twice what it opens, because it
-may learn first that some have ended."""
+"""Maximum data connections of one peer, in both directions together: twice what it opens, because
+it may learn before this side that some have ended."""
 
 PROVE_S = 0.5
-"""Time that a connection has in any case to authenticate. Where too many do at one time, others
-wait until one has, or until this is over for the oldest, which is cut."""
+"""Time that every connection has to authenticate. If too many are doing so, others wait until one
+has, or until the oldest has used up this time and is closed."""
 
 PERIOD_S = 1.0
-"""Period in which an address has one line in the log of refusals."""
+"""Period within which an address gets one line of a kind in the log of refusals."""
 
 MAX_ADDRESSES = 64
-"""Most addresses that have lines of their own within a period; all others share one line."""
+"""Maximum addresses with lines of their own within a period; all others share one line."""
 
 MAX_CHARACTERS = 2000
-"""Most characters of a line about a peer, before control characters are escaped."""
+"""Maximum characters of a log line about a peer, before control characters are escaped."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ _ATTACH: msgspec.msgpack.Decoder[wire.Attach] = msgspec.msgpack.Decoder(wire.Att
 
 
 HeldBlocks: TypeAlias = tuple[Backend | CacheLender, Lender]
-"""Backend of a holder's blocks, and their lender; each is closed by its maker."""
+"""Backend of a holder's blocks, and their lender; each is closed by its creator."""
 
 Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
@@ -80,8 +80,8 @@ Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any
 class ClientSession(Session):
     """Session of one peer: answers the requests of its control connection, several at a time.
 
-    When its connection ends, or it was silent for `lease_s`, its pins are released, its requests
-    ended, and its tickets no longer held.
+    When the connection ends, or the peer is silent for `lease_s`, its pins are released, its
+    requests cancelled, and its tickets let go.
     """
 
     def __init__(
@@ -94,30 +94,30 @@ class ClientSession(Session):
         self._channel = channel
         self._greeting = greeting
         self._heard = runtime.monotonic()
-        self._only_asks = not greeting.reach.regions  # and has no memory for blocks
+        self._only_asks = not greeting.reach.regions  # it has no memory to move blocks from or to
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
-        # Blocks that were read from the peer, which has not confirmed them yet, each with a pin of
-        # the same number: their room, and XXH3-64 of what was read, if it was hashed.
+        # Pulls that the peer has not published yet, each with a pin of the same number: the room of
+        # the blocks, and the XXH3-64 of what was read, if it was hashed.
         self._unpublished: dict[int, tuple[ReservedBlocks, list[int] | None]] = {}
         self._lending: set[asyncio.Task[None]] = set()
-        # Other peers need memory that blocks are lent in, too, also while this one stalls.
+        # Even if this peer stalls, it must leave memory for lending to others.
         most = self._lender.max_loans
         self._loans = None if most is None else asyncio.Semaphore(most)
         self._ended = False
 
     @property
     def num_pins(self) -> int:
-        """Batches that this peer has pinned, or not published yet."""
+        """Number of batches that this peer has pinned, or has not published yet."""
         return len(self._pins)
 
     @property
     def is_idle(self) -> bool:
         """See `Session.is_idle`.
 
-        Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
-        checksum.
+        Reads of blocks that are not pinned need not be waited for: the peer discards the bytes if
+        their proof fails.
         """
         return not (self._pins or self._jobs)
 
@@ -129,9 +129,9 @@ class ClientSession(Session):
         return "not connected" if self._theirs is None else self._theirs.carrier
 
     async def serve(self, earlier: "ClientSession | None") -> None:
-        """Answer until the connection ends; return when no block is pinned or read any more.
+        """Answer until the connection ends; return once no block is pinned or being read.
 
-        `earlier` is a session of the same peer, which is ended first.
+        `earlier` is a previous session of the same peer, which is closed first.
         """
         try:
             if earlier is not None:
@@ -139,7 +139,7 @@ class ClientSession(Session):
             self._theirs = await self._node.link(self._greeting)
             needs_data = self._theirs.carrier == "socket" and not self._only_asks
             await self._channel.send(wire.Ready(needs_data=needs_data))
-            self._heard = runtime.monotonic()  # until then it has to be silent
+            self._heard = runtime.monotonic()  # until now the peer had to be silent
             logger.info("serving %s by %s", self._channel.peer, self.carrier)
             self._require_signs_of_life()
             try:
@@ -149,7 +149,7 @@ class ClientSession(Session):
                 logger.info("serving has ended: %s", exc)
             finally:
                 self._lease.cancel()
-        finally:  # a server that ends cancels again what has not ended
+        finally:  # a server that closes may cancel this task again
             await wait_despite_cancel(self._release_all())
 
     async def serve_data(self, attach: wire.Attach, connection: DataConnection) -> None:
@@ -174,11 +174,11 @@ class ClientSession(Session):
             self._lending.discard(task)
 
     async def aclose(self) -> None:
-        """End the connection; `serve` returns soon."""
+        """Close the connection; `serve` returns soon."""
         await self._channel.aclose()
 
     def _require_signs_of_life(self) -> None:
-        """Cut the connection when its lease expires; one timer per request would cost more."""
+        """Abort the connection if its lease has expired; one timer per request would cost more."""
         left_s = self._heard + self._node.config.lease_s - runtime.monotonic()
         if left_s > 0:
             loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ class ClientSession(Session):
         elif self.draining and isinstance(request, wire.Lookup | wire.Pin | wire.Pull | wire.Hold):
             await self._refuse(number, "this peer is about to end")
         elif isinstance(request, wire.TicketRequest):
-            await self._do(request)  # waits for nothing: a burst of them is no load
+            await self._do(request)  # never waits, so that a burst of them is no load
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
         else:
@@ -217,7 +217,7 @@ class ClientSession(Session):
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
             raise
-        except PeerLostError as exc:  # a peer that connects again is linked anew
+        except PeerLostError as exc:  # by reconnecting, the peer is linked anew
             self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
             return
         except KVXferError as exc:
@@ -225,10 +225,10 @@ class ClientSession(Session):
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
             answer = wire.Failed(request_id=request.request_id, reason=repr(exc))
-        with contextlib.suppress(PeerError, ClosedError):  # `serve` gets it, too
+        with contextlib.suppress(PeerError, ClosedError):  # `serve` gets the error, too
             try:
                 await self._channel.send(answer)
-            except InvalidArgumentError as exc:  # it is too large for a message
+            except InvalidArgumentError as exc:  # the answer is too large for a frame
                 if pin := self._pins.pop(request.request_id, None):
                     await pin.aclose()
                 await self._refuse(request.request_id, str(exc))
@@ -255,7 +255,7 @@ class ClientSession(Session):
         return wire.Found(request_id=request.request_id, there=there)
 
     def _find_places(self, request: wire.Lookup | wire.Hold) -> wire.Found | None:
-        """Find the places of blocks; None where they have none, or too many for an answer."""
+        """Find the places of blocks; None if they have none, or too many for an answer."""
         sight = self._lender.peek(request.keys, fenced=request.fenced)
         if sight is None or sight.blocks is None or len(sight.blocks) > wire.MAX_FRAGMENTS:
             return None
@@ -289,7 +289,7 @@ class ClientSession(Session):
         )
 
     async def _pull(self, request: wire.Pull) -> wire.Pulled:
-        """Read blocks, and keep them until the peer has confirmed them."""
+        """Read blocks from the peer, and keep them until it publishes them or lets them go."""
         assert self._theirs is not None
         if self._theirs.agent.is_closed:
             raise PeerLostError(str(self._channel.peer), "NIXL has failed here")
@@ -315,7 +315,7 @@ class ClientSession(Session):
         return wire.Pulled(request_id=number, endings=endings, waits=True)
 
     async def _publish(self, request: wire.Publish) -> wire.Pulled:
-        """Store the blocks of a pull, those of them that are as the peer says."""
+        """Store the blocks of a pull, except those that differ from the peer's checksums."""
         waiting = self._unpublished.get(request.pull)
         if waiting is None:
             raise InvalidArgumentError("pull", request.pull, "one that waits to be published")
@@ -372,7 +372,7 @@ class ClientSession(Session):
             except Exception:
                 logger.exception("tickets of a peer that has gone may be held for ever")
         await self._channel.aclose()
-        await self._release_pins()  # at once, although the peer may stall
+        await self._release_pins()  # at once: what follows waits for a peer that may stall
         tasks = [*self._jobs.values(), *self._lending]
         for task in tasks:
             task.cancel()
@@ -380,7 +380,7 @@ class ClientSession(Session):
             await self._theirs.aclose()
         if tasks:
             await asyncio.wait(tasks)
-        await self._release_pins()  # those of requests that ended meanwhile
+        await self._release_pins()  # those of requests that have ended meanwhile
 
     async def _let_go(self, numbers: set[int]) -> None:
         pins = numbers & self._pins.keys()
@@ -396,9 +396,9 @@ class ClientSession(Session):
 
 
 class RefusalLog:
-    """Log of refused connections: one line of a kind for each address and second.
+    """Log of refused connections, with at most one line of a kind for each address and second.
 
-    The next line counts those that were left out before.
+    The next line counts those that were left out.
     """
 
     def __init__(self) -> None:
@@ -406,7 +406,7 @@ class RefusalLog:
         self._num_left_out = 0
 
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
-        """Write a line, unless there was one of its text and address within the last second."""
+        """Log a line, unless the last second had one with the same text for the same address."""
         now = runtime.monotonic()
         at = text, peer.rpartition(":")[0]
         if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
@@ -427,8 +427,8 @@ class Server:
     """Server of a holder's blocks.
 
     Args:
-        open_store: Gets the blocks of a peer's namespace, or refuses others; opens their backend
-            and adds its memory to the node, if need be.
+        open_store: Returns the blocks of a peer's namespace, or raises to refuse another one. Opens
+            their backend and adds its memory to the node, if need be.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class Server:
         """Begin to listen."""
         at = self.endpoint
         try:
-            # A name may have several addresses; use the first one here for control and data.
+            # A name may have several addresses: use this machine's first for control and data.
             found = await look_up(at)
             if self._closed:
                 raise ClosedError(f"server at {at}")
@@ -486,9 +486,9 @@ class Server:
         self.data_port = data.getsockname()[1]
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
+        """Refuse new peers, lookups and transfers, and wait until no block is pinned or stored.
 
-        Blocks that are still in use after `timeout_s` are a warning.
+        Logs a warning if blocks are still in use after `timeout_s`.
         """
         self._draining = True
         if self._control is not None:
@@ -496,16 +496,16 @@ class Server:
         await drain_sessions("peers", lambda: self.sessions, timeout_s)
 
     async def disconnect(self) -> None:
-        """End the connections of all peers, which may connect again."""
+        """Close the connections of all peers, which may connect again."""
         await asyncio.gather(*(session.aclose() for session in self.sessions))
 
     def close(self) -> None:
-        """Begin to end every connection; may be called again."""
+        """Stop listening, and begin to close every connection; may be called again."""
         self._closed = True
         self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Wait until every connection has ended, and nothing is read for one any more."""
+        """Wait until every connection has ended, and none reads anything any longer."""
         await self._listener.wait_closed()
 
     def _note_failure(self, exc: OSError) -> None:
@@ -518,7 +518,7 @@ class Server:
         self._refusals.note(logging.INFO, "cut a connection: %s", peer, reason)
 
     async def _meet(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
-        """Begin with a connection that was accepted, unless there are too many."""
+        """Serve a connection that was accepted, unless too many are open."""
         most = self._config.max_connections
         try:
             peer = str(Endpoint(*address[:2]))
@@ -559,7 +559,7 @@ class Server:
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
             logger.debug("no greeting came: %s", printable(exc, MAX_CHARACTERS))
             return
-        except ProtocolError as exc:  # somebody who is no peer
+        except ProtocolError as exc:  # not a peer at all
             self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
             return
         except KVXferError as exc:
@@ -570,7 +570,7 @@ class Server:
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session
-        if self._draining:  # the handshake began before
+        if self._draining:  # the handshake began before the drain
             session.drain()
         try:
             await session.serve(earlier)
@@ -606,7 +606,7 @@ def _rows_with_room(room: ReservedBlocks) -> list[int]:
 
 
 def _endings(outcomes: Sequence[Outcome | None]) -> list[wire.Ending]:
-    """Turn outcomes into endings; those that are not settled yet count as failed."""
+    """Turn outcomes into endings; a block without an outcome counts as failed."""
     return [
         wire.Ending(outcome.status, outcome.reason) if outcome else wire.Ending(Status.FAILED)
         for outcome in outcomes
