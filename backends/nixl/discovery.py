@@ -43,19 +43,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
-"""Longest announcement that is read."""
+"""Maximum size of an announcement."""
 
 MAX_NAME_BYTES = 300
-"""Longest name of a holder that is read: a host of 253 characters, and a port."""
+"""Maximum length of a holder's name: a host of 253 characters, and a port."""
 
 _Text = Annotated[str, msgspec.Meta(max_length=128)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 MAX_PEERS = 4096
-"""Most holders that are known; any more are ignored."""
+"""Maximum number of known holders; any others are ignored."""
 
 MAX_WARNED = 64
-"""Most entries at a time that the log has said it skips."""
+"""Maximum number of skipped entries that the log warns of at a time."""
 
 _MAX_CHARACTERS = 300
 _MAX_SHOWN = 8
@@ -64,42 +64,42 @@ _FORM = "a URL such as etcd://10.0.0.5:2379/kvxfer, without credentials"
 _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 CLOSE_TIMEOUT_S = 1.0
-"""Time that closing a connection may take; it ends all the same."""
+"""Deadline for closing a connection, which is then abandoned."""
 
 MAX_ENTRIES = 8192
-"""Most entries that are asked for; more than there may be holders, since some are skipped."""
+"""Maximum number of entries to ask for; more than `MAX_PEERS`, since some are skipped."""
 
 NEEDS_LEADER = ("hasleader", "true")
-"""Has a member that has no leader refuse calls and end watches: it would answer as of long ago.
+"""Metadata that makes a member without a leader refuse calls and end watches, not answer stale.
 
 Source: https://pkg.go.dev/go.etcd.io/etcd/clientv3, `WithRequireLeader`.
 """
 
 _CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits as long as the last one would
-    ("grpc.enable_http_proxy", 0),  # as connections to peers
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the last one's backoff
+    ("grpc.enable_http_proxy", 0),  # as for connections to peers
 )
 
 _THREADS: dict[int, LoopThread] = {}
 _LOCK = threading.Lock()
 
 LEASE_S = 5
-"""Lease of an announcement: a holder that ends without a word is gone after it."""
+"""Lease of an announcement, in seconds: a holder that crashes disappears after it."""
 
 FIRST_LIST_S = 1.0
-"""Time that opening waits for the first list of holders; without it there are none at first."""
+"""How long opening waits for the first list of holders; until that arrives, none is known."""
 
 FIRST_RETRY_S = 0.1
-"""Pause after the first attempt that failed; each later one is twice as long, up to a lease."""
+"""Pause after the first failed attempt; each later pause is twice as long, up to a lease."""
 
 WITHDRAW_TIMEOUT_S = 2.0
-"""Time that the end of an announcement may take; it ends with its lease all the same."""
+"""Deadline for withdrawing an announcement, which otherwise ends with its lease."""
 
 MAX_FAILURES = 8
-"""Most reasons that the log tells until etcd answers again, each once."""
+"""Maximum number of different failures that are logged until etcd answers again."""
 
 END_TIMEOUT_S = 5.0
-"""Time for which a caller waits for any end, also of gRPC's calls that hang."""
+"""How long a caller waits for discovery to end, even if a call of gRPC hangs."""
 
 
 @cache
@@ -108,18 +108,18 @@ def _release() -> str:
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """Announcement of a holder, JSON under the holder's address as its name.
+    """Announcement of a holder: JSON, in an entry whose name is the holder's address.
 
-    It says nothing secret, and proves nothing: peers prove themselves when they connect. Fields
-    that are not known are ignored, so that later releases may add some.
+    It contains no secret, and proves nothing: peers authenticate when they connect. Unknown fields
+    are ignored, so that later releases may add some.
 
     Attributes:
-        capacity: Bytes of memory for blocks; 0 where only the engine knows.
-        namespace: Fingerprint of the holder's namespace; empty as long as it takes any.
+        capacity: Bytes of memory for blocks; 0 if only the engine knows.
+        namespace: Fingerprint of the holder's namespace; empty as long as it accepts any.
         started: When the holder began to listen, in seconds since 1970.
         version: Release of kvxfer.
         protocol: Newest version of the protocol that the holder speaks.
-        oldest_protocol: Oldest one.
+        oldest_protocol: Oldest version that it speaks.
     """
 
     capacity: _Count = 0
@@ -138,7 +138,7 @@ _DECODER = msgspec.json.Decoder(Announcement)
 
 
 def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcement]:
-    """Read an entry and the address that is its name, or say in printable text why it is none."""
+    """Decode an entry, and the address that is its name; the error says why it is invalid."""
     if len(name) > MAX_NAME_BYTES or len(data) > MAX_ANNOUNCEMENT_BYTES:
         size = f"{len(name)} and {len(data)} bytes"
         wanted = f"at most {MAX_NAME_BYTES} and {MAX_ANNOUNCEMENT_BYTES}"
@@ -154,11 +154,11 @@ def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcemen
 
 
 class Roster:
-    """Roster of the holders of one namespace, from entries that anybody may have written.
+    """Roster of the holders of one namespace, from entries that anyone may have written.
 
-    Whoever lists the entries can lose sight of them: after such a time, holders that are not listed
-    any more are kept until they had `grace_s` to announce themselves again, since the list may have
-    lost them, and not they their blocks.
+    After a time without contact to etcd, holders that are no longer listed are kept for `grace_s`,
+    in which they can announce themselves again: their entries may have expired while etcd was away,
+    and they may still have their blocks.
 
     Attributes:
         endpoints: Endpoints of the holders, in a new tuple after each change.
@@ -179,7 +179,7 @@ class Roster:
         self._is_full = False
 
     def replace(self, entries: Mapping[bytes, bytes], now: float) -> None:
-        """Take a list of all entries, by name: the first one, or one after a loss of sight."""
+        """Take a list of all entries, by name: the first one, or one after a loss of contact."""
         self._settles_at = now + self._grace_s if self._was_listed else now
         self._was_listed = True
         self._warned &= entries.keys()
@@ -188,7 +188,7 @@ class Roster:
         self.change(gone | dict(entries), now)
 
     def change(self, changes: Mapping[bytes, bytes | None], now: float) -> None:
-        """Take entries that are new or changed; None where one is gone."""
+        """Take new and changed entries, by name; None for one that is gone."""
         for name, data in changes.items():
             if data is None:
                 self._drop(name, now)
@@ -198,7 +198,7 @@ class Roster:
         self._publish()
 
     def settle(self, now: float) -> None:
-        """Forget holders that had their time; not while nobody can tell who is there."""
+        """Forget unlisted holders whose grace has ended; only to be called while etcd answers."""
         if self._doubtful and now >= self._settles_at:
             for name in self._doubtful:
                 del self._present[name]
@@ -256,9 +256,9 @@ class Roster:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """What this process shows to etcd, read anew for each connection: files are replaced.
+    """Credentials for etcd, read anew for each connection, since files may be replaced.
 
-    Hidden in `repr`, and so in logs.
+    Hidden from `repr`, and so from logs.
     """
 
     user: tuple[str, str] | None
@@ -270,8 +270,8 @@ class EtcdConfig:
     """Configuration of discovery by etcd.
 
     Attributes:
-        endpoints: Members of the cluster that are asked, in turn when one fails.
-        prefix: Beginning of the keys, with a slash at its end.
+        endpoints: Members of the cluster; when one fails, the next is asked.
+        prefix: Beginning of the keys, with a trailing slash.
         user_file: File with `name:password`.
         ca, cert, key: Files in PEM.
     """
@@ -285,7 +285,7 @@ class EtcdConfig:
 
     @classmethod
     def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
-        """Read `etcd://host:port,host:port/prefix`; a password in it is refused, and not told."""
+        """Parse `etcd://host:port,host:port/prefix`; a password is refused, and not shown."""
         try:
             parts = split_url(url)
         except ValueError:
@@ -309,9 +309,9 @@ class EtcdConfig:
         return Credentials(self._read_user(), pems)
 
     def check(self) -> None:
-        """Check the credentials, and warn of a password that others can read on its way."""
+        """Check the credentials; warn if others can read the password in its file or on its way."""
         user = self.read_credentials().user
-        read_secret(self.user_file)  # warns of one that everybody can read
+        read_secret(self.user_file)  # warns if everybody can read the file
         if not self.ca:
             if user and not all(each.is_loopback for each in self.endpoints):
                 logger.warning("%s: the password goes there without TLS; see etcd_ca", self)
@@ -339,31 +339,31 @@ def _read(argument: str, path: str) -> bytes:
 
 
 def _hidden(url: str) -> str:
-    """Leave out of a URL what may be a password: all before the last @, a query, a fragment."""
+    """Hide what may be a password in a URL: all before the last @, a query, a fragment."""
     head, at, rest = url.rpartition("@")
     shown = re.split("[?#]", rest)[0]
     return f"{head.partition('://')[0]}://...@{shown}" if at else shown
 
 
 class EtcdError(KVXferError, ConnectionError):
-    """Call of etcd that failed, or was not answered in time."""
+    """Call to etcd that failed, or was not answered in time."""
 
 
 class CompactedError(EtcdError):
-    """Watch of changes that etcd does not have any more: list again."""
+    """Watch of changes that etcd has compacted: list the entries again."""
 
 
 class EtcdSession:
-    """Session with one member of etcd: a deadline for every call; made by `open_session`.
+    """Session with one member of etcd, with a deadline for every call; made by `open_session`.
 
-    The messages and stubs are those of aetcd. Its client is not used, for it
+    The messages and stubs are aetcd's. Its client is not used, because it
 
-    - knows no TLS;
-    - never asks for another token, when its own has expired;
-    - waits for ever, unless told otherwise, for a server that is stopped;
-    - ignores that etcd cancels a watch, as for want of a permission, and waits on;
-    - cannot ask whether a watch is still alive, and does not tell as of which revision a list is;
-    - takes the answer that a lease is gone for its renewal.
+    - cannot use TLS;
+    - never gets a new token when its own has expired;
+    - by default waits forever for a server that is stopped;
+    - ignores that etcd has cancelled a watch, e.g. for lack of permission, and waits on;
+    - cannot check whether a watch is still alive, and does not return the revision of a list;
+    - mistakes the answer that a lease is gone for its renewal.
     """
 
     def __init__(self, rpc: "ModuleType", channel: Any, timeout_s: float) -> None:
@@ -376,30 +376,30 @@ class EtcdSession:
         self._watches = rpc.WatchStub(channel)
 
     async def authenticate(self, user: tuple[str, str]) -> None:
-        """Get a token for a name and its password, which all later calls show."""
+        """Get a token for a user's name and password, which all later calls send."""
         name, password = user
         request = self._rpc.AuthenticateRequest(name=name, password=password)
         answer = await self._call(self._auth.Authenticate, request)
         self._metadata = (NEEDS_LEADER, ("token", answer.token))
 
     async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """List the entries under a prefix, without it, and the revision that the list is of."""
+        """Return a revision, and its entries under a prefix, by name without the prefix."""
         request = self._rpc.RangeRequest(key=prefix, range_end=_end(prefix), limit=MAX_ENTRIES)
         answer = await self._call(self._kv.Range, request)
         found = {entry.key[len(prefix) :]: entry.value for entry in answer.kvs}
         return answer.header.revision, found
 
     async def has(self, key: bytes) -> bool:
-        """Ask whether there is a key, of one member alone."""
+        """Whether this member has a key; it does not ask the others."""
         request = self._rpc.RangeRequest(key=key, count_only=True, serializable=True)
         return bool((await self._call(self._kv.Range, request)).count)
 
     async def put(self, key: bytes, value: bytes, lease: int) -> None:
-        """Put a key that is gone when its lease is."""
+        """Put a key that ends with its lease."""
         await self._call(self._kv.Put, self._rpc.PutRequest(key=key, value=value, lease=lease))
 
     async def grant(self, ttl_s: int) -> int:
-        """Take a lease; return its name."""
+        """Take a lease; return its id."""
         answer = await self._call(self._leases.LeaseGrant, self._rpc.LeaseGrantRequest(TTL=ttl_s))
         lease: int = answer.ID
         return lease
@@ -423,8 +423,8 @@ class EtcdSession:
     ) -> AsyncGenerator[Mapping[bytes, bytes | None], None]:
         """Watch the entries under a prefix, from a revision on.
 
-        Yields entries that are new or changed, without the prefix, None for those that are gone;
-        and an empty mapping now and then, when etcd has shown that it is alive.
+        Yields new and changed entries, by name without the prefix, and None for those that are
+        gone; also an empty mapping now and then, when etcd has shown that it is alive.
         """
         create = self._rpc.WatchCreateRequest(
             key=prefix, range_end=_end(prefix), start_revision=revision
@@ -454,7 +454,7 @@ class EtcdSession:
             raise EtcdError(f"the watch was ended: {reason}")
 
     async def _read(self, call: Any, *, when_silent: Any = None) -> Any:
-        """Read the next answer of a stream; ask for one when there is none in time."""
+        """Read the next answer of a stream; if none comes in time, send `when_silent`."""
         from grpc.aio import EOF
 
         reading = asyncio.ensure_future(call.read())
@@ -475,7 +475,7 @@ class EtcdSession:
         return await self._bounded(method(request, metadata=self._metadata))
 
     async def _bounded(self, answer: Awaitable[T]) -> T:
-        """Wait for an answer; not by a deadline of gRPC, which some of its faults defeat."""
+        """Wait for an answer, but not with gRPC's own deadline, which some of its faults defeat."""
         from grpc import RpcError
         from grpc.aio import BaseError
 
@@ -488,7 +488,7 @@ class EtcdSession:
             code = exc.code().name.lower() if hasattr(exc, "code") else type(exc).__name__
             details = exc.details() if hasattr(exc, "details") else str(exc)
             raise EtcdError(f"{code}: {printable(details, _MAX_CHARACTERS)}") from exc
-        except asyncio.InvalidStateError as exc:  # what is written to a stream that has ended
+        except asyncio.InvalidStateError as exc:  # from a write to a stream that has ended
             raise EtcdError("the stream was ended") from exc
 
 
@@ -496,9 +496,9 @@ class EtcdSession:
 async def open_session(
     config: EtcdConfig, endpoint: Endpoint, timeout_s: float
 ) -> AsyncIterator[EtcdSession]:
-    """Connect to a member, and prove who this process is.
+    """Connect to a member, and authenticate.
 
-    The time is that for each call, and for reading the credentials.
+    `timeout_s` is the deadline for each call, and for reading the credentials.
     """
     rpc = import_aetcd()
     import grpc.aio
@@ -535,19 +535,19 @@ def import_aetcd() -> "ModuleType":
 
 
 def _end(prefix: bytes) -> bytes:
-    """First key after all that begin with a prefix, which ends with a slash."""
+    """First key after all keys that begin with a prefix, which ends with a slash."""
     return prefix[:-1] + b"0"
 
 
 def own_loop() -> asyncio.AbstractEventLoop:
-    """Get the loop for all discovery of a process, on a thread that ends with it.
+    """Get the loop for all discovery of a process, on a thread that ends with the process.
 
-    gRPC's asynchronous interface has one queue for all event loops of a process: what is left of
-    the calls of a loop that has ended arrives in another one, where it raises. So discovery uses
-    one loop that never ends. A lease is kept there, too, while an engine computes on its own loop.
+    gRPC's asyncio interface has one queue for all event loops of a process: leftovers of the calls
+    of a loop that has ended arrive in another one, and raise there. So discovery uses one loop that
+    never ends. It also renews leases while an engine's own loop is busy.
     """
     with _LOCK:
-        pid = os.getpid()  # a forked process has none of the threads
+        pid = os.getpid()  # a forked process has none of its parent's threads
         if pid not in _THREADS:
             try:
                 _THREADS[pid] = LoopThread("kvxfer-etcd")
@@ -557,10 +557,10 @@ def own_loop() -> asyncio.AbstractEventLoop:
 
 
 async def run_there(make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T | None:
-    """Run a coroutine on that loop, which makes it: none is left over where it never gets to it.
+    """Run a coroutine on the loop of discovery, which calls `make`: none is left unawaited.
 
     Returns:
-        Its result; None when it took too long, or was cancelled there: it is left behind.
+        Its result; None if it was cancelled there, or took too long: its end is not waited for.
     """
     loop, ended = own_loop(), Future[T]()
 
@@ -589,7 +589,7 @@ async def run_there(make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float
 
 
 async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, bytes]:
-    """List what is announced, by name, for those who look only once; the time is for each step."""
+    """List the announcements once, by name; `timeout_s` is for each step."""
     import_aetcd()
     config.check()
     failure = EtcdError(f"no answer within {4 * timeout_s:.2g} s")
@@ -610,13 +610,13 @@ async def _list_at(config: EtcdConfig, endpoint: Endpoint, timeout_s: float) -> 
 
 
 class EtcdDiscovery:
-    """Discovery by etcd, on a thread of its own: nobody waits for etcd to move a block.
+    """Discovery by etcd, on a thread of its own: moving a block never waits for etcd.
 
-    While etcd cannot be asked, those known last are the peers, however long that takes; and so they
-    are, for two leases, once it answers again and does not list them: see `Roster`.
+    While etcd cannot be reached, the peers known last stay known, however long that takes. When it
+    answers again and does not list them, they stay known for two more leases: see `Roster`.
 
-    A holder, which looks for nobody, gives no namespace. A third of the lease is the time between
-    two renewals, and that of every call.
+    A holder, which looks for no peers, gives no namespace. A third of the lease is the interval of
+    renewals, and the deadline for every call.
     """
 
     def __init__(
@@ -641,11 +641,11 @@ class EtcdDiscovery:
 
     @property
     def peers(self) -> Sequence[Endpoint]:
-        """Peers that are known, each once; those known last while nobody can tell who is there."""
+        """Known peers, each once; while etcd cannot be reached, those known last."""
         return self._roster.endpoints
 
     async def follow(self) -> None:
-        """Begin to find out who is there; wait a moment for the first answer. May be repeated."""
+        """Begin to find peers; wait a moment for the first list. May be called again."""
         if self._is_closed or self._following.tried.is_set():
             return
         now = runtime.monotonic()
@@ -656,9 +656,9 @@ class EtcdDiscovery:
             await run_there(self._following.tried.wait, self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
-        """Begin to announce this process; may be repeated.
+        """Begin to announce this process; may be called again.
 
-        `describe` is called again and again, since the namespace of a holder may be settled.
+        `describe` is called for every renewal, since the holder's namespace may be settled later.
         """
         if self._announcing is None and not self._is_closed:
             self._at, self._describe = at, describe
@@ -681,7 +681,7 @@ class EtcdDiscovery:
             await run_there(self._following.end, END_TIMEOUT_S)
 
     def gauges(self) -> Mapping[Gauge, float]:
-        """State for observers: peers that are known, and whether it works."""
+        """State for observers: how many peers are known, and whether discovery is failing."""
         tasks = filter(None, (self._following, self._announcing))
         gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
         if self._following.is_begun:
@@ -720,7 +720,7 @@ class EtcdDiscovery:
             await asyncio.sleep(self._lease_s / 3)
 
     async def _end_announcement(self, announcing: "_EtcdTask") -> None:
-        """End the task, and the lease if etcd answers; without that it ends by itself."""
+        """End the task, and the lease if etcd answers; else the lease ends by itself."""
         await announcing.end()
         if (lease := self._lease) is None:
             return
@@ -730,7 +730,7 @@ class EtcdDiscovery:
                     with contextlib.suppress(EtcdError):
                         async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
                             await session.revoke(lease)
-                        self._lease = None  # not before: the next call completes a cancelled one
+                        self._lease = None  # only now: the next call completes a cancelled one
                         logger.info("%s is not announced any more", self._at)
                         return
         if self._lease is not None:  # another call may have ended it
@@ -740,11 +740,11 @@ class EtcdDiscovery:
 
 
 class _EtcdTask:
-    """Task with a session of etcd, which is opened again, at the next member, when it fails.
+    """Task with a session of etcd; when the session fails, another is opened, at the next member.
 
     Its coroutines run on the loop of discovery, see `own_loop`. `work` calls `succeed` whenever
-    etcd has answered. It is done again in a new session: at once after a `CompactedError`, after a
-    pause after other errors. `meanwhile` says what is done while etcd fails, for the log.
+    etcd has answered. It is repeated in a new session: at once after a `CompactedError`, after a
+    pause for other errors. `meanwhile` tells the log how things stand while etcd fails.
     """
 
     def __init__(
@@ -766,7 +766,7 @@ class _EtcdTask:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last call was not answered, or there was none yet."""
+        """Whether etcd did not answer the last call, or has not answered any yet."""
         return self.is_begun and not (self._is_working or self._is_ended)
 
     def start(self) -> None:
@@ -799,7 +799,7 @@ class _EtcdTask:
             except CompactedError as exc:
                 logger.debug("%s: %s", endpoint, exc)
                 continue
-            except Exception as exc:  # noqa: BLE001 - gRPC's may be any; the next session may do
+            except Exception as exc:  # noqa: BLE001 - gRPC raises any; the next session may work
                 reason = str(exc) if isinstance(exc, EtcdError) else repr(exc)
                 self._fail(endpoint, printable(reason, _MAX_CHARACTERS))
             await asyncio.sleep(self._pause.next_s())
