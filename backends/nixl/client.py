@@ -379,7 +379,7 @@ class Client:
             async with asyncio.timeout_at(stop), slot:
                 await wait_for_mark(blocks.after)
                 return await move(await self.open(), keys, blocks)
-        except KVXferError as exc:  # before `TimeoutError`: some are both, and came in time
+        except KVXferError as exc:  # before `TimeoutError`: some are both, and beat the deadline
             if isinstance(exc, PeerLostError):
                 self.disconnect()  # reconnecting finds out how to reach the peer now
             return self._end(Status.FAILED, blocks, str(exc))
@@ -542,7 +542,7 @@ class Client:
     async def hold_staging(
         self, sizes: Sequence[int], starts: Sequence[int]
     ) -> AsyncIterator[StagedBlocks]:
-        """See `StagingMemory.hold`; not all buffers, as a peer that stalls must not stop others."""
+        """See `StagingMemory.hold`; leaves a buffer to others, since this peer may stall."""
         with self._call():  # keeps this client: another one would have a share of its own
             async with self._staging.hold(sizes, starts, share=self._share) as staged:
                 yield staged

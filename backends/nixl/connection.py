@@ -42,8 +42,8 @@ MAX_PLACES = 1 << 16
 """Maximum number of a peer's places to remember; the oldest are forgotten."""
 
 RELEASE_WITHIN_S = 5e-3
-"""How long the holder is not told of released pins, unless a request carries them. A message just
-for them costs each side half a millisecond, which the next pieces of a batch may need."""
+"""How long released pins wait to be sent with a request. After that, they get a message to
+themselves, which costs each side half a millisecond that the next pieces of a batch may need."""
 
 AnswerT = TypeVar("AnswerT", bound=wire.Message)
 MakeRequest = Callable[..., wire.NumberedRequest]
@@ -168,7 +168,7 @@ class AskedTicket:
 
 
 class OwnEndpointError(PeerError):
-    """The endpoint of a peer is this process's own."""
+    """A peer's endpoint turned out to be this process's own."""
 
 
 class Connection:
@@ -196,7 +196,7 @@ class Connection:
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._spent: list[int] = []  # pins and holds to let go, of which the holder does not know
+        self._spent: list[int] = []  # pins and holds to let go of; the holder is not told yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()

@@ -49,9 +49,9 @@ async def why_not_straight(
 ) -> str:
     """Explain why NIXL cannot move blocks straight between GPUs and peers; empty if it can.
 
-    Tries to register the memory, but not whether peers can read it then, which takes RDMA. Without
-    a card for RDMA, UCX has CUDA IPC between processes of one machine; that may be missing
-    (containers, virtual machines) even if memory can be registered: on an H100 in a virtual
+    Tests whether the memory can be registered, but not whether peers can then read it, which takes
+    RDMA. Without a card for RDMA, UCX has CUDA IPC between processes of one machine; that may be
+    missing (containers, virtual machines) even if memory can be registered: on an H100 in a virtual
     machine, no block came through. So only the user's settings choose CUDA IPC.
 
     Blocks the event loop for up to a second, or for as long as registering takes.

@@ -25,7 +25,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 def rank(
     keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
 ) -> NDArray[np.intp]:
-    """Rank the peers that hold each key, best first; there is at least one endpoint, and each once.
+    """Rank the peers that hold each key, best first; `endpoints` are distinct, and not empty.
 
     The answer for a key depends only on the key and the set of endpoints. It is part of the
     protocol, because processes that store and processes that load must agree.

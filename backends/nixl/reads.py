@@ -44,7 +44,7 @@ NUM_GENERATION_BUFFERS = 32
 
 
 class BlockHasher:
-    """Hasher of blocks: of blocks to send, on its own thread; of blocks that land, where they do.
+    """Hasher of blocks: hashes those to send on its own thread, and those that land where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.

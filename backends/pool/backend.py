@@ -119,7 +119,7 @@ class Attachment:
     def close(self) -> None:
         """Close the connection and unmap the memory, which no thread may still be using."""
         with self._lock:
-            if self.pool.lost:  # a device may still write: without `Bye`, the holder waits for us
+            if self.pool.lost:  # a device may still write: let the holder wait for our exit
                 self._socket.close()
             else:
                 self._say_bye()
@@ -128,7 +128,8 @@ class Attachment:
     def _say_bye(self) -> None:
         """Say that this process no longer touches the memory, even to a holder that was silent.
 
-        That one first needs the rest of a partly sent message. A thread sends what would block.
+        It may resume, and then first needs the rest of a partly sent message. A thread sends any
+        bytes that the socket does not take at once.
         """
         self._unsent += wire.encode(wire.Bye())
         with contextlib.ExitStack() as ending, contextlib.suppress(OSError, RuntimeError):
@@ -269,8 +270,7 @@ class PoolBackend(TellsKept):
     process maps the pool's memory, copies to and from it, and verifies what it reads as
     `HostBackend` does. Blocks are shared by several engines, and outlive those that stored them.
 
-    While the holder is gone or silent, every block is a miss and every store fails; from time to
-    time a call tries to attach again.
+    While the holder is gone or silent, blocks are misses and stores fail; later calls try again.
 
     Args:
         config: See `PoolConfig`.
@@ -451,7 +451,7 @@ class PoolBackend(TellsKept):
 
     @contextmanager
     def _attached(self) -> Iterator[Attachment]:
-        """Lend the attachment, or a new one if it was lost; its memory stays mapped meanwhile."""
+        """Yield the attachment, or a new one if it was lost; its memory stays mapped meanwhile."""
         with self._lock:
             attachment = self._attachment
             if attachment is None or attachment.error:

@@ -38,7 +38,7 @@ from kvxfer.text import printable
 from kvxfer.tiering import TieredBackend
 
 GRACE_S = 5.0
-"""Wait before reusing slots that an engine was writing, if the kernel cannot report its exit."""
+"""Delay before reusing slots that an engine was writing, if the kernel cannot report its exit."""
 
 SO_PEERPIDFD = 77
 """Socket option for a pidfd of the peer. Source: Linux 6.5, include/uapi/asm-generic/socket.h."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_PIECES_OF_A_READ = 4
-"""Maximum pieces of a read in flight; effectively one where posting a piece copies it, by CMA."""
+"""Maximum pieces of a read in flight; effectively one where posting a piece copies it (CMA)."""
 
 SOON_S = 20e-3
 """Time without activity after which the pauses between polls become longer."""

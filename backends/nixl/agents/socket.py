@@ -60,7 +60,7 @@ class Line:
 
 
 def _call_apart(call: Callable[[], T]) -> T:
-    """Make a call that waits for a peer; if no thread could be started, do not block the loop."""
+    """Make a blocking call, but not on the event loop, where it lands if no thread could start."""
     if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises on a thread
         raise BackendUnavailableError("no thread can be started")
     return call()
@@ -163,8 +163,8 @@ class SocketAgent(TransferAgent):
     """Transfer agent that reads through data connections; for one event loop.
 
     The asking side opens the connections, for the reads of either side. This side reads through
-    those that the function given to `use` opens, or that the peer opened and `attach` got; a peer
-    reads through those given to `serve`. `timeout_s` limits each piece, and each new connection.
+    those opened by the function given to `use`, or by the peer and given to `attach`; a peer reads
+    through those given to `serve`. `timeout_s` is the deadline of each piece and new connection.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ class DataConnection:
     def close(self) -> None:
         """Close the connection, even while a thread waits in a call; may be called again.
 
-        That call closes the socket as it ends: earlier, another socket could get its descriptor.
+        That call closes the socket as it returns; closed earlier, its descriptor could be reused.
         """
         with self._closing:
             self._closed = True
@@ -318,7 +318,7 @@ def _columns(request: Read) -> tuple[Addresses, Addresses]:
 
 
 async def _when_ready(connection: socket.socket, call: Callable[[], T]) -> T:
-    """Call a non-blocking socket, and again each time that it becomes ready, until it succeeds."""
+    """Make a call on a non-blocking socket; while it would block, wait until ready and retry."""
     loop = asyncio.get_running_loop()
     while True:
         try:

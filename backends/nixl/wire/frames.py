@@ -95,7 +95,7 @@ class FrameCodec:
         self._num_sent = self._num_received = 0
 
     def encode(self, message: Message) -> bytes:
-        """Encode the next frame; a too large one raises `InvalidArgumentError`, uncounted."""
+        """Encode the next frame; if too large, raise `InvalidArgumentError` and do not count it."""
         payload = self._encoder.encode(message)
         if len(payload) > self._max_frame_bytes:
             name, limit = type(message).__name__, f"at most {self._max_frame_bytes} bytes"
@@ -207,7 +207,7 @@ class FrameChannel:
     async def send(self, message: Message) -> None:
         """Send a message, then wait while the other side does not read.
 
-        Cancelling does not unsend it; one too large for a frame raises `InvalidArgumentError`.
+        Cancelling does not unsend it. Too large a message raises `InvalidArgumentError`, unsent.
         """
         self.send_soon(message)
         await self.drain()
