@@ -169,7 +169,7 @@ class Attachment:
         header = begun + self._receive_exactly(wire.HEADER.size - len(begun))
         welcome = _WELCOME.decode(self._receive_exactly(wire.body_bytes(header)))
         if isinstance(welcome, wire.Welcome) and not has_memory:  # the kernel dropped it
-            raise ConnectionError("its memory did not come: no descriptor is left")
+            raise ConnectionError("its memory did not arrive: no descriptor is left")
         if isinstance(welcome, wire.Welcome):
             return welcome
         if welcome.field:
@@ -302,7 +302,7 @@ class PoolBackend(TellsKept):
         except BackendUnavailableError as exc:
             if isinstance(exc.__cause__, NamespaceMismatchError):
                 raise exc.__cause__ from None
-            logger.warning("%s; blocks are misses until it is there", exc)
+            logger.warning("%s; every block is a miss until it is attached", exc)
 
     @property
     def is_attached(self) -> bool:
@@ -442,7 +442,7 @@ class PoolBackend(TellsKept):
         except BackendUnavailableError as exc:
             return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
         for row, done in zip(reserved.rows, published, strict=True):
-            outcomes[row] = DONE if done else Outcome(Status.FAILED, reason="it was not kept")
+            outcomes[row] = DONE if done else Outcome(Status.FAILED, reason="not kept by the pool")
         for row, reason in reserved.refused.items():
             outcomes[row] = Outcome(Status.FAILED, reason=reason)
         for row in reserved.busy:
@@ -474,7 +474,7 @@ class PoolBackend(TellsKept):
             self._wait(lost.lost_at, silent=lost.timed_out)
         now = runtime.monotonic()
         if self._pause.is_on(now) or self._silence.is_on(now):
-            raise BackendUnavailableError(f"no host pool at {self._config.path} for now")
+            raise BackendUnavailableError(f"no host pool at {self._config.path}; not retried yet")
         try:
             attachment = Attachment(self._config, self._namespace)
         except BackendUnavailableError as exc:

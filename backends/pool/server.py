@@ -126,7 +126,7 @@ class PoolSession(Session):
         except (OSError, EOFError):
             pass
         except ValueError as exc:
-            logger.warning("%s sent what is no request: %s", self, exc)
+            logger.warning("%s sent an invalid request: %s", self, exc)
             await self._hear_end()  # until then its threads may be reading pinned blocks
         finally:
             if self._process >= 0:
@@ -157,7 +157,7 @@ class PoolSession(Session):
             if isinstance(request, wire.Publish):
                 return await self._publish(request)
             if self.draining:
-                return wire.Failed(reason="it is about to end")
+                return wire.Failed(reason="it is shutting down")
             if isinstance(request, wire.Lookup):
                 return wire.Found(there=await self._find(request.keys, request.within_s))
             if isinstance(request, wire.Pin):
@@ -168,7 +168,7 @@ class PoolSession(Session):
                 deleting = delete_for_others(self._backend, request.keys)
                 return wire.Done(done=await await_call(deleting))
         except (KVXferError, TimeoutError) as exc:  # a late delete may go on in a lower tier
-            return wire.Failed(reason=str(exc) or "a tier below does not answer: blocks may stay")
+            return wire.Failed(reason=str(exc) or "a lower tier does not answer: blocks may stay")
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self)
             return wire.Failed(reason=repr(exc))
@@ -184,7 +184,7 @@ class PoolSession(Session):
                 async with asyncio.timeout(within_s):
                     found = await await_call(self._backend.lookup(asked))
             except TimeoutError:
-                logger.warning("a lookup in the tiers below took longer than %g s", within_s)
+                logger.warning("a lookup in the lower tiers took longer than %g s", within_s)
                 found = await host.lookup(asked)
             there = {key for key, is_there in zip(asked, found, strict=True) if is_there}
         return [key in there for key in keys]
@@ -213,7 +213,7 @@ class PoolSession(Session):
 
     async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:
-            raise InvalidArgumentError("number", request.number, "that of no other reservation")
+            raise InvalidArgumentError("number", request.number, "not that of an open reservation")
         wanted = BlockParts(request.keys, request.starts, request.sizes)
         require_parts_in_blocks(wanted, self._chunk_sizes)
         host = self._host
@@ -244,7 +244,7 @@ class PoolSession(Session):
     async def _publish(self, request: wire.Publish) -> wire.Done:
         writing = self._rooms.pop(request.number, None)
         if writing is None:
-            raise InvalidArgumentError("number", request.number, "that of a reservation")
+            raise InvalidArgumentError("number", request.number, "that of an open reservation")
         room, parts, stack = writing
         num_blocks = len(parts.keys)
         is_written = len(request.checksums) == num_blocks
@@ -386,7 +386,7 @@ class PoolServer:
         if hello.version != PROTOCOL_VERSION:
             raise NamespaceMismatchError("protocol_version", PROTOCOL_VERSION, hello.version)
         if not self.is_ready:
-            raise BackendUnavailableError("it has not begun, or is about to end")
+            raise BackendUnavailableError("it is not ready yet, or is shutting down")
         await self._tiers.settle(hello.namespace)
 
     async def _refuse(self, connection: socket.socket, exc: Exception) -> None:
