@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 """Not `MISSING`, which promises that the block's memory was not written."""
 
-_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
+_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block after its pin ended")
 
 PeerMove = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
@@ -387,7 +387,7 @@ class Client:
             reason = f"{self.endpoint} took longer than {self._timeout_s:g} s"
             return self._end(Status.TIMED_OUT, blocks, reason)
         except Exception as exc:  # an error raised here would cancel the other pieces
-            logger.exception("%s: a transfer failed", self.endpoint)
+            logger.exception("transfer with %s failed", self.endpoint)
             return self._end(Status.FAILED, blocks, repr(exc))
 
     def _end(self, status: Status, blocks: Descriptors, reason: str) -> list[Outcome]:

@@ -122,7 +122,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
         if not all(peer.port for peer in peers):
-            raise InvalidArgumentError("address", self.address, "a port from 1 on for each peer")
+            raise InvalidArgumentError("address", self.address, "a port above 0 for each peer")
         if self.capacity is not None and not self.listen:
             raise InvalidArgumentError("capacity", self.capacity, "none without listen=HOST:PORT")
         tls = (self.tls_cert, self.tls_key, self.tls_ca)
@@ -132,7 +132,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
         if self.data_port and self.data_port == getattr(listen, "port", 0):
-            raise InvalidArgumentError("data_port", self.data_port, "another port than listen")
+            raise InvalidArgumentError("data_port", self.data_port, "a port other than listen's")
         if self.data_port and not self.listen:
             raise InvalidArgumentError("data_port", self.data_port, "0 without listen=HOST:PORT")
         self._require_discovery()
@@ -194,7 +194,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         if listen is None or not listen.port or not rank:
             return self
         if self.data_port and abs(self.data_port - listen.port) <= rank:
-            wanted = f"more than {rank} ports from listen={self.listen}, since as many follow it"
+            wanted = f"more than {rank} ports from listen={self.listen}: a worker adds its rank"
             raise InvalidArgumentError("data_port", self.data_port, wanted)
         at = str(Endpoint(listen.host, listen.port + rank))
         data_port = self.data_port and self.data_port + rank
@@ -233,7 +233,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             return None
         secret = secret.rstrip(b"\r\n")
         if len(secret) < MIN_SECRET_BYTES:
-            wanted = f"at least {MIN_SECRET_BYTES} bytes in it, such as openssl rand -hex 32 makes"
+            wanted = f"a secret of at least {MIN_SECRET_BYTES} bytes, e.g. openssl rand -hex 32"
             raise InvalidArgumentError(argument, source, wanted)
         return secret
 
@@ -261,7 +261,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
                     raise InvalidArgumentError(name, value, "none without discover=etcd://...")
             return
         if self.address:
-            wanted = "none beside discover, which finds the peers"
+            wanted = "none, since discover finds the peers"
             raise InvalidArgumentError("address", self.address, wanted)
         listen = self.listen_endpoint
         if self.advertise and listen is None:
@@ -322,11 +322,11 @@ class TLSContexts:
             self._contexts = tls_contexts(config)
         except InvalidArgumentError as exc:
             if state != self._refused:
-                logger.warning("the files of TLS were replaced, and cannot be used: %s", exc)
+                logger.warning("cannot use the replaced TLS files, keeping the old ones: %s", exc)
             self._refused = state
             return
         self._state = state
-        logger.info("the files of TLS were replaced: the next connection shows the new certificate")
+        logger.info("TLS files were replaced: new connections use the new certificate")
 
     def _look(self) -> list[tuple[int, ...] | None]:
         """Return what identifies the present version of each file, without reading it."""

@@ -236,7 +236,7 @@ class Connection:
             except TimeoutError as exc:
                 raise PeerTimeoutError(str(endpoint), "linking", timeout_s) from exc
             if node.agent is not agent:  # both sides would read through a closed agent
-                raise PeerClosedError(str(endpoint), "NIXL was started anew meanwhile")
+                raise PeerClosedError(str(endpoint), "NIXL was restarted meanwhile")
             unless_connected.pop_all()
         return cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
 
@@ -355,7 +355,7 @@ class Connection:
         self._lending.pop(lent).close()  # in case the task was cancelled before it began
         error = None if lent.cancelled() else lent.exception()
         if error is not None and not isinstance(error, KVXferError):
-            logger.error("%s: lending our memory has failed", self.endpoint, exc_info=error)
+            logger.error("lending our memory to %s failed", self.endpoint, exc_info=error)
         if not (lent.cancelled() or error or self._error) and self._waiting:
             opening = asyncio.create_task(self.let_read())
             self._tasks.append(opening)

@@ -145,7 +145,7 @@ def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcemen
         raise InvalidArgumentError("name and announcement", size, wanted)
     endpoint = Endpoint.parse("name", name.decode("ascii", "backslashreplace"))
     if str(endpoint).encode() != name or not endpoint.port:
-        wanted = "its one form, with a port from 1 on and no zeros before it"
+        wanted = "its canonical form, with a port above 0 and no leading zeros"
         raise InvalidArgumentError("name", name, wanted)
     try:
         return endpoint, _DECODER.decode(data)
@@ -228,7 +228,7 @@ class Roster:
             self._present[name] = endpoint
         elif not self._is_full:
             self._is_full = True
-            logger.warning("%d holders are announced; any more are ignored", MAX_PEERS)
+            logger.warning("%d holders are announced; ignoring any others", MAX_PEERS)
 
     def _check(self, endpoint: Endpoint, announcement: Announcement) -> None:
         self._require(endpoint)
@@ -242,7 +242,7 @@ class Roster:
             self._warned.add(name)
             shown = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
             logger.warning(
-                "skipped what is announced as %s: %s",
+                "skipped the announcement of %s: %s",
                 *(printable(text, _MAX_CHARACTERS) for text in (shown, exc)),
             )
 
@@ -314,7 +314,7 @@ class EtcdConfig:
         read_secret(self.user_file)  # warns if everybody can read the file
         if not self.ca:
             if user and not all(each.is_loopback for each in self.endpoints):
-                logger.warning("%s: the password goes there without TLS; see etcd_ca", self)
+                logger.warning("%s: the password is sent without TLS; set etcd_ca", self)
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_certificates(context, "etcd", self.ca, self.cert, self.key)
@@ -326,7 +326,7 @@ class EtcdConfig:
         text = _read(*source).decode("utf-8", "replace").rstrip("\r\n")
         name, colon, password = text.partition(":")
         if not (name and colon and password) or "\n" in text:
-            raise InvalidArgumentError(*source, "name:password in it, in one line")
+            raise InvalidArgumentError(*source, "a single line, name:password")
         return name, password
 
 
@@ -451,7 +451,7 @@ class EtcdSession:
             raise CompactedError(f"changes up to revision {answer.compact_revision} are gone")
         if answer.canceled:
             reason = printable(answer.cancel_reason, _MAX_CHARACTERS) or "no reason was given"
-            raise EtcdError(f"the watch was ended: {reason}")
+            raise EtcdError(f"etcd cancelled the watch: {reason}")
 
     async def _read(self, call: Any, *, when_silent: Any = None) -> Any:
         """Read the next answer of a stream; if none comes in time, send `when_silent`."""
@@ -468,7 +468,7 @@ class EtcdSession:
         finally:
             reading.cancel()
         if answer is EOF:
-            raise EtcdError("the stream was ended")
+            raise EtcdError("etcd ended the stream")
         return answer
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
@@ -489,7 +489,7 @@ class EtcdSession:
             details = exc.details() if hasattr(exc, "details") else str(exc)
             raise EtcdError(f"{code}: {printable(details, _MAX_CHARACTERS)}") from exc
         except asyncio.InvalidStateError as exc:  # from a write to a stream that has ended
-            raise EtcdError("the stream was ended") from exc
+            raise EtcdError("etcd ended the stream") from exc
 
 
 @contextlib.asynccontextmanager
@@ -552,7 +552,7 @@ def own_loop() -> asyncio.AbstractEventLoop:
             try:
                 _THREADS[pid] = LoopThread("kvxfer-etcd")
             except RuntimeError as exc:
-                raise BackendUnavailableError(f"discovery cannot begin: {exc}") from exc
+                raise BackendUnavailableError(f"cannot start discovery: {exc}") from exc
         return _THREADS[pid].loop
 
 
@@ -731,11 +731,11 @@ class EtcdDiscovery:
                         async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
                             await session.revoke(lease)
                         self._lease = None  # only now: the next call completes a cancelled one
-                        logger.info("%s is not announced any more", self._at)
+                        logger.info("withdrew the announcement of %s", self._at)
                         return
         if self._lease is not None:  # another call may have ended it
             self._lease = None
-            text = "etcd does not answer; %s is announced up to %d s longer"
+            text = "etcd does not answer; %s stays announced for up to %d s"
             logger.warning(text, self._at, self._lease_s)
 
 

@@ -243,7 +243,7 @@ class Exchange:
         """Restart NIXL, which ends its reads; once per read, even if an earlier restart hangs."""
         late = self._quarantine.reads()
         if self._restarting is None or late - self._ending:
-            text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
+            text = "restarting NIXL: reads past their deadline may still change %d bytes"
             logger.warning(text, self._quarantine.num_bytes)
             self._ending = late
             self._restarting = asyncio.ensure_future(self._restart())

@@ -57,7 +57,7 @@ async def why_not_straight(
     Blocks the event loop for up to a second, or for as long as registering takes.
     """
     if not has_active_port():
-        return "no network card here does RDMA; transport=nixl with integrity=fenced tries CUDA IPC"
+        return "no network card here has RDMA; transport=nixl with integrity=fenced tries CUDA IPC"
     try:
         agent = make_agent()
         try:
@@ -228,7 +228,7 @@ class LocalNode:
             if demanded:
                 raise BackendUnavailableError(f"transport=nixl, but {reason}") from exc
             text = printable(reason, MAX_TEXT_CHARACTERS)
-            logger.warning("NIXL does not reach a peer; using sockets: %s", text)
+            logger.warning("NIXL cannot reach a peer; using sockets: %s", text)
             return None
         return RemoteMemory(agent, name, carrier, regions, self.hasher)
 

@@ -125,7 +125,7 @@ class ClientSession(Session):
     def carrier(self) -> str:
         """Carrier of this peer's bytes."""
         if self._only_asks:
-            return "control messages alone"
+            return "control messages only"
         return "not connected" if self._theirs is None else self._theirs.carrier
 
     async def serve(self, earlier: "ClientSession | None") -> None:
@@ -146,7 +146,7 @@ class ClientSession(Session):
                 while True:
                     await self._take(await self._channel.receive(_REQUEST))
             except (PeerError, ClosedError) as exc:
-                logger.info("serving has ended: %s", exc)
+                logger.info("stopped serving: %s", exc)
             finally:
                 self._lease.cancel()
         finally:  # a server that closes may cancel this task again
@@ -201,11 +201,11 @@ class ClientSession(Session):
         elif number in self._jobs or number in self._pins:
             await self._refuse(number, f"request {number} has not ended")
         elif self.draining and isinstance(request, wire.Lookup | wire.Pin | wire.Pull | wire.Hold):
-            await self._refuse(number, "this peer is about to end")
+            await self._refuse(number, "this peer is shutting down")
         elif isinstance(request, wire.TicketRequest):
             await self._do(request)  # never waits, so that a burst of them is no load
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
-            await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
+            await self._refuse(number, f"more than {MAX_REQUESTS} requests at a time")
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
             job.add_done_callback(lambda _: self._jobs.pop(number))
@@ -318,7 +318,7 @@ class ClientSession(Session):
         """Store the blocks of a pull, except those that differ from the peer's checksums."""
         waiting = self._unpublished.get(request.pull)
         if waiting is None:
-            raise InvalidArgumentError("pull", request.pull, "one that waits to be published")
+            raise InvalidArgumentError("pull", request.pull, "a pull that waits to be published")
         room, checksums = waiting
         num_checksums = 0 if checksums is None else len(room.outcomes)
         if len(request.checksums) != num_checksums:
@@ -370,7 +370,7 @@ class ClientSession(Session):
             try:
                 self._desk.drop(self, self._heard)
             except Exception:
-                logger.exception("tickets of a peer that has gone may be held for ever")
+                logger.exception("tickets of a peer that is gone may stay held")
         await self._channel.aclose()
         await self._release_pins()  # at once: what follows waits for a peer that may stall
         tasks = [*self._jobs.values(), *self._lending]
@@ -514,8 +514,8 @@ class Server:
 
     def _note_cut(self, address: tuple[Any, ...]) -> None:
         peer, most = str(Endpoint(*address[:2])), self._config.max_unauthenticated
-        reason = f"{peer} did not prove itself within {PROVE_S:g} s, and {most} wait to"
-        self._refusals.note(logging.INFO, "cut a connection: %s", peer, reason)
+        reason = f"{peer} did not authenticate within {PROVE_S:g} s, and {most} wait to"
+        self._refusals.note(logging.INFO, "closed a connection: %s", peer, reason)
 
     async def _meet(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
         """Serve a connection that was accepted, unless too many are open."""

@@ -330,7 +330,7 @@ def test_the_number_of_holders_and_of_warnings_is_bounded(
     roster.replace({}, 1.0)
     roster.settle(1.0 + GRACE_S)
     roster.change({b"x": b""}, 20.0)  # those that are gone are forgotten
-    assert "announced as x:" in caplog.text
+    assert "announcement of x:" in caplog.text
 
 
 ENDPOINTS = st.builds(

@@ -244,7 +244,7 @@ class SimulatedEtcdSession:
         heard_at = etcd.now
         while True:
             if etcd.num_cuts != num_cuts:
-                raise EtcdError("the stream was ended")
+                raise EtcdError("etcd ended the stream")
             changed = etcd.changed(prefix, revision)
             is_silent = etcd.draw_fault() is EtcdFault.SILENT
             if is_silent and etcd.now >= heard_at + 2 * self._timeout_s:

@@ -212,7 +212,7 @@ class Reads:
         handle.release()
         reading.in_flight -= 1
         if state != "DONE":
-            reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
+            reading.stop(TransferFailedError(reading.peer, "NIXL reported a failure"))
 
     def end_finished(self) -> None:
         """End the reads that have no piece left or in flight."""
@@ -303,7 +303,7 @@ class NixlPeers:
             raise TransferFailedError(peer.name, "the agent was closed")
         remote = self._remotes.get(peer.name)
         if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
-            raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
+            raise InvalidArgumentError("metadata", peer.name, "another agent, as first added")
         if remote and remote.removed:  # add it again once the removal is complete
             remote.removed.add_done_callback(lambda _: attempt(done, partial(self.add, peer, done)))
             return
@@ -350,7 +350,7 @@ class NixlPeers:
                 else:
                     return
             remote.removed = remote.removed or Future()
-            reason = error or "other memory is where its beacon should be"
+            reason = error or "its beacon is not where its metadata says"
             lost = PeerLostError(peer.name, f"it cannot be reached ({reason})")
             remote.added.set_exception(lost)
 
@@ -532,8 +532,8 @@ class NixlThread:
             return TransferFailedError(self._name, f"cannot register host memory: {exc}")
         return DeviceUnavailableError(
             device.index,
-            f"NIXL cannot register its memory ({exc}); install the GPU's driver, and NIXL with a "
-            f"UCX for CUDA as in its wheels, or let blocks pass through host memory",
+            f"NIXL cannot register its memory ({exc}); install the GPU's driver, and a NIXL whose "
+            f"UCX supports CUDA, as in its wheels, or let blocks pass through host memory",
         )
 
     def _deregister(self, registered: Any) -> None:

@@ -119,7 +119,7 @@ class FrameCodec:
             payload, seal = payload[:-SEAL_BYTES], body[-SEAL_BYTES:]
             expected = _seal(self._seals[1], self._num_received, payload)
             if not hmac.compare_digest(expected, seal):
-                changed = "was changed, repeated, left out or made with another key"
+                changed = "was changed, repeated, dropped or sealed with another key"
                 raise ProtocolError(self.peer, f"frame {self._num_received} {changed}")
         self._num_received += 1
         return payload

@@ -50,7 +50,7 @@ class Regions:
         last = 0
         for address, num_bytes, _ in sorted(self._regions):
             if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
-                wanted = "regions with bytes, none overlapping another"
+                wanted = "non-empty regions that do not overlap"
                 raise InvalidArgumentError("regions", (address, num_bytes), wanted)
             last = address + num_bytes
         self._addresses: Words = np.array([each.address for each in self._regions], np.uint64)
@@ -98,7 +98,7 @@ class Regions:
         inside = self._inside(addresses, lengths)
         if not inside.all():
             wrong = int(np.argmin(inside))
-            wanted = f"the address of {lengths[wrong]} bytes inside one registered region"
+            wanted = f"{lengths[wrong]} bytes inside one registered region"
             raise InvalidArgumentError(f"{argument}[{wrong}]", hex(addresses[wrong]), wanted)
 
     def locate(self, blocks: Descriptors) -> Extents:
@@ -122,7 +122,7 @@ class Regions:
         block_offsets = _read(extents.block_offsets, "block_offsets", _INT64)
         if not len(regions) == len(offsets) == len(lengths):
             counts = (len(regions), len(offsets), len(lengths))
-            raise InvalidArgumentError("extents", counts, "arrays of one length")
+            raise InvalidArgumentError("extents", counts, "arrays of equal length")
         rising = len(block_offsets) > 1 and bool((block_offsets[1:] > block_offsets[:-1]).all())
         if not rising or (block_offsets[0], block_offsets[-1]) != (0, len(regions)):
             wanted = f"rising from 0 to {len(regions)}"
