@@ -471,31 +471,31 @@ class PoolBackend(TellsKept):
         self._attachment = None
         if lost is not None:
             logger.warning("lost the host pool at %s: %s", self._config.path, lost.error)
-            self._wait(lost.lost_at, silent=lost.timed_out)
+            self._begin_pause(lost.lost_at, silent=lost.timed_out)
         now = runtime.monotonic()
         if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path}; not retried yet")
         try:
             attachment = Attachment(self._config, self._namespace)
         except BackendUnavailableError as exc:
-            self._wait(runtime.monotonic(), silent=isinstance(exc.__cause__, TimeoutError))
+            self._begin_pause(runtime.monotonic(), silent=isinstance(exc.__cause__, TimeoutError))
             raise
         except NamespaceMismatchError as exc:
-            self._wait(runtime.monotonic(), silent=True)
+            self._begin_pause(runtime.monotonic(), silent=True)
             logger.warning("refused by the host pool at %s: %s", self._config.path, exc)
             raise BackendUnavailableError(str(exc)) from exc
         try:
             attachment.pool.attach(self._memory)
         except KVXferError as exc:
             attachment.close()
-            self._wait(runtime.monotonic(), silent=True)
+            self._begin_pause(runtime.monotonic(), silent=True)
             raise BackendUnavailableError(f"cannot use the host pool: {exc}") from exc
         self._attachment = attachment
         text = "attached to the host pool at %s: %d slots"
         logger.info(text, self._config.path, attachment.pool.shape.num_slots)
         return attachment
 
-    def _wait(self, since: float, *, silent: bool) -> None:
+    def _begin_pause(self, since: float, *, silent: bool) -> None:
         (self._silence if silent else self._pause).begin(since)
 
 

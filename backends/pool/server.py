@@ -83,7 +83,7 @@ class PoolSession(Session):
         self._within_s = DELETE_WITHIN_S
         self._number = next(self._numbers)
         self._pid, _ = peer_of(connection)
-        self._process = _watch(connection, self._pid)
+        self._pidfd = _open_pidfd(connection, self._pid)
 
     def __str__(self) -> str:
         return f"engine {self._number} (process {self._pid})"
@@ -111,8 +111,8 @@ class PoolSession(Session):
             integrity=pool.integrity.of_media.value,
         )
         said_bye, loop = False, asyncio.get_running_loop()
-        if self._process >= 0:  # a child forked by the engine may hold its end of the socket open
-            loop.add_reader(self._process, self._end_connection)
+        if self._pidfd >= 0:  # a child forked by the engine may hold its end of the socket open
+            loop.add_reader(self._pidfd, self._end_connection)
         try:
             socket.send_fds(self._connection, [wire.encode(welcome)], [memory.fd])
             while not said_bye:
@@ -129,14 +129,14 @@ class PoolSession(Session):
             logger.warning("%s sent an invalid request: %s", self, exc)
             await self._hear_end()  # until then its threads may be reading pinned blocks
         finally:
-            if self._process >= 0:
-                loop.remove_reader(self._process)
+            if self._pidfd >= 0:
+                loop.remove_reader(self._pidfd)
             # A holder that is shutting down reuses no slot, so it need not wait for the engine.
             await self._release(at_once=said_bye or is_caller_cancelled())
 
     def _end_connection(self) -> None:
         """Shut down the connection of an engine that has exited, even if a child inherited it."""
-        asyncio.get_running_loop().remove_reader(self._process)
+        asyncio.get_running_loop().remove_reader(self._pidfd)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -266,20 +266,20 @@ class PoolSession(Session):
             for *_, stack in self._rooms.values():
                 await stack.aclose()
             self._rooms.clear()
-            if self._process >= 0:
-                os.close(self._process)
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
 
     async def _wait_for_end(self) -> None:
-        if self._process < 0:
+        if self._pidfd < 0:
             await asyncio.sleep(GRACE_S)
             return
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._process, ended.set)
+        loop.add_reader(self._pidfd, ended.set)
         try:
             await ended.wait()
         finally:
-            loop.remove_reader(self._process)
+            loop.remove_reader(self._pidfd)
 
 
 def _chosen(request: wire.Reserve, rows: Sequence[int]) -> BlockParts:
@@ -290,7 +290,7 @@ def _chosen(request: wire.Reserve, rows: Sequence[int]) -> BlockParts:
     )
 
 
-def _watch(connection: socket.socket, pid: int) -> int:
+def _open_pidfd(connection: socket.socket, pid: int) -> int:
     """Open a descriptor that becomes readable when the process exits; -1 if the kernel has none."""
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
