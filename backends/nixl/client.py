@@ -382,15 +382,15 @@ class Client:
         except KVXferError as exc:  # before `TimeoutError`: some are both, and beat the deadline
             if isinstance(exc, PeerLostError):
                 self.disconnect()  # reconnecting finds out how to reach the peer now
-            return self._end(Status.FAILED, blocks, str(exc))
+            return self._make_outcomes(Status.FAILED, blocks, str(exc))
         except TimeoutError:
             reason = f"{self.endpoint} took longer than {self._timeout_s:g} s"
-            return self._end(Status.TIMED_OUT, blocks, reason)
+            return self._make_outcomes(Status.TIMED_OUT, blocks, reason)
         except Exception as exc:  # an error raised here would cancel the other pieces
             logger.exception("transfer with %s failed", self.endpoint)
-            return self._end(Status.FAILED, blocks, repr(exc))
+            return self._make_outcomes(Status.FAILED, blocks, repr(exc))
 
-    def _end(self, status: Status, blocks: Descriptors, reason: str) -> list[Outcome]:
+    def _make_outcomes(self, status: Status, blocks: Descriptors, reason: str) -> list[Outcome]:
         """Make the outcomes of blocks whose memory late reads may still change."""
         is_safe = self._quarantine.is_safe(blocks)
         return [Outcome(status, memory_safe=each, reason=reason) for each in is_safe]
@@ -452,7 +452,7 @@ class Client:
             except PeerLostError:
                 raise
             except KVXferError as exc:  # the blocks read so far have arrived
-                read = self._end(Status.FAILED, rest, str(exc))
+                read = self._make_outcomes(Status.FAILED, rest, str(exc))
             for index, outcome in zip(left, read, strict=True):
                 is_gone = found is not None and outcome.status is Status.MISSING
                 outcomes[index] = _GONE if is_gone else outcome

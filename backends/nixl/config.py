@@ -283,7 +283,7 @@ class TLSContexts:
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
         self._renews = config.uses_tls
-        self._state = self._look()
+        self._state = self._stat_files()
         self._contexts = tls_contexts(config)
         self._refused: object = None  # state of the files that the log has called unusable
         self._threads = DaemonThreads("kvxfer-tls-files", 1)
@@ -314,7 +314,7 @@ class TLSContexts:
         await asyncio.wait([reading], timeout=RENEW_S)
 
     def _read(self) -> None:
-        state = self._look()  # before reading: a file that changes meanwhile is read again
+        state = self._stat_files()  # before reading: a file that changes meanwhile is read again
         if state == self._state:
             return
         config = self._config
@@ -328,7 +328,7 @@ class TLSContexts:
         self._state = state
         logger.info("TLS files were replaced: new connections use the new certificate")
 
-    def _look(self) -> list[tuple[int, ...] | None]:
+    def _stat_files(self) -> list[tuple[int, ...] | None]:
         """Return what identifies the present version of each file, without reading it."""
         config, found = self._config, list[tuple[int, ...] | None]()
         for path in (config.tls_cert, config.tls_key, config.tls_ca) if config.uses_tls else ():

@@ -196,13 +196,13 @@ class Connection:
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._spent: list[int] = []  # pins and holds to let go of; the holder is not told yet
-        self._telling: asyncio.TimerHandle | None = None
+        self._to_release: list[int] = []  # pins and holds to let go of; the holder is not told yet
+        self._release_timer: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()
         self._needs_data = needs_data
         self._heard = runtime.monotonic()
-        self._letting = asyncio.Lock()
+        self._let_read_lock = asyncio.Lock()
         self._lending: dict[asyncio.Task[None], DataConnection] = {}
         self._tasks = [
             asyncio.create_task(self._receive_answers()),
@@ -286,10 +286,10 @@ class Connection:
 
         If the connection ends before that, the holder lets go of everything.
         """
-        self._spent.append(number)
-        if self._telling is None:
+        self._to_release.append(number)
+        if self._release_timer is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(RELEASE_WITHIN_S, self._tell_released)
+            self._release_timer = loop.call_later(RELEASE_WITHIN_S, self._send_releases)
 
     async def let_read(self) -> None:
         """Open the data connections through which the holder reads our memory, if it needs any.
@@ -298,7 +298,7 @@ class Connection:
         """
         if not self._needs_data or len(self._lending) == MAX_LINES:
             return
-        async with self._letting:  # not for long: each connection is opened within a deadline
+        async with self._let_read_lock:  # not for long: each connection is opened within a deadline
             for _ in range(MAX_LINES - len(self._lending)):
                 try:
                     data = await self._open_data(reads=False)
@@ -313,8 +313,8 @@ class Connection:
     async def aclose(self) -> None:
         """Close the connection, and wait until it reads nothing any longer; may be called again."""
         self._end(PeerClosedError(str(self.endpoint), "the connection was closed on this side"))
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._release_timer is not None:
+            self._release_timer.cancel()
         await end_tasks([*self._tasks, *self._lending])
         await self._channel.aclose()
         await self.memory.aclose()
@@ -362,9 +362,9 @@ class Connection:
             opening.add_done_callback(fetch_error)
             opening.add_done_callback(self._tasks.remove)
 
-    def _tell_released(self) -> None:
-        self._telling = None
-        if self._spent:
+    def _send_releases(self) -> None:
+        self._release_timer = None
+        if self._to_release:
             with contextlib.suppress(KVXferError):  # the pins end with the connection
                 self._ping()
 
@@ -377,11 +377,11 @@ class Connection:
         self._require_open()
         number = next(self._numbers)
         try:
-            self._channel.send_soon(make(request_id=number, let_go=self._spent))
+            self._channel.send_soon(make(request_id=number, let_go=self._to_release))
         except PeerError as exc:
             self._end(exc)
             raise
-        self._spent = []
+        self._to_release = []
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         return number, answer
 

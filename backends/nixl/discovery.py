@@ -289,10 +289,10 @@ class EtcdConfig:
         try:
             parts = split_url(url)
         except ValueError:
-            raise InvalidArgumentError("discover", _hidden(url), _FORM) from None
+            raise InvalidArgumentError("discover", _redact(url), _FORM) from None
         strange = parts.query or parts.fragment or "@" in url or parts.scheme != "etcd"
         if strange or not _PREFIX.fullmatch(parts.path.rstrip("/")):
-            raise InvalidArgumentError("discover", _hidden(url), _FORM)
+            raise InvalidArgumentError("discover", _redact(url), _FORM)
         endpoints = tuple(Endpoint.parse("discover", each) for each in parts.netloc.split(","))
         if bool(cert) != bool(key) or (cert and not ca):
             wanted = "a CA alone, all three, or none"
@@ -338,7 +338,7 @@ def _read(argument: str, path: str) -> bytes:
         raise InvalidArgumentError(argument, path, f"a readable file: {reason}") from exc
 
 
-def _hidden(url: str) -> str:
+def _redact(url: str) -> str:
     """Hide what may be a password in a URL: all before the last @, a query, a fragment."""
     head, at, rest = url.rpartition("@")
     shown = re.split("[?#]", rest)[0]
@@ -384,7 +384,7 @@ class EtcdSession:
 
     async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
         """Return a revision, and its entries under a prefix, by name without the prefix."""
-        request = self._rpc.RangeRequest(key=prefix, range_end=_end(prefix), limit=MAX_ENTRIES)
+        request = self._rpc.RangeRequest(key=prefix, range_end=_next_key(prefix), limit=MAX_ENTRIES)
         answer = await self._call(self._kv.Range, request)
         found = {entry.key[len(prefix) :]: entry.value for entry in answer.kvs}
         return answer.header.revision, found
@@ -427,7 +427,7 @@ class EtcdSession:
         gone; also an empty mapping now and then, when etcd has shown that it is alive.
         """
         create = self._rpc.WatchCreateRequest(
-            key=prefix, range_end=_end(prefix), start_revision=revision
+            key=prefix, range_end=_next_key(prefix), start_revision=revision
         )
         alive = self._rpc.WatchRequest(progress_request=self._rpc.WatchProgressRequest())
         call = self._watches.Watch(metadata=self._metadata)
@@ -534,7 +534,7 @@ def import_aetcd() -> "ModuleType":
     return module
 
 
-def _end(prefix: bytes) -> bytes:
+def _next_key(prefix: bytes) -> bytes:
     """First key after all keys that begin with a prefix, which ends with a slash."""
     return prefix[:-1] + b"0"
 

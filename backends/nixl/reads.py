@@ -161,7 +161,7 @@ class RemoteMemory:
         def landed(index: int) -> None:
             checksums[index] = self._hasher.checksums_here(ours.select(*bounds[index]))
 
-        await _end(self.agent.begin(self.peer, runs, landed), ours, late)
+        await _await_flight(self.agent.begin(self.peer, runs, landed), ours, late)
         return list(chain.from_iterable(checksums[index] for index in range(len(bounds))))
 
     async def read_fenced(
@@ -183,7 +183,7 @@ class RemoteMemory:
             local = held.blocks.addresses + np.arange(num_words, dtype=np.uint64) * lengths
             last = Fragments.of(local, fences.addresses, lengths)
             flight = self.agent.begin(self.peer, [_pair(ours, theirs)], lambda _: None, last=last)
-            await _end(flight, ours, late)
+            await _await_flight(flight, ours, late)
             (words,) = view_memory(held.blocks.addresses, held.blocks.lengths)
             same = np.frombuffer(words, "<u8") == fences.generations
         intact: list[int] = np.flatnonzero(same).tolist()
@@ -192,7 +192,7 @@ class RemoteMemory:
     async def copy(self, theirs: Descriptors, ours: Descriptors) -> None:
         """Copy blocks as `read` does, but without hashing them."""
         flight = self.agent.begin(self.peer, [_pair(ours, theirs)], lambda _: None)
-        await _end(flight, ours, late=None)
+        await _await_flight(flight, ours, late=None)
 
     async def aclose(self) -> None:
         """Forget the peer; unless others use it, wait until reads from it have ended."""
@@ -217,7 +217,7 @@ def _cut(whole: Fragments, blocks: Descriptors, bounds: list[tuple[int, int]]) -
     return [whole.take(slice(*each)) for each in pairwise([0, *(last + 1).tolist()])]
 
 
-async def _end(flight: Flight, ours: Descriptors, late: Late | None) -> None:
+async def _await_flight(flight: Flight, ours: Descriptors, late: Late | None) -> None:
     """Wait for the end of a read; see `RemoteMemory.read` for `late` and the errors."""
     within_s = None if late is None else GRACE_S
     try:

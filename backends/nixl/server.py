@@ -88,7 +88,7 @@ class ClientSession(Session):
         self, node: LocalNode, channel: FrameChannel, greeting: Greeting, held: HeldBlocks
     ) -> None:
         self._backend, self._lender = held
-        self._desk = self._backend if isinstance(self._backend, CacheLender) else None
+        self._cache_lender = self._backend if isinstance(self._backend, CacheLender) else None
         self.session = greeting.session
         self._node = node
         self._channel = channel
@@ -337,20 +337,20 @@ class ClientSession(Session):
         self, request: wire.TicketRequest
     ) -> wire.Described | wire.HeldTicket | wire.Released:
         """Answer a request about tickets; never waits."""
-        desk = self._desk
-        if desk is None:
+        cache_lender = self._cache_lender
+        if cache_lender is None:
             raise InvalidArgumentError("request", type(request).__name__, "none about tickets")
         if self._ended:
             raise ClosedError("session")
         number = request.request_id
         if isinstance(request, wire.Describe):
-            return wire.Described(request_id=number, description=desk.description)
+            return wire.Described(request_id=number, description=cache_lender.description)
         if isinstance(request, wire.Release):
-            desk.release(request.tickets)
+            cache_lender.release(request.tickets)
             return wire.Released(request_id=number)
         if len(set(request.keys)) < len(request.keys):
             raise InvalidArgumentError("keys", f"{len(request.keys)} keys", "each key once")
-        held = desk.hold(request.ticket, request.keys, self, number)
+        held = cache_lender.hold(request.ticket, request.keys, self, number)
         wants_places = request.places and held.is_known and any(held.there)
         return wire.HeldTicket(
             request_id=number,
@@ -366,9 +366,9 @@ class ClientSession(Session):
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
         self._ended = True
-        if self._desk is not None:
+        if self._cache_lender is not None:
             try:
-                self._desk.drop(self, self._heard)
+                self._cache_lender.drop(self, self._heard)
             except Exception:
                 logger.exception("tickets of a peer that is gone may stay held")
         await self._channel.aclose()
@@ -386,8 +386,8 @@ class ClientSession(Session):
         pins = numbers & self._pins.keys()
         for number in sorted(pins):
             await self._pins.pop(number).aclose()
-        if self._desk is not None and numbers != pins:
-            self._desk.drop(self, self._heard, numbers - pins)
+        if self._cache_lender is not None and numbers != pins:
+            self._cache_lender.drop(self, self._heard, numbers - pins)
 
     async def _release_pins(self) -> None:
         while self._pins:
@@ -472,12 +472,12 @@ class Server:
                 raise ClosedError(f"server at {at}")
             waiting = self._config.max_connections
             control = next(listen_here(found, backlog=waiting))
-            self._listener.add(control, partial(self._meet, self._serve))
+            self._listener.add(control, partial(self._accept, self._serve))
             at = Endpoint(at.host, self.data_port)
             host, _, *more = control.getsockname()
             address = host, self.data_port, *more
             data = runtime.listen(address, family=control.family, backlog=waiting)
-            self._listener.add(data, partial(self._meet, self._serve_data))
+            self._listener.add(data, partial(self._accept, self._serve_data))
         except OSError as exc:
             self._listener.stop()
             raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
@@ -517,7 +517,7 @@ class Server:
         reason = f"{peer} did not authenticate within {PROVE_S:g} s, and {most} wait to"
         self._refusals.note(logging.INFO, "closed a connection: %s", peer, reason)
 
-    async def _meet(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
+    async def _accept(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
         """Serve a connection that was accepted, unless too many are open."""
         most = self._config.max_connections
         try:

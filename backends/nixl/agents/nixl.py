@@ -589,7 +589,7 @@ class NixlThread:
         pause_s, polled_at, active_at = 0.0, 0.0, runtime.monotonic()
         try:
             while not self.is_stopping:
-                acted = self._obey(pause_s)
+                acted = self._run_commands(pause_s)
                 posted = self._reads.post()
                 late = runtime.monotonic() - polled_at > POLL_WITHIN_S
                 if self._reads.in_flight or not posted or late:
@@ -643,7 +643,7 @@ class NixlThread:
             return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
         return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
 
-    def _obey(self, pause_s: float) -> bool:
+    def _run_commands(self, pause_s: float) -> bool:
         """Run the queued commands; wait up to `pause_s` for the first."""
         acted = False
         with contextlib.suppress(queue.Empty):
@@ -656,7 +656,7 @@ class NixlThread:
 
     def _close(self) -> None:
         """Destroy the agent: only that stops reads in flight from touching memory."""
-        self._obey(0.0)
+        self._run_commands(0.0)
         self._reads.close()
         self.peers.release()
         del self._agent

@@ -103,7 +103,7 @@ class Remote:
     def add(self, line: Line) -> None:
         """Add a connection."""
         self._lines[line] = None
-        self._rest(line)
+        self._make_idle(line)
 
     async def give_back(self, lines: Sequence[Line], lost: Sequence[bool]) -> None:
         """Return connections: those that are lost are closed, the others become idle."""
@@ -112,7 +112,7 @@ class Remote:
             if is_lost or line not in self._lines:
                 ended.append(line)
             else:
-                self._rest(line)
+                self._make_idle(line)
         if ended:
             await wait_despite_cancel(asyncio.gather(*map(self.drop, ended)))
 
@@ -127,7 +127,7 @@ class Remote:
         self._changed.set()  # wakes a read that waits for the first connection, too
         await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
 
-    def _rest(self, line: Line) -> None:
+    def _make_idle(self, line: Line) -> None:
         self._idle.append(line)
         self._changed.set()
         line.connection.watch(lambda: self._lose(line))

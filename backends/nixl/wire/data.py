@@ -242,7 +242,7 @@ class DataConnection:
                 self._set_deadline(stop)
                 count = self._move_some(left, send=send)
                 self._require_more(count, between_frames=False)
-                left = _behind(left, count)
+                left = _drop_bytes(left, count)
 
     def _move_some(self, views: list[memoryview], *, send: bool) -> int:
         if isinstance(self._socket, ssl.SSLSocket):  # takes one buffer at a time
@@ -296,7 +296,7 @@ def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
     return method
 
 
-def _behind(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+def _drop_bytes(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     """Drop the first `num_bytes` of the views."""
     for index, view in enumerate(views):
         if num_bytes < len(view):

@@ -157,7 +157,7 @@ class FrameChannel:
         self._reader = reader
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
-        self._pace = _Pace()
+        self._rate_limit = _RateLimit()
         self._taking_a_frame = _CutOnError(self, "taking a frame")
         self._reading_a_frame = _CutOnError(self, "the rest of a frame")
         self._buffer = bytearray()  # bytes read from the stream and not yet received as a message
@@ -277,7 +277,7 @@ class FrameChannel:
             self._writer.transport.abort()
 
     async def _next_payload(self) -> memoryview:
-        if (ahead_s := self._pace.ahead_s()) > 0:
+        if (ahead_s := self._rate_limit.ahead_s()) > 0:
             await asyncio.sleep(ahead_s)
         if not self._buffer:
             await self._read()  # between frames there is no deadline
@@ -288,7 +288,7 @@ class FrameChannel:
                     await self._read()
         body = self._buffer[HEADER_BYTES:frame_bytes]
         del self._buffer[:frame_bytes]
-        self._pace.count(frame_bytes)
+        self._rate_limit.count(frame_bytes)
         return self._codec.open(body)
 
     def _next_frame_bytes(self) -> int:
@@ -342,7 +342,7 @@ class _CutOnError:
             raise error from exc
 
 
-class _Pace:
+class _RateLimit:
     """Token buckets for frames and bytes, of one second each: a faster peer has to wait."""
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ async def greet_as_client(
     `ours` gets its nonce here. `reach` makes the access to our memory, once the other side has
     authenticated. `timeout_s` is for the whole handshake.
     """
-    handshake = _Greeting(channel, ours, Role.ASKING, secret or b"")
+    handshake = _Handshake(channel, ours, Role.ASKING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
         handshake.require_authentication()
         await channel.send(handshake.ours)
@@ -185,7 +185,7 @@ async def ask_hello(
 
     If both greetings have a namespace, a difference is a `NamespaceMismatchError`.
     """
-    handshake = _Greeting(channel, ours, Role.ASKING, b"")
+    handshake = _Handshake(channel, ours, Role.ASKING, b"")
     async with _closed_on_error(channel, timeout_s):
         await channel.send(handshake.ours)
         await handshake.receive_hello()
@@ -207,7 +207,7 @@ async def greet_as_server(
     If `ours` has no namespace, any is served. `reach` may raise `NamespaceMismatchError`, e.g. when
     another peer has settled the namespace meanwhile; the other side gets it as a refusal.
     """
-    handshake = _Greeting(channel, ours, Role.SERVING, secret or b"")
+    handshake = _Handshake(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
         await handshake.receive_hello()
         handshake.require_authentication()
@@ -221,7 +221,7 @@ async def greet_as_server(
         return Greeting(theirs, await handshake.receive(_REACH), session)
 
 
-class _Greeting:
+class _Handshake:
     """Steps of one handshake; the greeting gets its nonce here."""
 
     def __init__(self, channel: FrameChannel, ours: Hello, role: Role, secret: bytes) -> None:

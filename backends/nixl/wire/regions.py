@@ -93,7 +93,7 @@ class Regions:
 
     def require(self, argument: str, addresses: Words, lengths: Words) -> None:
         """Raise an `InvalidArgumentError` unless each stretch lies inside one region."""
-        if not len(addresses) or self._has_one_of_all(addresses, lengths):
+        if not len(addresses) or self._one_contains_all(addresses, lengths):
             return
         inside = self._inside(addresses, lengths)
         if not inside.all():
@@ -183,7 +183,7 @@ class Regions:
         inside &= lengths <= stops - np.minimum(addresses, stops)
         return inside
 
-    def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
+    def _one_contains_all(self, addresses: Words, lengths: Words) -> bool:
         """Whether one region surely contains all stretches: a cheap test for the usual case."""
         # Not `min` and `max` of arrays, which are Python wrappers around these.
         lowest, highest = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
