@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/doctor": 1_401,
     "kvxfer/engine_side": 1_444,
     "kvxfer/explain": 852,
-    "kvxfer/face": 421,
+    "kvxfer/face": 420,
     "kvxfer/integrations": 10_039,
     "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_446,

@@ -1,4 +1,4 @@
-"""Face of an asynchronous backend for engines that block; the plugs share it."""
+"""Blocking calls over an asynchronous backend, shared by the plugs."""
 
 from kvxfer.face.row_store import RowPool, RowStore, count_leading
 from kvxfer.face.salted_keys import SaltedKeys

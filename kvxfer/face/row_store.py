@@ -1,4 +1,4 @@
-"""Row store: blocking calls that move pages through rows of memory, each of them in time."""
+"""Row store: blocking calls with deadlines that move pages through rows of memory."""
 
 import asyncio
 import logging
@@ -26,28 +26,28 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
 NUM_JOBS = 8
-"""Jobs that the rows are divided among: while the backend moves the pages of some, those of another
-are copied. One call has all but one, so that a call or a tier that hangs leaves rows to others."""
+"""Number of jobs to divide the rows among: the caller copies the pages of one while the backend
+moves those of others. A call runs all but one, so that a hanging call or tier leaves some rows."""
 
 GRACE_S = 0.5
-"""Time beyond a deadline for the answer of the engine, which keeps the deadline itself."""
+"""How long to wait past a deadline for an answer of the engine, which enforces the deadline."""
 
 Copy = Callable[[Sequence[int], Sequence[int]], object]
-"""Copies pages, by their index in a call, to rows or from them; called on the caller's thread."""
+"""Copies pages, by index in the call, to or from rows; runs on the calling thread."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _RowJob:
-    """Pages of a call that are being moved, each in a row."""
+    """Pages of one call that are moved together, each through a row."""
 
     direction: Direction
     group: int
     pages: range  # indices in the call
     rows: Sequence[int]
     num_purges: int  # when the call began
-    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # another once it has begun
+    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # the engine's once begun
 
     @property
     def what(self) -> str:
@@ -56,24 +56,24 @@ class _RowJob:
 
 
 class RowStore:
-    """Store of an engine's pages in a backend, called by threads that wait.
+    """Store of an engine's pages in a backend, for threads that block on its calls.
 
-    Pages pass through rows of memory that belong to the store. The thread that calls copies between
-    its own memory and a row, so no transfer touches that memory, not even one that its backend
-    cannot stop: a page may be used for something else as soon as a call has returned. Rows that a
-    late transfer may touch are not used before it has ended.
+    Pages pass through rows of memory that the store owns. The calling thread copies between its own
+    memory and a row, so no transfer touches the caller's memory, not even one that the backend
+    cannot stop: the caller may reuse a page as soon as the call has returned. Rows that a late
+    transfer may touch are not reused before it has ended.
 
-    Every call ends by its deadline, a time of `runtime.monotonic`, give or take a copy; `math.inf`
-    for none. A failure is a miss, or a page that was not stored. Thread-safe. A process that was
-    forked cannot use the store of its parent: it gets a `ForkedError`.
+    Deadlines are times of `runtime.monotonic`, or `math.inf` for none. Every call returns by its
+    deadline, give or take a copy and `GRACE_S`. A failed load is a miss, and a failed store leaves
+    its pages unstored. Thread-safe. In a forked child, every call raises `ForkedError`.
 
     Args:
-        engine: Engine over the rows, whose backend deletes pages if it can; closed with the store.
-        rows: Rows for stores and for loads, which may be the same.
+        engine: Engine over the rows, whose backend may be `Purgeable`; closed with the store.
+        rows: Pool of rows for stores and for loads, which may be the same.
         name: Name of the store in the log.
-        describer: Describes the rows, as the engine does.
-        pause_s: Time that the backend is left alone after a call that did not get its answer.
-        timeout_s: Time that a call has, for the log.
+        describer: Describes the rows as the engine does.
+        pause_s: How long to leave the backend alone after a call that was not answered in time.
+        timeout_s: Timeout of a call, for the log.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class RowStore:
         self._keys = SaltedKeys(self._purgeable)
         self._num_purges = 0  # that have begun
         self._num_purging = 0
-        self._beginning = runtime.lock()  # held by a store until its job is one to drain
+        self._beginning = runtime.lock()  # held by a store until a drain would wait for its job
         self._guard = CallGuard(name)
 
     def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Return for each key whether a load would find it now; one question for all keys."""
+        """Return for each key whether a load would find it now; asks the backend once for all."""
         self._guard.require_same_process()
         missing = [False] * len(keys)
         if not keys or self._is_suspended() or not _left_s(deadline):
@@ -140,13 +140,13 @@ class RowStore:
         *,
         group: int = 0,
     ) -> list[bool]:
-        """Store or load pages, in jobs of some of the rows; return for each whether that was done.
+        """Store or load pages, some rows at a time; return for each whether that was done.
 
-        Nothing is moved beyond a purge that begins after the call, or with a key that appears
-        twice. `copy` copies pages to rows before they are stored, or from rows once they have
-        arrived, verified.
+        `copy` fills rows before they are stored, or empties rows that were loaded and verified.
+        Once a purge begins, a call under way stores no more pages and copies none out. A key that
+        appears twice is a `DuplicateError`.
         """
-        num_purges = self._num_purges  # first: a thread may stand still anywhere
+        num_purges = self._num_purges  # before all else: a purge may begin at any later point
         if keys:
             self._guard.check_batch(keys)
         done = [False] * len(keys)
@@ -170,19 +170,19 @@ class RowStore:
                 job = in_flight.popleft()
                 ended = self._end(job, copy, deadline)
                 done[job.pages.start : job.pages.stop] = ended
-        finally:  # of a thread that was interrupted
+        finally:  # jobs are left only if the thread was interrupted
             for job in in_flight:
                 job.outcomes.cancel()
                 self._give_back(job, [_UNSAFE] * len(job.rows))
         return done
 
     def purge(self, deadline: float) -> None:
-        """Forget every page: none that was stored before will be found by this engine again.
+        """Forget every page: this engine will not find again any that was stored before.
 
-        Where the backend can delete all pages of its namespace it does, once the stores that have
-        begun are over. Where it cannot, or not in time, pages are stored under salted keys from
-        here on, known only to this process; those of an earlier salt are deleted, found by nobody.
-        Until then nothing is stored, and every page is a miss.
+        If the backend can delete its whole namespace, it does so once the stores under way have
+        ended. If it cannot, or not in time, later pages are stored under salted keys that only this
+        process knows; pages of an earlier salt, which nobody can find any longer, are deleted.
+        Until the purge returns, nothing is stored and every page is a miss.
         """
         self._guard.require_same_process()
         with self._beginning:
@@ -197,7 +197,7 @@ class RowStore:
                 self._num_purging -= 1
 
     def close(self) -> None:
-        """Close the backend; ends in time even if that hangs."""
+        """Close the engine and its backend; returns in time even if the backend hangs."""
         self._engine.close()
 
     def _delete_all(self, deadline: float) -> bool:
@@ -225,7 +225,7 @@ class RowStore:
             logger.warning("%s: pages that nobody finds cannot be deleted: %r", self._name, exc)
 
     def _begin(self, job: _RowJob, keys: Sequence[BlockKey], copy: Copy, deadline: float) -> None:
-        """Begin a job, after the pages of a store were copied; one that cannot begin has failed."""
+        """Begin a job, first copying the pages of a store to rows; one that cannot begin fails."""
         move = self._engine.load if job.direction is Direction.LOAD else self._engine.store
         try:
             with ExitStack() as held:
@@ -241,9 +241,9 @@ class RowStore:
                 of_groups = [job.rows if group == job.group else () for group in groups]
                 moving = move(names, of_groups, timeout_s=_limit_s(deadline))
                 job.outcomes = self._engine.submit_call(moving)
-        except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
+        except Exception as exc:  # noqa: BLE001 - the caller gets failed pages
             logger.warning("%s: %s failed: %r", self._name, job.what, exc)
-            failed = Outcome(Status.FAILED, reason=repr(exc))  # no transfer knows its rows
+            failed = Outcome(Status.FAILED, reason=repr(exc))  # no transfer was begun on its rows
             job.outcomes.set_result([failed] * len(job.rows))
 
     def _require_no_purge(self, job: _RowJob) -> None:
@@ -259,14 +259,14 @@ class RowStore:
             if arrived and job.direction is Direction.LOAD:
                 self._require_no_purge(job)
                 copy([job.pages[at] for at in arrived], [job.rows[at] for at in arrived])
-        except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
+        except Exception as exc:  # noqa: BLE001 - the caller gets failed pages
             is_late = outcomes is unanswered and isinstance(exc, TimeoutError)
             if not is_late:
                 logger.warning("%s: %s failed: %r", self._name, job.what, exc)
             status = Status.TIMED_OUT if is_late else Status.FAILED
             outcomes = [replace(each, status=status, reason=repr(exc)) for each in outcomes]
         finally:
-            job.outcomes.cancel()  # of a thread that does not wait for it any more
+            job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
             self._give_back(job, outcomes)
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
@@ -300,21 +300,21 @@ class RowStore:
 
 
 class RowPool:
-    """Pool of rows that nobody uses; thread-safe.
+    """Pool of free rows; thread-safe.
 
-    Whoever takes rows waits for those that calls use. Late ones, which a transfer may touch after
-    the end of its call, may never come back: he waits for them if the pool `waits_for_late` rows.
+    `take` waits for rows that other calls use. Late rows, which a transfer may touch after the end
+    of its call, may never come back: `take` waits for them only if the pool `waits_for_late` rows.
     """
 
     def __init__(self, rows: Collection[int], *, waits_for_late: bool = False) -> None:
-        self.num_rows = len(rows)  # used or not
+        self.num_rows = len(rows)  # free or not
         self._free = list(rows)
         self._late: set[int] = set()
         self._most_late = math.inf if waits_for_late else self.num_rows
         self._changed = runtime.condition()
 
     def take(self, most: int, timeout_s: float) -> list[int]:
-        """Take at least one row and at most `most`; none after the timeout, or if all are late."""
+        """Take one to `most` rows; none if the wait times out, or is pointless: all are late."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._free or len(self._late) >= self._most_late,
@@ -324,7 +324,7 @@ class RowPool:
             return taken
 
     def give_back(self, rows: Sequence[int], *, late: Sequence[int] = ()) -> None:
-        """Give rows back; late ones are given back later, once nothing can touch them."""
+        """Give rows back; `late` ones are to be given back again once nothing can touch them."""
         with self._changed:
             self._free += rows
             self._late = self._late.difference(rows).union(late)
@@ -332,7 +332,7 @@ class RowPool:
 
 
 def count_leading(found: Sequence[bool]) -> int:
-    """Count the pages before the first that is missing."""
+    """Count the pages before the first missing one."""
     return [*found, False].index(False)
 
 
@@ -344,5 +344,5 @@ def _left_s(deadline: float) -> float:
 
 
 def _limit_s(deadline: float, grace_s: float = 0.0) -> float | None:
-    """Compute the time that is left of a call and of its grace; None without a deadline."""
+    """Return the time left until a deadline and its grace are over; None without a deadline."""
     return None if deadline == math.inf else _left_s(deadline + grace_s)
