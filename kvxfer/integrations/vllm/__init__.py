@@ -1,8 +1,8 @@
 """KV caches of vLLM: offloading, and prefill and decode in separate engines.
 
-`KVXferOffload` is vLLM's OffloadingConnector with `KVXferOffloadingSpec`, and `KVXferTier` serves
-its TieringOffloadingSpec; `KVXferConnector` hands the KV cache of prompts from one engine to
-another. Each is imported at its first use: what one of them needs of vLLM, the others do not.
+`KVXferOffload` is vLLM's OffloadingConnector with `KVXferOffloadingSpec`, `KVXferTier` is a tier of
+its TieringOffloadingSpec, and `KVXferConnector` hands the KV cache of prompts from one engine to
+another. Each is imported on first use, because each needs different parts of vLLM.
 """
 
 import importlib

@@ -1,9 +1,9 @@
 """CPU packing: the order of keys and values within a block of vLLM's CPU attention, as data.
 
-In the cache of a layer, `(num_blocks, num_kv_heads, tokens_per_block, 2 * head_dim)`, a head of a
-block is a plane of keys and then a plane of values, in spite of the shape. The order within a
-plane depends on the kernel, which vLLM picks by an instruction set. Only measured orders are
-listed here; any other plane is opaque bytes.
+In the cache of a layer, `(num_blocks, num_kv_heads, tokens_per_block, 2 * head_dim)`, each head of
+a block is a plane of keys followed by a plane of values, despite the shape. The order within a
+plane depends on the kernel, which vLLM picks by instruction set. Only measured orders are listed
+here; any other plane is opaque bytes.
 """
 
 import inspect
@@ -15,36 +15,36 @@ import numpy.typing as npt
 import torch
 
 MEASURED = {"vec": (32, (2, 4)), "vec16": (16, (2, 4)), "amx": (32, (2,))}
-"""Measured instruction sets: tokens that their blocks are a multiple of, and sizes of elements that
-kernels copy bit by bit; elements of one byte are quantized."""
+"""Measured instruction sets: the number that `tokens_per_block` must be a multiple of, and the
+sizes of elements that kernels copy bit for bit. They quantize elements of one byte."""
 AMX_ROWS, AMX_PAIR = 16, 2
-"""Rows of a tile, and the elements of two bytes in each of its columns.
+"""Rows of a tile, and the two-byte elements in each of its columns.
 
 Source: https://github.com/vllm-project/vllm, `csrc/cpu/cpu_attn_amx.hpp`, `AMX_TILE_ROW_NUM` and
 `reshape_and_cache`.
 """
 KERNEL_FEATURES = ("avx512", "avx512_bf16", "amx_tile")
-"""Features of a processor by which vLLM picks a build of its kernels, and an instruction set of it.
+"""Features of a processor by which vLLM picks a build of its kernels and an instruction set.
 
 Source: https://github.com/vllm-project/vllm, `vllm/platforms/cpu.py`, `import_kernels`, and
 `vllm/v1/attention/backends/cpu_attn.py`, `_get_attn_isa`.
 """
 ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
-"""Parameters of vLLM's choice of an instruction set, 0.22 to 0.33; a new one is a new rule."""
+"""Parameters by which vLLM chooses an instruction set, 0.22 to 0.33; a new one means a new rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPlane:
     """Order in memory of the keys, or of the values, of one head in one block.
 
-    An element's token is the sum of value times step over the digits `token`, and likewise its
-    dimension; its place is the number that the values of all digits form, the last one fastest.
+    The values of all digits form an element's place, a number whose last digit changes fastest. Its
+    token is the sum of value times step over the `token` digits; likewise its dimension.
     """
 
     digits: tuple[tuple[str, int, int], ...]  # axis (`token` or `dim`), step, size; outermost first
 
     def elements(self) -> npt.NDArray[np.int64]:
-        """List the token and the dimension of each place, in order of memory: `(places, 2)`."""
+        """List the token and the dimension of each place, in memory order: `(num_places, 2)`."""
         elements = np.zeros((1, 2), np.int64)
         for axis, step, size in self.digits:
             values = np.zeros((size, 2), np.int64)
@@ -54,7 +54,7 @@ class PackedPlane:
 
     @property
     def has_rows(self) -> bool:
-        """Whether elements that are neighbours along one axis lie next to each other."""
+        """Whether each axis is one digit, so that neighbours along the last axis are adjacent."""
         return len(self.digits) == len({axis for axis, _, _ in self.digits})
 
 
@@ -63,8 +63,8 @@ def cpu_packing(
 ) -> tuple[PackedPlane, PackedPlane] | None:
     """Return the planes of keys and of values of one head in a block; None if they are not known.
 
-    The same instruction set is compiled several times, for AVX2, AVX-512 and other processors:
-    `kernel_packs_as` proves the answer for the kernel of this process. `tokens_per_block` are those
+    vLLM compiles an instruction set several times, for AVX2, AVX-512 and other processors;
+    `kernel_packs_as` proves the answer for the kernel of this process. `tokens_per_block` is that
     of the tensor, not of the block table.
     """
     unit, itemsizes = MEASURED.get(isa, (1, ()))
@@ -77,7 +77,7 @@ def cpu_packing(
 
 
 def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, PackedPlane] | None:
-    """Order of AMX's tiles: pairs along the axis that is summed over, 16 along the other."""
+    """Return the order of AMX tiles: pairs along the summed axis, 16 rows along the other."""
     if head_dim % (AMX_ROWS * AMX_PAIR):
         return None
 
@@ -101,7 +101,7 @@ def cpu_kernels() -> str:
     """Name the features of this processor by which vLLM picks its kernels.
 
     `torch.backends.cpu.get_cpu_capability()` does not answer this: it has no name for AMX, and
-    `ATEN_CPU_CAPABILITY` lowers it without an effect on vLLM's kernels.
+    `ATEN_CPU_CAPABILITY` lowers it without affecting vLLM's kernels.
     """
     found = (
         name for name in KERNEL_FEATURES if getattr(torch.cpu, f"_is_{name}_supported", bool)()
@@ -114,7 +114,7 @@ def cpu_attention_isa(
 ) -> str | None:
     """Ask vLLM which instruction set its `CPU_ATTN` uses on this machine.
 
-    None where vLLM runs on no CPU, refuses such a cache, or has another interface for the question.
+    None if vLLM does not run on a CPU, refuses such a cache, or chooses by other parameters.
     """
     if not is_cpu():
         return None
@@ -132,8 +132,8 @@ def cpu_attention_isa(
 def kernel_packs_as(planes: tuple[PackedPlane, PackedPlane], isa: str, dtype: torch.dtype) -> bool:
     """Test whether the kernel of this process packs keys and values in the order of `planes`.
 
-    It writes distinct keys and values to a block of separate memory; every element has to be in its
-    place, bit by bit. A kernel without such an instruction set or head dimension raises.
+    The kernel writes distinct keys and values to a scratch block, where every element must be in
+    its place, bit for bit. A kernel without this instruction set or head dimension raises.
     """
     from vllm import _custom_ops
 

@@ -1,8 +1,8 @@
-"""Freed blocks, which stores may still read: what is loaded into them waits.
+"""Freed blocks that stores may still read: nothing is loaded into them before the stores end.
 
-vLLM stores a request's blocks in the step after they were computed, when they may be free. It ends
-such stores when it gives the blocks to a request that it computes, or that the connector of the
-stores itself loads, and does not see what another connector is about to load.
+vLLM stores a request's blocks one step after it computed them, when they may be free already. It
+ends such stores before it computes another request in those blocks, or before the connector that
+stores them loads into them, but does not see what another connector is about to load.
 """
 
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ _FENCED = "_current_batch_allocated_block_ids"
 
 
 def writable(block: Any) -> int:
-    """Return the id of a block that a load may write; 0 for the null block, and for shared ones."""
+    """Return a block's id if a load may write to the block, 0 if it is the null block or shared."""
     return 0 if block.is_null or block.block_hash is not None else int(block.block_id)
 
 
 def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
-    """Have stores of connectors end before something is loaded into `blocks`, if they read any.
+    """Make connectors end the stores that read any of `blocks` before anything is loaded into them.
 
-    To be called before the connectors plan their step; without `blocks`, to check that this release
-    of vLLM can do it.
+    Call it before the connectors plan their step. Without `blocks` it only checks that this release
+    of vLLM can do that.
     """
     groups = () if blocks is None else blocks.blocks
     written = {writable(block) for ids in groups for block in ids} - {0}
@@ -39,9 +39,9 @@ def fence(connectors: Iterable[Any], blocks: Any = None) -> None:
 
 
 def fence_loads_of_others() -> None:
-    """Have stores end before any connector of a MultiConnector loads into the blocks they read.
+    """Make stores end before any connector of a MultiConnector loads into the blocks they read.
 
-    To be called within a call of the MultiConnector, if there is one.
+    Call it within a call of the MultiConnector, if there is one.
     """
     callers = locals_of_callers("self")
     multi = next((each for each in callers if _is_a("MultiConnector", each)), None)

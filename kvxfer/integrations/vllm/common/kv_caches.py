@@ -30,13 +30,13 @@ from kvxfer.kvcache.spec import (
 )
 
 CROSS_LAYER = "every layer"
-"""Name under which the one tensor of all layers is registered; any name would do."""
+"""Name under which a single tensor of all layers is registered; any name would do."""
 RegisteredEntry = torch.Tensor | Sequence[torch.Tensor]
 
 AXES = {"B": "block", "H": "head", "N": "token"}
-"""Axes by the letters of layout names, from 0.29 on; `C` is one token's elements per head."""
+"""Axis of each letter in a layout's name, from 0.29 on; `C` is one token's elements per head."""
 PROBE = {"num_blocks": 1009, "block_size": 16, "num_kv_heads": 7, "head_size": 64}
-"""Sizes with which a backend's shape is probed: distinct numbers that backends accept."""
+"""Sizes with which to ask an attention backend for its cache's shape: distinct valid numbers."""
 AXIS_OF_SIZE = {1009: "block", 16: "token", 7: "head", 64: "dim", 128: "kv*dim", 2: "kv"}
 CPU_BACKEND = "CPU_ATTN"
 
@@ -44,13 +44,13 @@ CPU_BACKEND = "CPU_ATTN"
 class KVCacheHooks(ABC):
     """Mix-in for connectors: turns every hook that passes KV caches into `use_kv_caches`.
 
-    To be mixed into a connector, in front of vLLM's base class:
+    Mix it into a connector, in front of vLLM's base class:
 
         class MyConnector(KVCacheHooks, KVConnectorBase_V1): ...
 
-    A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer, or
+    vLLM calls exactly one of the hooks, once: `register_kv_caches` with a tensor per layer, or
     `register_cross_layers_kv_cache` (up to 0.28) with one tensor of all layers, which it allocates
-    where the model and its attention backend allow it. Nothing is imported from vLLM; releases from
+    if the model and its attention backend allow it. Nothing is imported from vLLM; releases from
     0.20 on are told apart by the attributes of their objects.
 
     Implementors must define `use_kv_caches`.
@@ -63,7 +63,7 @@ class KVCacheHooks(ABC):
 
     @abstractmethod
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
-        """Use this worker's KV caches, whose memory vLLM owns and keeps as long as the worker."""
+        """Use this worker's KV caches; vLLM owns their memory while the worker lives."""
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
@@ -73,7 +73,7 @@ class KVCacheHooks(ABC):
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
     ) -> None:
-        """Take one entry per layer; entries that belong to no group, such as encoders', are left.
+        """Take one entry per layer; entries of no group, such as those of encoders, are ignored.
 
         Raises:
             InvalidArgumentError: kvxfer has no spec for a layer's cache.
@@ -90,7 +90,7 @@ class KVCacheHooks(ABC):
 
         Raises:
             InvalidArgumentError: kvxfer has no spec for a layer's cache, or the attention backend
-                does not tell the layout of such a tensor.
+                does not state the layout of such a tensor.
             LayoutError: The tensor is not laid out as the backend says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, {})
@@ -116,7 +116,7 @@ def convert_caches(caches: Any) -> CanonicalKVCaches:
 
 def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
     """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on."""
-    # From 0.29 on a tensor lists its layers, but not the tensors that they share.
+    # From 0.29 on, a tensor lists the layers that are placed in it, not those that share bytes.
     shared = (getattr(tensor, "shared_by", ()) for tensor in config.kv_cache_tensors)
     return KVCacheConfig(
         num_blocks=config.num_blocks,
@@ -133,10 +133,10 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
 
 
 def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
-    """Convert the spec of a layer with these tensors, or of a whole group.
+    """Convert the spec of a layer, whose cache is `entry`, or of a whole group.
 
-    Refused are pages with other bytes than keys and values of their type, as packed or scaled ones,
-    and those that an attention backend orders for its own kernels.
+    It refuses pages that have more than plain keys and values of their type, such as packed or
+    scaled ones, and pages that an attention backend orders for its own kernels.
     """
     families = [base.__name__ for base in type(spec).__mro__]
     family = next((name for name in families if name in _FAMILIES), None)
@@ -185,7 +185,7 @@ _CHUNK = {"attention_chunk_tokens": "attention_chunk_size"}
 _OPTIONAL = frozenset({"page_size_padded", "head_size_v"})
 """Fields that some releases do not have."""
 _OF_KERNELS = "num_head_slots", "state_content_bytes"
-"""Fields that an attention backend sets where its kernels order a page in their own way."""
+"""Fields that an attention backend sets if its kernels order a page in their own way."""
 _FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
     "SlidingWindowMLASpec": (SlidingWindowMLASpec, _ATTENTION | _WINDOW),
     "MLAAttentionSpec": (MLASpec, _ATTENTION),
@@ -194,14 +194,14 @@ _FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
     "CrossAttentionSpec": (CrossAttentionSpec, _ATTENTION | _VALUES),
     "FullAttentionSpec": (FullAttentionSpec, _ATTENTION | _VALUES | _WINDOW | _CHUNK),
 }
-"""Our class for a class of vLLM, by its name, and vLLM's names of our fields."""
+"""Our class for each of vLLM's classes, by name, and vLLM's names for our fields."""
 _FAMILIES = ("UniformTypeKVCacheSpecs", "MambaSpec", *_FIELDS)
 
 
 def canonicalize_layers(
     kv_caches: Mapping[str, RegisteredEntry], config: KVCacheConfig, vllm_config: Any
 ) -> CanonicalKVCaches:
-    """Canonicalize the registered caches of all layers of a config; errors as `canonicalize`."""
+    """Canonicalize the registered caches of all layers of a config; raises as `canonicalize`."""
     entries, layouts = dict[str, RegisteredEntry](), dict[str, str]()
     for group in config.groups:
         for name in group.layer_names:
@@ -212,7 +212,7 @@ def canonicalize_layers(
 
 
 def _without_packed(caches: CanonicalKVCaches, vllm_config: Any) -> CanonicalKVCaches:
-    """Say nothing of the bytes inside pages whose keys and values the kernels of a CPU pack."""
+    """Drop the boxes of pages that CPU kernels pack, since they describe the unpacked order."""
     layers = vllm_config.compilation_config.static_forward_context
 
     def known(ref: CanonicalKVCacheRef) -> CanonicalKVCacheRef:
@@ -228,9 +228,9 @@ def _without_packed(caches: CanonicalKVCaches, vllm_config: Any) -> CanonicalKVC
 def _layer_cache(
     name: str, entry: RegisteredEntry, spec: KVCacheSpec, vllm_config: Any
 ) -> tuple[RegisteredEntry, str]:
-    """Find a layer's tensor and its axes, empty where vLLM does not tell; or a layer's states."""
+    """Return a layer's tensor or states, and its axes in memory order; empty if unknown."""
     if isinstance(spec, MambaSpec) and isinstance(entry, torch.Tensor):
-        # `(num_blocks, 1, 1, bytes)`, with padding or without
+        # `(num_blocks, 1, 1, bytes)`, padded or not
         return [entry[:, 0, 0, : spec.unpadded_page_size_bytes]], ""
     if not isinstance(spec, AttentionSpec) or not isinstance(entry, torch.Tensor):
         return entry, ""
@@ -243,7 +243,7 @@ def _layer_cache(
 
 
 def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
-    """Convert a layout's name to axes; tensors of latents may have a head axis of one or none."""
+    """Convert a layout's name to axes; a tensor of latents may lack the head axis, of size one."""
     if not isinstance(spec, (MLASpec, SlidingWindowMLASpec)):
         return " ".join(AXES.get(letter, "kv*dim") for letter in name if letter != "L")
     axes = [AXES.get(letter, "dim") for letter in name if letter != "L"]
@@ -251,7 +251,7 @@ def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
 
 
 def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
-    """Derive the axes, in order of memory, from a backend's shape and stride order."""
+    """Derive the axes in memory order from a backend's shape and stride order; empty if unknown."""
     try:
         shape = backend.get_kv_cache_shape(**PROBE)
     except (AttributeError, NotImplementedError):
@@ -269,7 +269,7 @@ def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
 
 
 def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as its kernels do: all keys first."""
+    """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as kernels do: keys, then values."""
     num_blocks, heads, tokens, width = tensor.shape
     block_stride, head_stride, _, _ = tensor.stride()
     dim = width // 2

@@ -1,4 +1,4 @@
-"""Identity of a model under vLLM: what changes the values of its cache at equal tokens."""
+"""Identity of a model under vLLM: everything that changes its cache's values at equal tokens."""
 
 import enum
 import json
@@ -21,7 +21,7 @@ HARMLESS_FILES = re.compile(
     r"config\.json|(added_tokens|chat_template|generation_config|merges|special_tokens_map|tokenizer"
     r"|vocab)[^.]*\.json|.*\.index\.json"
 )
-"""Files beside the weights that change no value at equal tokens, or are read for themselves."""
+"""Files beside the weights that change no value at equal tokens, or that are read elsewhere."""
 
 OF_IMAGES = frozenset({
     "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings",
@@ -32,15 +32,15 @@ OF_IMAGES = frozenset({
     "skip_mm_profiling",
 })  # fmt: skip
 """Harmless settings of vLLM's `MultiModalConfig`: limits, caches, kernels, and the order of text.
-Others change what is computed of an image, whose name in vLLM's keys is that of its content."""
+Any other changes what is computed from an image, which vLLM's keys name by its content alone."""
 OF_LOADING = frozenset({
     "concurrency", "device", "distributed", "download_dir", "enable_multithread_load",
     "enable_weights_track", "load_format", "memory_limit", "num_threads", "pt_load_map_location",
     "safetensors_load_strategy", "safetensors_prefetch_block_size",
     "safetensors_prefetch_num_threads", "use_tqdm_on_load",
 })  # fmt: skip
-"""Harmless settings of vLLM's `LoadConfig` and of its loaders: how weights are read. Others choose
-the weights, by files that are left out or tensors that are stored elsewhere."""
+"""Harmless settings of vLLM's `LoadConfig` and of its loaders: how weights are read. Any other may
+choose the weights, such as files to skip, or tensors that are stored elsewhere."""
 OF_STATES = frozenset({"backend", "ssu_algorithm"})
 """Harmless settings of vLLM's `MambaConfig`: kernels."""
 OF_ATTENTION = frozenset({
@@ -55,9 +55,9 @@ OF_ATTENTION = frozenset({
 
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
-    """Identify the model of an engine, in words that are the same in every release of vLLM.
+    """Identify the model of an engine, in terms that are the same in every release of vLLM.
 
-    The namespace lacks what depends on the layout of blocks.
+    The namespace lacks the fields that depend on the layout of blocks.
     """
     require_telling_keys(vllm_config)
     loaded, cache = vllm_config.model_config, vllm_config.cache_config
@@ -87,7 +87,7 @@ def _namespace(
 
 
 def require_telling_keys(vllm_config: Any) -> None:
-    """Refuse an engine whose adapters, cache scales or images are not told by vLLM's keys."""
+    """Refuse an engine whose adapters, cache scales or images vLLM's keys do not identify."""
     require_no_adapters(vllm_config)
     require_known_scales(vllm_config.cache_config)
     images: Any = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -98,7 +98,7 @@ def require_telling_keys(vllm_config: Any) -> None:
 
 
 def names_images(vllm_config: Any) -> bool:
-    """Whether vLLM names images by their content; without a cache for them it counts them.
+    """Whether vLLM names images by their content; without any cache, it numbers them instead.
 
     Source: `_process_mm_uuids` of vllm/renderers/base.py.
     """
@@ -108,23 +108,23 @@ def names_images(vllm_config: Any) -> bool:
 
 
 def require_no_adapters(vllm_config: Any) -> None:
-    """Refuse an engine with adapters: vLLM gives offloading its own keys, and no requests."""
+    """Refuse an engine with adapters: offloading gets vLLM's keys, but no request to name one."""
     if vllm_config.lora_config is not None:
         rule = "False: keys of LoRA's pages name an adapter's folder, and not its weights"
         raise InvalidArgumentError("enable_lora", value=True, expected=rule)
 
 
 def require_known_scales(cache_config: Any) -> None:
-    """Refuse scales of a quantized cache that each engine computes of its first prompt."""
+    """Refuse a quantized cache whose scales each engine computes from its first prompt."""
     if getattr(cache_config, "calculate_kv_scales", False):
         rule = "False: pages of an engine are of no use with the scales of another one"
         raise InvalidArgumentError("calculate_kv_scales", value=True, expected=rule)
 
 
 def _name_overrides(model: Any) -> str:
-    """Name what an engine computes otherwise than the configuration of the checkpoint says.
+    """Name the overrides that make an engine compute something else than its checkpoint says.
 
-    Readers that are not vLLM compare the revision: they cannot compute vLLM's `config_hash`.
+    They belong to the revision, since other engines cannot compute vLLM's `config_hash`.
     """
     given = getattr(model, "hf_overrides", None) or {}
     if callable(given):
@@ -136,9 +136,9 @@ def _name_overrides(model: Any) -> str:
 
 
 def _describe(vllm_config: Any) -> dict[str, Any]:
-    """Collect what changes the values of a model's cache, as its checkpoint and its user say it.
+    """Collect what changes the values of a model's cache, as its checkpoint and its user state it.
 
-    So engines of different releases, which add defaults of their own, say the same.
+    So engines of different releases, which add different defaults, agree.
     """
     from vllm.platforms import current_platform
 
@@ -151,7 +151,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "states": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
         "sliding_window_off": bool(model.disable_sliding_window),
     }
-    if callable(overrides):  # what it makes of the configuration, and not where it is in memory
+    if callable(overrides):  # its effect on the configuration; its text has a memory address
         facts["overrides"] = [_name_overrides(model), config_facts(model.hf_config)]
     draft = draft_of(vllm_config)
     dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None) if draft else None
@@ -166,7 +166,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
-        "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # of MI300
+        "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     facts |= _length_of_rope(model)
@@ -176,7 +176,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
-    """Collect how an engine uses a checkpoint, and the other files that it may read there."""
+    """Collect how an engine uses a checkpoint, and hashes of other files that it may read there."""
     place = Path(_place_of_config(model))
     files = sorted(place.glob("*.json")) if place.is_dir() else []
     return _length_of_rope(model) | {
@@ -193,9 +193,9 @@ def _describe_use(model: Any) -> dict[str, Any]:
 
 
 def _length_of_rope(model: Any) -> dict[str, Any]:
-    """Return the longest prompt where it decides on factors of the rotary embedding, long or short.
+    """Return `max_model_len` if it decides between long and short factors of the rotary embedding.
 
-    Phi-3's first checkpoints call this kind `su`, which transformers renames.
+    The first checkpoints of Phi-3 call this kind `su`, which transformers renames.
     """
     configs = _read_config(model), model.hf_config.to_dict()
     is_long = any("longrope" in json.dumps(each, default=str) for each in configs)
@@ -203,16 +203,16 @@ def _length_of_rope(model: Any) -> dict[str, Any]:
 
 
 def attention_chosen(vllm_config: Any) -> str:
-    """Name the attention backends that were asked for, which order a page; empty without any."""
+    """Name the attention backends that the user chose, which order a page; empty without any."""
     config = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
     return json.dumps(_settings_made(chosen), default=str) if any(chosen) else ""
 
 
 def _settings_made(value: Any) -> Any:
-    """Describe settings, at any depth by those that are not as their release declares them.
+    """Describe settings by those, at any depth, that differ from their release's defaults.
 
-    Else a setting that the next release adds would make another model.
+    Otherwise, a setting that the next release adds would look like another model.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -227,7 +227,7 @@ def _settings_made(value: Any) -> Any:
     kind: Any = type(value)
     try:
         declared = kind()
-    except Exception:  # noqa: BLE001 - it has no default: every setting is made
+    except Exception:  # noqa: BLE001 - not all have defaults: every setting counts
         declared = None
     made = {each.name: getattr(value, each.name) for each in fields(value)}
     return {
@@ -247,7 +247,7 @@ def _settings_but(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
 
 
 def _name_weights(vllm_config: Any) -> str:
-    """Name the weights of an engine: the revision, and what is loaded in place of its files."""
+    """Name the weights of an engine: the revision, and settings that load others in their place."""
     made = _settings_but(getattr(vllm_config, "load_config", None), OF_LOADING)
     loader = dict(made.pop("model_loader_extra_config", {}))
     made |= {name: value for name, value in loader.items() if name not in OF_LOADING}
@@ -258,7 +258,7 @@ def _name_weights(vllm_config: Any) -> str:
 def find_revision(model: Any) -> str:
     """Find the revision of the weights, see `find_weights_revision`; refuse unknown weights."""
     path = str(model.model_weights or model.model)
-    is_own = _place_of_config(model) == str(model.model)  # else the commit is that of another one
+    is_own = _place_of_config(model) == str(model.model)  # else its commit is another repository's
     commit = (is_own and getattr(model.hf_config, "_commit_hash", None)) or ""
     revision = find_weights_revision(path, revision=model.revision or "", commit=commit)
     if not revision:
@@ -268,10 +268,10 @@ def find_revision(model: Any) -> str:
 
 
 def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
-    """Make the namespace in which engines hand pages over: of one model, whatever its engines.
+    """Make the namespace in which engines hand pages over, which depends on the model alone.
 
-    Engines of different releases, on different machines, share it. A `revision` takes the place of
-    the one that is found.
+    Engines of different releases, on different machines, share it. A given `revision` replaces the
+    one that would be found.
     """
     model = vllm_config.model_config
     require_known_scales(vllm_config.cache_config)
@@ -281,14 +281,14 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
 
 
 def draft_of(vllm_config: Any) -> Any:
-    """Find the draft model; None without one, also where vLLM names the model itself."""
+    """Find the draft model; None without one, or if vLLM names the model itself as its draft."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     return None if draft is getattr(speculative, "target_model_config", None) else draft
 
 
 def _read_config(model: Any) -> dict[str, Any]:
-    """Read the configuration of a checkpoint as its makers wrote it."""
+    """Read the configuration of a checkpoint as its authors wrote it."""
     place, file = _place_of_config(model), None
     if str(getattr(model, "config_format", "auto")) in {"auto", "hf"}:
         file = Path(place) / "config.json"
@@ -299,7 +299,7 @@ def _read_config(model: Any) -> dict[str, Any]:
 
 
 def _find_in_repository(name: str, commit: str | None) -> Path | None:
-    """Find the configuration that was loaded with a commit of a repository; None without it."""
+    """Find the configuration in the cached commit of a repository; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     is_file = not commit or Path(name).exists()

@@ -1,7 +1,7 @@
-"""Planned namespaces: what is known of an engine's namespaces by its arguments alone.
+"""Planned namespaces: what an engine's arguments alone say about its namespaces.
 
-Run as a program, because vLLM logs and may end the process: the first argument is a file with the
-arguments of an engine as JSON, the second one a file for the namespaces.
+Run as a program, because vLLM logs and may end the process: the first argument is a JSON file with
+the arguments of an engine, the second the file to write the namespaces to.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
 from kvxfer.storage.keys import Namespace
 
 OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
-"""Fields that do not depend on the layout of the caches, which an engine finds when it starts."""
+"""Fields that do not depend on the layout of the caches, which only a running engine knows."""
 BRIDGED = ("layout", "blocks_per_chunk", "parallel", "instruction_set")
 """Fields that namespaces of portable pages leave empty; see `portable_namespace`."""
 SIZES = {
@@ -35,28 +35,28 @@ SIZES = {
     "pcp_size": "prefill_context_parallel_size",
     "dcp_size": "decode_context_parallel_size",
 }
-"""Parts of `parallel` that arguments tell, and vLLM's names of them."""
+"""Parts of `parallel` that the arguments state, and vLLM's names for them."""
 
 HANDED_OVER, TIERS, SECONDARY = "hand-over", "tiers", "secondary tier"
-"""Kinds of namespaces: of what one engine hands over to another, of tiers below host memory, and of
+"""Kinds of namespaces: for pages handed over between engines, for tiers below host memory, and for
 a secondary tier of vLLM."""
 OF_THE_CACHES = "the layers and the layout of the caches"
 
 
 class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """Namespace of an engine that does not run."""
+    """Namespace of an engine that is not running."""
 
     kind: str  # one of `HANDED_OVER`, `TIERS`, `SECONDARY`
     namespace: Namespace  # as far as it is known
-    fields: tuple[str, ...]  # that are known; such as "parallel.tp_size" for a part of one
-    keys: dict[str, str | int | None] = {}  # what else makes its keys, by name
-    unknown: str = ""  # what shows only when the engine runs, in words
+    fields: tuple[str, ...]  # that are known, with "parallel.tp_size" for a part of one
+    keys: dict[str, str | int | None] = {}  # what else its keys depend on, by name
+    unknown: str = ""  # what only a running engine shows, for people
 
 
 def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
-    """Plan the namespaces of an engine: of what it hands over, and of each kind of tiers.
+    """Plan the namespaces of an engine: for what it hands over, and for each kind of tiers.
 
-    Of its arguments, with underscores, those of its server, such as a port, are ignored.
+    Names of arguments have underscores; those of the server, such as a port, are ignored.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -100,7 +100,7 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
 
 
 def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
-    """Plan what is known of `row_namespace`."""
+    """Plan the namespace that `row_namespace` will make, as far as it is known."""
     require_telling_keys(config)
     return PlannedNamespace(
         kind=SECONDARY,
@@ -126,7 +126,7 @@ def _dtype(config: Any) -> str:
 
 
 def _keys(config: Any, extra: Mapping[str, Any]) -> dict[str, str | int | None]:
-    """Collect what makes vLLM's keys of chunks. Source: its `build_offloading_config`."""
+    """Collect what vLLM's keys of chunks depend on. Source: its `build_offloading_config`."""
     cache = config.cache_config
     tokens = cache.block_size * config.parallel_config.decode_context_parallel_size
     num_blocks = int(extra.get("blocks_per_chunk") or 1)
@@ -146,7 +146,7 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 
 def main(given: Path, answer: Path) -> None:
-    """Answer a file of arguments by a file of namespaces, or end with the reason in one line."""
+    """Read a file of arguments and write a file of namespaces, or exit with a one-line reason."""
     try:
         planned = plan_namespaces(json.loads(given.read_bytes()))
     except Exception as exc:  # noqa: BLE001 - whatever vLLM says of the arguments

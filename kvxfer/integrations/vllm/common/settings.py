@@ -1,4 +1,4 @@
-"""Settings of the connectors: of vLLM's configuration, and else of the environment."""
+"""Settings of the connectors, from vLLM's configuration or else from the environment."""
 
 import contextlib
 import inspect
@@ -30,13 +30,13 @@ class OffloadSettings(NamedTuple):
     """Settings of an engine that offloads."""
 
     host: HostConfig
-    lower: list[tuple[BackendType, msgspec.Struct]]  # the backends below it
+    lower: list[tuple[BackendType, msgspec.Struct]]  # the backends below host memory
     loads: LoadOrCompute | None  # None to load whatever is found
     purges: bool  # a reset of vLLM's cache deletes everything in the backends below
 
 
 logger = logging.getLogger("vllm.kvxfer")
-"""Logger below vLLM's: of others, vLLM shows warnings only."""
+"""Child of vLLM's logger: vLLM shows only warnings of loggers outside its own tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class FoundSettings:
     origins: dict[str, str]
 
     def __str__(self) -> str:
-        """Name each setting and where it is from; values may be secrets."""
+        """Name each setting and its source, without its value, which may be a secret."""
         found = [f"{name} from {origin}" for name, origin in self.origins.items()]
         return ", ".join(found) or f"none in {EXPLICIT}, {URLS} or {FILE}"
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """Say where settings were found in an error about one of them that is raised within."""
+        """Add the source of a setting to an error about it that is raised within."""
         try:
             yield
         except InvalidArgumentError as exc:
@@ -64,21 +64,21 @@ class FoundSettings:
             raise InvalidArgumentError(exc.argument, exc.value, exc.expected + where) from exc
 
     def check_tiers(self) -> None:
-        """Check the settings of `KVXferOffload`, as within `checked`; vLLM checks its own."""
+        """Check the settings of `KVXferOffload`; errors name the source. vLLM checks its own."""
         with self.checked():
             parse_offload(self.values)
 
 
 def configs_of_callers() -> Iterator[Any]:
-    """List the configurations of the engine that is being built, the innermost first.
+    """Yield the configurations of the engine under construction on the call stack, innermost first.
 
-    vLLM gives its connectors, specs and tiers a part of its configuration, or a copy.
+    vLLM passes only a part or a copy of its configuration to connectors, specs and tiers.
     """
     return (each for each in locals_of_callers("vllm_config") if hasattr(each, "lora_config"))
 
 
 def locals_of_callers(name: str) -> Iterator[Any]:
-    """List what the functions that are running have under a name, the innermost first."""
+    """Yield a local variable of each function on the call stack, innermost first, None if unset."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals.get(name)
@@ -88,10 +88,10 @@ def locals_of_callers(name: str) -> Iterator[Any]:
 def find_settings(
     explicit: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> FoundSettings:
-    """Find the settings of `KVXferOffload` or `KVXferConnector`, each where it is found first.
+    """Find the settings of `KVXferOffload` or `KVXferConnector`; the first source of each wins.
 
-    `kv_connector_extra_config` of the connector always wins. The environment has `KVXFER_BACKEND`,
-    URLs with spaces between, and `KVXFER_CONFIG`, the name of a file of settings in YAML or JSON.
+    Sources are, in this order, `kv_connector_extra_config`, `KVXFER_BACKEND`, which has URLs
+    separated by spaces, and `KVXFER_CONFIG`, which names a YAML or JSON file of settings.
     """
     warn_of_misspelt_variables(environ)
     sources: list[tuple[str, Mapping[str, Any]]] = [(EXPLICIT, explicit)]
@@ -123,7 +123,7 @@ def _read_file(path: str) -> Mapping[str, Any]:
 
 
 def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> OffloadSettings:
-    """Read the settings of a replica that offloads; names that are none of ours may be vLLM's."""
+    """Read the settings of a replica that offloads; unknown names may be vLLM's own."""
     for name in [each for each in extra_config if each not in OFFLOAD_SETTINGS]:
         if hint := did_you_mean(name, OFFLOAD_SETTINGS, likeness=MISSPELT_LIKENESS):
             raise InvalidArgumentError("setting", name, f"the name of a setting{hint}")

@@ -1,4 +1,4 @@
-"""Worker pages: the meaning of the bytes of a worker's blocks, described for the scheduler."""
+"""Worker pages: what the bytes of a worker's blocks mean, described for the scheduler."""
 
 import functools
 import logging
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 KV_HEADS = re.compile(
     r"(.*_)?(key_value_heads|(n|num)_kv_heads?|n_head_kv|attention_groups|group_num)"
 )
-"""Names of settings of a model that say how many KV heads layers have, such as ChatGLM's
+"""Names of model settings that state how many KV heads layers have, such as ChatGLM's
 `multi_query_group_num`. Source: `ModelArchConfigConvertorBase` of vLLM."""
 HEADS = re.compile(r"head|group|kv|quer(y|ies)")
-"""What is in the names of settings that may say it in another way."""
+"""Matches names of settings that may state it in some other way."""
 NO_KV_HEADS = frozenset({
     "attention_head_dim", "attention_heads", "clip_qkv", "d_head", "d_kv", "dim_head", "head_dim",
     "head_size", "index_head_dim", "index_n_heads", "kv_channels", "kv_lora_rank",
@@ -47,16 +47,16 @@ NO_KV_HEADS = frozenset({
     "qk_rope_head_dim", "query_pre_attn_scalar", "swa_head_dim", "swa_v_head_dim", "topk_group",
     "v_head_dim",
 })  # fmt: skip
-"""Settings that may be whole numbers and say nothing of KV heads."""
+"""Top-level settings that `HEADS` matches but that, as one integer, say nothing of KV heads."""
 NO_LAYERS = frozenset({
     "audio_config", "compression_config", "quantization_config", "rope_parameters", "rope_scaling",
     "vision_config",
 })  # fmt: skip
-"""Settings with settings of their own, none of them of layers with a KV cache."""
+"""Nested settings that concern no layer with a KV cache."""
 
 CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
-"""Portable order of the axes of keys, which the CPU attention stores transposed: in the usual order
-no two elements of a key would be neighbours on both sides. See `cpu_packing` for the evidence."""
+"""Portable order of the axes of keys, which CPU attention stores transposed: in the usual order, no
+two elements would be neighbours both in the cache and in the page. See `cpu_packing`."""
 
 
 class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,18 +64,18 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
 
     payload_size_bytes: int
     boxes: tuple[PageBox, ...] = ()  # empty when they are unknown
-    axes: dict[str, tuple[str, ...]] = {}  # in portable order, of parts where it is not the usual
+    axes: dict[str, tuple[str, ...]] = {}  # portable order, for parts where it is unusual
     # Of the keys and values, if any. On a GPU, if the boxes are unknown, the kernels' names.
     packing: str = ""
     reason: str = ""  # why the boxes are unknown
 
 
 class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one worker. No `CacheDescription`, which refuses what rows keep as plain bytes."""
+    """Blocks of one worker. A `CacheDescription` would refuse what rows keep as plain bytes."""
 
     groups: tuple[GroupPages, ...]
     num_kv_heads: int  # of the whole model
-    interleave_tokens: int = 1  # that one worker keeps before the next one's turn
+    interleave_tokens: int = 1  # consecutive tokens of one worker, before those of the next
 
 
 def describe_pages(
@@ -85,10 +85,10 @@ def describe_pages(
     *,
     with_states: bool = False,
 ) -> WorkerPages:
-    """Describe this worker's caches, by the layers and the tokens per block of each group.
+    """Describe this worker's caches; `groups` has the layers and tokens per block of each group.
 
     The tensors that vLLM bound to its layers are canonicalized again, and must lie within the
-    blocks that vLLM handed over; else a group is opaque bytes, as states are without `with_states`.
+    blocks of `caches`, else the group is opaque bytes. So are states, unless `with_states`.
     """
     return WorkerPages(
         groups=tuple(
@@ -101,13 +101,13 @@ def describe_pages(
 
 
 def interleave_tokens(vllm_config: Any) -> int:
-    """Tokens of a block that one worker keeps before the next one's turn, under either name."""
+    """Return the consecutive tokens of one worker, before those of the next, under either name."""
     names = "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"
     return max(int(getattr(vllm_config.parallel_config, name, 1)) for name in names)
 
 
 def platform_kernels() -> str:
-    """Name what vLLM picks its kernels by: features of the processor, or the GPU."""
+    """Name what vLLM picks its kernels by: features of the processor, or the GPU's model."""
     from vllm.platforms import current_platform
 
     if is_cpu():
@@ -118,7 +118,7 @@ def platform_kernels() -> str:
 
 
 def layer_kernels(layer_names: Sequence[str], vllm_config: Any) -> str:
-    """Name what layers' bytes mean something to: the platform, on a GPU with their kernels."""
+    """Name the platform and, on a GPU, the layers' kernels, which give their bytes a meaning."""
     layers = {} if is_cpu() else vllm_config.compilation_config.static_forward_context
     names = {
         f"{each.get_attn_backend().get_name()} {getattr(each, 'gdn_prefill_backend', '')}".rstrip()
@@ -128,12 +128,12 @@ def layer_kernels(layer_names: Sequence[str], vllm_config: Any) -> str:
 
 
 def _require_one_number_of_heads(vllm_config: Any) -> None:
-    """Check that no two workers have other heads in one layer, and the same ones in another.
+    """Check that workers that share their heads in one layer do so in every layer.
 
-    vLLM tells one number of KV heads for a model. Where there are more workers, each has one head
-    of every layer, and no tensor shows whether others have it, too: so all layers must be known to
-    have that number. Those with a sliding window in MiMo-V2 have another one, those of Nemotron-NAS
-    one each, and those of a draft model their own.
+    vLLM states one number of KV heads per model. With more workers than heads, each worker has one
+    head of every layer, and no tensor shows which workers share it. So all layers must be known to
+    have that number. In MiMo-V2, layers with a sliding window have another one; layers of
+    Nemotron-NAS have one each; and a draft model has its own.
     """
     tp_size, numbers = vllm_config.parallel_config.tensor_parallel_size, set[int]()
     unknown: list[str] = []
@@ -155,8 +155,8 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
 
 
 def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | None]]:
-    """List what a configuration tells of KV heads at any depth: numbers, and None if unknown."""
-    for key, value in ((str(key), value) for key, value in config.items()):  # labels have numbers
+    """Yield settings at any depth that may state a number of KV heads, with that number or None."""
+    for key, value in ((str(key), value) for key, value in config.items()):  # labels have integers
         name = f"{path}{key}"
         if key in NO_LAYERS:
             continue
@@ -166,7 +166,7 @@ def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
         several = value if isinstance(value, (list, tuple)) else (value,)
         whole = {each for each in several if type(each) is int}
         if any(isinstance(each, (Mapping, list, tuple)) for each in several):
-            yield name, None  # settings of each layer
+            yield name, None  # settings by layer
         elif KV_HEADS.fullmatch(key):
             yield from ((name, number) for number in whole)
         elif whole and HEADS.search(key) and (path or len(whole) > 1 or key not in NO_KV_HEADS):
@@ -197,7 +197,7 @@ def _describe_group(
                 kind = "keys and values, or latents"
                 raise PageMappingError("head", f"states of {name!r}", kind)  # noqa: TRY301
             boxes += [box.moved(starts[place]) for box in layer.boxes]
-    except Exception as exc:  # a group that is not understood is kept as bytes
+    except Exception as exc:  # a group that is not understood becomes opaque bytes
         if not isinstance(exc, KVXferError):
             text = "blocks of %s are bytes for equal engines only: its cache was not understood"
             logger.warning(text, layer_names[0], exc_info=True)
@@ -216,7 +216,7 @@ def _describe_layer(
     tokens_per_block: int,
     vllm_config: Any,
 ) -> GroupPages:
-    """Find a layer's boxes in the page of a ref, its own or that of several layers."""
+    """Find a layer's boxes in the page of a ref, which may be that of several layers."""
     theirs = caches.tensors[ref.tensor_idx].tensor
     layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
     ours, page = layer.tensors[0].tensor, layer.group_data_refs[0][0]
@@ -246,9 +246,9 @@ def _canonicalize_layer(
 def _say_packing(
     name: str, boxes: Sequence[PageBox], vllm_config: Any
 ) -> tuple[Sequence[PageBox], dict[str, tuple[str, ...]], str]:
-    """Describe a layer's boxes in the order of its kernels; return also axes and packing.
+    """Describe a layer's boxes in the order of its kernels; return boxes, axes and packing.
 
-    What a state's elements mean is known to the kernels only that compute it.
+    Only the kernels that compute a state know what its elements mean.
     """
     from vllm.platforms import current_platform
 
@@ -277,11 +277,11 @@ def _say_packing(
 def unpack(
     boxes: Sequence[PageBox], isa: str | None
 ) -> tuple[Sequence[PageBox], dict[str, tuple[str, ...]]]:
-    """Describe keys and values that the CPU attention has packed, with the order of their axes.
+    """Describe keys and values that CPU attention has packed; return boxes and the order of axes.
 
-    Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
-    piece of two bytes for each element. `boxes` are as they would be without a packing, digits of
-    tokens and dimensions last.
+    `boxes` describe them as if unpacked, with the digits of token and dimension last. An order
+    without rows, such as AMX's pairs, becomes bytes: with named axes, a page would have a two-byte
+    fragment for each element.
     """
     *_, token, dim = boxes[0].digits
     packing = isa and _seen_packing(isa, token.size, dim.size, boxes[0].dtype)
@@ -298,7 +298,7 @@ def unpack(
 def _seen_packing(
     isa: str, tokens_per_block: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[PackedPlane, PackedPlane] | None:
-    """Return `cpu_packing` if the kernel confirms it; tried once for all equal layers."""
+    """Return `cpu_packing` if the kernel confirms it; tested once for all equal layers."""
     planes = cpu_packing(
         isa, tokens_per_block=tokens_per_block, head_dim=head_dim, itemsize=dtype.itemsize
     )
@@ -315,7 +315,7 @@ def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
 
 
 def as_bytes(box: PageBox, packing: str) -> PageBox:
-    """Turn what a block has of each head into bytes: heads can still be divided among workers."""
+    """Turn the part of each head into bytes, so that workers can still divide the heads."""
     *outer, token, dim = box.digits
     if any(digit.axis != "head" for digit in outer):
         raise PageMappingError("token", f"{box.axes} of keys in an unknown order", "one piece")
