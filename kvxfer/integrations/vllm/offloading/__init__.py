@@ -1,4 +1,4 @@
-"""Offloading under vLLM: connector, spec, both sides of it, and the tier for vLLM's own spec."""
+"""Offloading under vLLM: connector and spec, manager and worker, and a tier for vLLM's own spec."""
 
 from kvxfer.integrations.vllm.offloading.offloading_spec import KVXferOffload, KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading.secondary_tier import KVXferTier

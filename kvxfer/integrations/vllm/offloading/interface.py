@@ -1,7 +1,7 @@
 """Interface of vLLM's offloading: all imports from vLLM, and differences between its releases.
 
-The adapter is written for the newest release; older ones are adapted to it here, by looking for
-their attributes, never by their version number.
+The adapter is written for the newest release; older ones are adapted to it here, by checking for
+attributes, never for version numbers.
 """
 
 import enum
@@ -60,16 +60,16 @@ Medium: Any = getattr(base, "Medium", None) or enum.StrEnum("Medium", MEDIA_BEFO
 TransferJob: Any = getattr(tiering, "TransferJob", object)
 EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 STORES_FIRST = hasattr(OffloadingManager, "lock")
-"""Whether `on_schedule_end` comes after all stores of a step, and not before: from 0.33 on."""
+"""Whether vLLM calls `on_schedule_end` after all stores of a step, not before: from 0.33 on."""
 
 
 def engine_config() -> Any:
-    """Return the configuration of the engine that is being built; None outside of one."""
+    """Return the configuration of the engine under construction; None if there is none."""
     return get_current_vllm_config_or_none() or next(configs_of_callers(), None)
 
 
 def localities_of(tiers: Iterable[str]) -> list[Any]:
-    """List vLLM's localities of storage tiers by their names; None where they may be anywhere."""
+    """List vLLM's localities of the storage tiers among `tiers`; None for one that is anywhere."""
     if not hasattr(base, "Locality"):  # before 0.27
         return [None]
     places = [place_of(tier) for tier in tiers]
@@ -78,14 +78,14 @@ def localities_of(tiers: Iterable[str]) -> list[Any]:
 
 
 def may_load(localities: Sequence[Any], req_context: ReqContext) -> bool:
-    """Whether a request may load from one of some tiers; every request may before 0.27."""
+    """Whether a request may load from any of these localities; before 0.27, every request may."""
     if (tiers := getattr(req_context, "load_tier_filter", None)) is None:
         return True
     return any(tiers.allows(Medium.STORAGE, each) for each in localities)
 
 
 def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:
-    """Return the chunks of a request, with the token at the end of each; None if none are kept."""
+    """Return a request's chunks and the end token of each; None if vLLM does not keep them."""
     return getattr(req_context, "_offload_key_positions", None)
 
 
@@ -97,7 +97,7 @@ def group_ids(config: OffloadingConfig) -> list[int]:
 def layout_name(config: OffloadingConfig) -> str:
     """Return vLLM's name of the caches' layout, the same in all processes of an engine.
 
-    Before 0.29 it is not exposed: it follows from the attention backend, unless an environment
+    Before 0.29, vLLM does not expose it: the attention backend decides, unless an environment
     variable overrides it.
     """
     if hasattr(config, "kv_cache_layout"):
@@ -106,21 +106,21 @@ def layout_name(config: OffloadingConfig) -> str:
 
 
 def workers_keep_the_same(config: OffloadingConfig) -> bool:
-    """Whether all workers have the same bytes, as of latents; not exposed before 0.27."""
+    """Whether all workers keep the same bytes, such as latents; not exposed before 0.27."""
     return bool(getattr(config, "replicated_layout", False))
 
 
 def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
-    """Make the event that makes vLLM forget chunks that were `HIT_PENDING`; None before 0.33."""
+    """Make the event that tells vLLM to forget chunks that were `HIT_PENDING`; None before 0.33."""
     if "metadata_only" not in EVENT_FIELDS:
         return None
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
 
 
 def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> OffloadingEvent | None:
-    """Make the event of chunks that come to a tier below host memory, or go.
+    """Make the event for chunks that enter or leave a tier below host memory.
 
-    None for a tier in memory where events do not say whose chunks they mean, in older releases.
+    None for a tier in memory in older releases, whose events cannot tell it from host memory.
     """
     medium, locality = place_of(tier)
     if "ownership" not in EVENT_FIELDS and medium == Medium.CPU.value:
@@ -136,7 +136,7 @@ def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> Offl
 
 
 def require_tiering() -> None:
-    """Refuse vLLM before 0.31, whose tiers cannot report the chunks of a job that are intact."""
+    """Refuse vLLM before 0.31, whose tiers cannot report which chunks of a job are intact."""
     if "transfer_bytes" not in {field.name for field in fields(JobResult)}:
         detail = "its secondary tiers have another interface"
         raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED_TIERING, detail)

@@ -1,4 +1,4 @@
-"""Lower tier under vLLM: stores rows of host memory in a backend and loads them, by polling."""
+"""Lower tier under vLLM: stores rows of host memory in a backend and loads them; polled."""
 
 import asyncio
 import logging
@@ -57,17 +57,17 @@ from kvxfer.transfer.job import Direction, JobId
 
 STORE_TIMEOUT_S = 60.0
 RESET_TIMEOUT_S = 5.0
-"""Time for `LowerTier.reset`, which blocks, as `close` does."""
+"""How long `LowerTier.reset` may block."""
 
 JOB_BYTES = 16 << 20
-"""Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
-still read, and the threads of a backend get about equal shares."""
+"""Bytes of rows that one job loads: few enough that the first rows are hashed while later ones are
+still being read, and that the threads of a backend get about equal shares."""
 
 LAST_DELETE_S = 5.0
-"""Time of a backend that is closed to delete rows that changed while they were stored."""
+"""Deadline, on closing a backend, for deleting rows that changed while they were stored."""
 
 MAX_TOLD = 1 << 16
-"""Blocks of a tier that are remembered, some 12 MiB: buckets and peers have no bound of theirs."""
+"""Maximum number of blocks to remember per tier, some 12 MiB: buckets and peers are unbounded."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
@@ -85,12 +85,12 @@ class RowJob:
     keys: list[BlockKey]
     rows: list[int]
     names: Sequence[BlockKey]  # keys of the backend
-    void: bool = False  # the tier was reset meanwhile: the rows' bytes are of no use
+    void: bool = False  # the tier was reset meanwhile, so the rows' bytes are useless
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """Outcome of moving one row; reported once, when nothing touches the row any more."""
+    """Outcome of moving one row; reported exactly once, when nothing can touch the row."""
 
     job: RowJob
     key: BlockKey
@@ -101,28 +101,28 @@ class RowOutcome:
 
 @dataclass(slots=True)
 class RowLookup:
-    """Lookup of keys, after which those with a row are loaded if the backend has them.
+    """Lookup of keys, after which those that have a row and are in the backend are loaded.
 
-    The event loop sets `answer` to running before it begins loads, and the caller gives a lookup
-    up by cancelling `answer`: only one of the two succeeds. So nothing touches its rows then.
+    The event loop marks `answer` as running before it begins loads; the caller abandons the lookup
+    by cancelling `answer`. Only one can succeed, so nothing touches rows of an abandoned lookup.
     """
 
     keys: list[BlockKey]
-    rows: Mapping[BlockKey, int]  # of the keys that are to be loaded at once
+    rows: Mapping[BlockKey, int]  # of the keys to load as soon as they are found
     deadline: float  # on the clock of `runtime.monotonic`
     answer: Future[list[bool]] = field(default_factory=Future)  # for each key
-    jobs: dict[JobId, RowJob] = field(default_factory=dict)  # loads; complete with the answer
+    jobs: dict[JobId, RowJob] = field(default_factory=dict)  # loads; complete once answered
     call: Future[None] | None = None  # the coroutine on the event loop
 
     @property
     def loads_all(self) -> bool:
-        """Whether it was answered, and all of its keys are being loaded."""
-        if not self.answer.done():  # the event loop may begin loads now
+        """Whether the lookup was answered and all of its keys are being loaded."""
+        if not self.answer.done():  # the event loop may be adding jobs
             return False
         return len(self.keys) == sum(len(job.keys) for job in self.jobs.values())
 
     def give_up(self) -> bool:
-        """Give the lookup up, unless it was answered; return whether no load begins any more."""
+        """Abandon the lookup unless it is already being answered; return whether no load begins."""
         given_up = self.answer.cancel()
         if given_up and self.call is not None:
             self.call.cancel()
@@ -130,16 +130,16 @@ class RowLookup:
 
 
 class LowerTier:
-    """Tier below host memory: stores rows in a backend and loads them; polled, from one thread.
+    """Tier below host memory that stores rows in a backend and loads them; polled from one thread.
 
-    A row is the memory of one key: the chunks of every worker. Only `wait`, `drain`, `reset` and
-    `close` block, and not beyond their timeouts, even if the backend hangs. It is no `RowStore`:
-    the rows are vLLM's own, so nothing is copied, and vLLM polls. Rows are portable pages by the
-    page mapping of each group, or stored unchanged. Observers are told the keys that are used here.
+    A row is the memory of one key: the chunks of every worker. The page mapping of its group makes
+    it a portable page; without mappings it is stored unchanged. Only `wait`, `drain`, `reset` and
+    `close` block, and not beyond their timeouts, even if the backend hangs. This is no `RowStore`:
+    the rows are vLLM's own, so nothing is copied, and vLLM polls. Observers get keys without salt.
 
-    Where the rows are slots of a pool, one that has changed is not stored. One that is loaded loses
-    its tags when that begins, and not before: after a reset, a worker may still be about to read
-    the earlier chunk. The backend is closed if it cannot start.
+    If the rows are slots of a pool, a row that has changed is not stored, and a row loses its tags
+    only when a load into it begins: after a reset, a worker may still be about to read the earlier
+    chunk. The backend is closed if it cannot start.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class LowerTier:
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=namespace.chunk_sizes))
-        self._storing: dict[BlockKey, _Row] = {}  # row and key of a backend's key
+        self._storing: dict[BlockKey, _Row] = {}  # by key of the backend
         self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
         self._pool = pool
         if pool is not None:
@@ -182,11 +182,11 @@ class LowerTier:
         make = partial(TransferEngine, caches, mappings=mappings, timeout_s=STORE_TIMEOUT_S)
         self._engine = start_engine(backend, partial(make, observers=[self.metrics, *renamed]))
         self._num_groups = len(namespace.groups)
-        self.wanted = WantedBlocks()  # those that were not asked for are looked up by `flush`
+        self.wanted = WantedBlocks()  # `flush` looks up those that the backend was not asked for
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
-        self._late_loads: set[BlockKey] = set()  # keys of those that are loads, and not void
+        self._late_loads: set[BlockKey] = set()  # keys of late loads that are not void
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
         self._row_size_bytes = int(row_size_bytes)
@@ -195,10 +195,10 @@ class LowerTier:
         Reports([self.metrics], self.name).watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
-        """Whether the backend has a key; None while its lookup, by `flush`, has not ended.
+        """Whether the backend has a key; None until the lookup that `flush` begins has ended.
 
-        One that is to be deleted is a miss, and so is one whose load was abandoned, as long as that
-        may still write to its row.
+        A key that is to be deleted is a miss. So is one whose load was abandoned, as long as that
+        load may still write to its row.
         """
         if key in self._late_loads or self.is_unwanted(key):
             return False
@@ -214,7 +214,7 @@ class LowerTier:
 
     @property
     def takes_stores(self) -> bool:
-        """Whether rows may be stored now: not while it is suspended, nor while a reset deletes."""
+        """Whether rows may be stored: not while the tier is suspended or a reset is deleting."""
         is_suspended = self._suspension.is_on(runtime.monotonic())
         return not is_suspended and all(purge.done() for purge in self._purges)
 
@@ -263,16 +263,16 @@ class LowerTier:
         return self._submit(Direction.LOAD, keys, rows, self._jobs)
 
     def take_missing(self) -> list[BlockKey]:
-        """Return the keys that were not found, and whose rows nothing has touched; after `poll`."""
+        """Return the keys that were not found; nothing touched their rows. Call it after `poll`."""
         missing, self._missing = self._missing, []
         return missing
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return what came to the backend and what is gone since the last call."""
+        """Return the events of blocks that entered or left the backend since the last call."""
         return [] if self._events is None else self._events.take()
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """Note a wish for rows, if the backend knows wishes; a failure is logged."""
+        """Set the retention of rows, if the backend supports it; a failure is logged."""
         retain_in(self._engine.backend, [self._keys.name(key) for key in keys], retention)
 
     def is_unwanted(self, key: BlockKey) -> bool:
@@ -281,7 +281,7 @@ class LowerTier:
 
     def poll(self) -> list[RowOutcome]:
         """Record lookup results; return the rows that were moved since the last call."""
-        ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
+        ended = self._engine.get_finished()  # first: the answers then have the jobs of all loads
         self._take_answers()
         moved, now = list[RowOutcome](), runtime.monotonic()
         for finished in ended:
@@ -303,7 +303,7 @@ class LowerTier:
                 self._late.append(each)
                 continue
             moved.append(each)
-            # A call that was abandoned may have stored the row after it was verified.
+            # An abandoned call may have stored the row after its verification.
             pool, is_store = self._pool, each.job.direction is Direction.STORE
             if pool is not None and is_store and not pool.verify(each.row, each.key).done:
                 self._delete([each.name])
@@ -327,9 +327,9 @@ class LowerTier:
     def reset(self) -> list[int]:
         """Forget every row: none that was stored before will be found again.
 
-        From here on rows are stored under salted keys, see `SaltedKeys`; so the blocks in the
-        backend may stay, for others and for the engine that comes next. Purging it as well, where
-        that was asked for, only makes room; until it ends nothing is stored that it might delete.
+        From now on, rows are stored under salted keys, see `SaltedKeys`. So the backend may keep
+        its blocks, for other engines and later ones. With `purge_on_reset` it is purged, but only
+        to make room; nothing is stored before the purge ends, since the purge might delete it.
 
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
@@ -376,7 +376,7 @@ class LowerTier:
         return closing.done() and closing.result()
 
     def _close_engine(self) -> bool:
-        """Close the engine; return whether nothing touches a row any more."""
+        """Close the engine; return whether nothing touches a row from then on."""
         try:
             self._engine.close()
         except Exception:
@@ -386,7 +386,7 @@ class LowerTier:
         return not any(map(self._engine.may_touch, job_ids))
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
-        """Look up keys and begin to load those that are found, on the engine's event loop."""
+        """Look up keys and begin to load those that are found; runs on the engine's event loop."""
         found = [False] * len(names)
         try:
             answer = await await_call(self._engine.backend.lookup(names))
@@ -438,18 +438,18 @@ class LowerTier:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
     def _delete(self, names: Sequence[BlockKey]) -> None:
-        """Begin to delete keys of the backend, which are misses from now on; on any thread."""
+        """Begin to delete keys of the backend, which are misses from now on; any thread."""
         self._unwanted |= dict.fromkeys(names)
         with suppress(ClosedError):  # `_CheckedStores.aclose` deletes them
             self._engine.submit_call(self._delete_in_the_end(list(names)))
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
-        """Delete keys of the backend, after pauses those that it still has."""
+        """Delete keys of the backend, and retry after pauses until it has none of them."""
         pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while names:
             try:
                 await _delete_unwanted(self._engine.backend, names, self._unwanted)
-            except Exception as exc:  # noqa: BLE001 - tried again
+            except Exception as exc:  # noqa: BLE001 - retried
                 if not pause.num_failures:
                     logger.warning("%d rows cannot be deleted yet: %r", len(names), exc)
             names = [name for name in names if name in self._unwanted]
@@ -457,7 +457,7 @@ class LowerTier:
                 await asyncio.sleep(pause.next_s())
 
     def _take_answers(self) -> None:
-        """End the lookups that were answered, and those that are late: all of their keys miss."""
+        """End the lookups that were answered, and the late ones, all of whose keys are misses."""
         now = runtime.monotonic()
         waiting = []
         for lookup in self._lookups:
@@ -480,10 +480,10 @@ class LowerTier:
         self.wanted.tell(lookup.keys, [False] * len(lookup.keys) if given_up else answer.result())
 
     def _end_lookups(self) -> None:
-        """End every lookup now: after this none begins to load a row."""
+        """End every lookup now; none begins to load a row after this."""
         for lookup in self._lookups:
             if not lookup.give_up():
-                # It is beginning its loads, which asks nothing of a backend.
+                # It is submitting its loads, which does not wait for the backend.
                 runtime.wait_futures([lookup.answer])
             self._end_lookup(lookup)
         self._lookups.clear()
@@ -495,11 +495,11 @@ def _log_failure(call: Future[Any]) -> None:
 
 
 class _CheckedStores(WrappingBackend):
-    """Backend that gets only rows whose bytes are intact, since it would prove those of others.
+    """Backend that stores only intact rows, since its checksums would prove the others, too.
 
     A bit that flips while a row is read would be stored with a matching checksum. So rows are
-    verified again when they were stored, and those that have changed are deleted: `delete` adds
-    their names to those that are `unwanted`, and begins, on any thread.
+    verified again after the store, and those that changed are deleted: `delete` adds their names to
+    `unwanted` and begins to delete them, on any thread.
     """
 
     passes_on = frozenset({Retaining, TellsKept})
@@ -526,14 +526,14 @@ class _CheckedStores(WrappingBackend):
         names, rows = [keys[index] for index in sound], [rows[index] for index in sound]
         try:
             stored = await self.inner.store(names, blocks.take(sound))
-        finally:  # also what a call that was given up may have stored
+        finally:  # also rows that a cancelled call may have stored
             checked = await self._run(partial(self._delete_changed, names, rows))
         for index, outcome, verified in zip(sound, stored, checked, strict=True):
             outcomes[index] = verified if outcome.done else outcome
         return outcomes
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`; unwanted rows are deleted before."""
+        """See `Backend.aclose`; unwanted rows are deleted first."""
         try:
             if self._unwanted:
                 async with asyncio.timeout(LAST_DELETE_S):
@@ -549,7 +549,7 @@ class _CheckedStores(WrappingBackend):
             await self._threads.aclose()
 
     async def _run(self, verify: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """Verify rows, on a thread where that hashes; to the end, whenever it is cancelled."""
+        """Verify rows, on a thread if that hashes them; runs to its end even if cancelled."""
         hashes = self._pool.integrity is MemoryIntegrity.FULL
         return await wait_despite_cancel(self._threads.start(verify)) if hashes else verify()
 
@@ -558,7 +558,7 @@ class _CheckedStores(WrappingBackend):
     ) -> list[Outcome]:
         """Verify rows that were stored, and begin to delete those that have changed.
 
-        Done in one call, which no cancellation cuts.
+        One call for both, so that no cancellation comes between them.
         """
         try:
             checked = _verify_rows(self._pool, rows)
@@ -586,9 +586,9 @@ def _verify_rows(pool: HostPool, rows: Sequence[_Row | None]) -> list[Outcome]:
 class TierEvents(Observer):
     """Observer that keeps events until vLLM takes them.
 
-    It also remembers the blocks of each tier that it told last, for the reset of a cache: tiers
-    keep blocks of before for a while, and nobody can find them. Earlier ones are void by the
-    `AllBlocksCleared` that vLLM itself publishes then, before the events of this object.
+    It also remembers the last blocks that it reported for each tier, to report them as removed on a
+    reset: tiers may keep them for a while, but nobody can find them. Earlier ones are covered by
+    the `AllBlocksCleared` that vLLM itself publishes on a reset, before these events.
     """
 
     def __init__(self) -> None:
@@ -608,11 +608,11 @@ class TierEvents(Observer):
             own = [each for each in event.keys if each.startswith(self._salt)]
             keys = [BlockKey(each[len(self._salt) :]) for each in own]
             told, removed = self._told[event.tier], isinstance(event, Removed)
-            if removed:  # those that were told, or may have been long ago
+            if removed:  # only blocks that were reported, or may have been and were forgotten
                 keys = [key for key in keys if key in told or event.tier in self._have_forgotten]
                 for key in keys:
                     told.pop(key, None)
-            else:  # those that were not told yet, or long ago
+            else:  # only blocks that were not reported, or were forgotten
                 keys = [key for key in keys if key not in told]
                 told.update(dict.fromkeys(keys))
             while len(told) > MAX_TOLD:
@@ -627,7 +627,7 @@ class TierEvents(Observer):
         return events
 
     def reset(self, salt: bytes) -> None:
-        """Tell that all blocks are gone; from now on only keys with this salt are told."""
+        """Report all blocks as removed; from now on, report only keys with this salt."""
         with self._lock:
             self._events = [each for each in self._events if each.removed]
             for tier, told in self._told.items():

@@ -1,4 +1,4 @@
-"""Offloading manager, the scheduler's side: chunks in host memory, and in a lower tier below it."""
+"""Offloading manager, the scheduler's side: chunks in host memory and in a lower tier below it."""
 
 import logging
 import math
@@ -52,25 +52,25 @@ from kvxfer.transfer.job import Direction
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 
 VERIFY_BYTES_PER_STEP = 256 << 20
-"""Bytes that may be verified in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
+"""Maximum bytes to verify in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
-"""Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
-and stores need room."""
+"""Maximum share of slots that are being copied to the lower tier: these cannot be evicted, and
+stores need room."""
 MAX_BEGUN = 2048
-"""Most chunks that one call begins to copy down, such as the first one after a tier has failed."""
+"""Maximum number of chunks that one call begins to copy down, e.g. once a tier works again."""
 MAX_SHARE_FOR_UNKNOWN = 1 / 8
-"""Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
-of which the tier below is yet to say whether it has them."""
+"""Maximum share of evictable chunks to evict, at a time, for chunks that the lower tier has not
+yet said that it has."""
 EMPTY_STEP_S = 0.001
-"""Time of a scheduling step below which it has run no model."""
+"""Duration below which a scheduling step cannot have run a model."""
 YIELD_S = 0.005
-"""Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
-a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
+"""Maximum wait for the lower tier in such a step, which also delays a new request. Otherwise, vLLM
+would poll in a tight loop, and the thread that moves chunks would get the GIL only every 5 ms."""
 AFTER_FAILURE_S = 0.05
-"""Longest wait for loads that go on when one has failed and its request stores what it computed: a
-chunk whose load fails later than that is not stored, and vLLM offers it no second time."""
+"""Maximum wait for running loads after one has failed and its request stores what it computed. If a
+load fails later than that, its chunk is not stored, and vLLM does not offer it a second time."""
 MAX_STEPS = 16
-"""Most steps that have begun and not ended; more are not told that they end."""
+"""Maximum number of unfinished steps to remember; an engine without statistics ends none."""
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
 _LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
@@ -87,13 +87,13 @@ class ChunkSlots(LoadStoreSpec):
 
 
 class PrefillSpeed:
-    """Measurement of the tokens of prompts that the engine computes, and of the time of its steps.
+    """Measurement of the prompt tokens that the engine's steps compute, and of the steps' times.
 
-    vLLM passes the chunks that a step computes to be stored: before it says that the step was
-    planned if `STORES_FIRST`, else after it. It asks for the metrics when the step has ended. With
-    asynchronous scheduling it plans a step before the previous one has ended: then the time of the
-    step is that between the two ends. Chunks of the group with the most tokens are counted: of
-    others vLLM passes only the last ones.
+    vLLM offers the chunks that a step computes to be stored: before it says that the step was
+    planned if `STORES_FIRST`, else afterwards. It asks for the metrics when the step has ended.
+    With asynchronous scheduling, it plans a step before the previous one has ended; the time of the
+    step is then that between the two ends. Only chunks of the group with the most tokens are
+    counted: of other groups, vLLM may offer only the last ones.
     """
 
     def __init__(self, loads: LoadOrCompute, tokens_per_chunk: Mapping[int, int]) -> None:
@@ -113,7 +113,7 @@ class PrefillSpeed:
         self._tokens.append(self.count_tokens(keys))
 
     def end_step(self) -> None:
-        """Note that the first step has ended."""
+        """Note that the oldest unfinished step has ended."""
         if not self._steps:
             return
         began_s, tokens = self._steps.popleft()
@@ -131,20 +131,20 @@ class PrefillSpeed:
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     """Offloading manager over the index of a host pool, and over a lower tier.
 
-    vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
-    verified and is pinned: from the first lookup on it is held for the request until that is
-    scheduled, loads, or ends. With `integrity=full` verifying reads memory on the scheduler's
-    thread, a bounded number of bytes in each step (a thread would answer a step later, and a step
-    takes as long as hashing 30 MB); further chunks are pending hits until the next step.
+    vLLM cannot recover from a failed load. So a hit is promised only for a chunk that was verified
+    and is pinned: from its first lookup on, it is held for the request until the request is
+    scheduled, loads, or ends. With `integrity=full`, the scheduler's thread hashes chunks, a
+    bounded number of bytes in each step; further chunks are pending hits until the next step.
+    (Another thread would answer a step later, and a step takes as long as hashing 30 MB.)
 
-    A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. One
-    that is looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded
-    if it is there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure
-    below makes it a miss for those requests. While a load that was abandoned may still write to its
+    A chunk is written back to the lower tier once every worker has stored it, and is pinned
+    meanwhile. A chunk that is looked up and not in host memory gets a slot, is looked up below
+    (`RETRY`), loaded if it is there (`HIT_PENDING`), and then held for the requests that wait for
+    it. Any failure below makes it a miss for them. While an abandoned load may still write to its
     slot, the chunk is a miss and the slot stays out of use.
 
-    No call blocks for longer than `AFTER_FAILURE_S`, but for `reset_cache` and `shutdown`, which
-    closes the pool, the tier and the trace.
+    No call blocks for longer than `AFTER_FAILURE_S`, except `reset_cache` and `shutdown`. The
+    latter closes the pool, the tier and the trace.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._polled = tier is None
         self._has_failed = False  # a load, while others go on
         self._step_ended_s = 0.0
-        self._was_idle = False  # before the present step: the time since the last says nothing
-        self._has_replicas = has_replicas  # these may run a model, in step with this engine
-        self._preempted: dict[str, bool] = {}  # requests; whether each was looked up in this step
-        self._given: set[str] = set()  # requests with tokens of another engine
+        self._was_idle = False  # before this step, so the time since the last one says nothing
+        self._has_replicas = has_replicas  # which may run the model in step with this engine
+        self._preempted: dict[str, bool] = {}  # whether each request was looked up in this step
+        self._given: set[str] = set()  # requests with tokens from another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
@@ -227,9 +227,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return ChunkSlots(list(keys), slots)
 
     def begin(self, req_id: str, *, is_given: bool = False) -> None:
-        """Note that a request loads, from wherever, or computes; release the chunks that it holds.
+        """Note that a request begins to load or compute, and release the chunks that it holds.
 
-        If another engine gives it tokens, what it stores says nothing of the speed of computing.
+        If another engine gives it tokens, its stores say nothing of the speed of computing.
         """
         self._requests.schedule([req_id])
         self._release(req_id)
@@ -247,10 +247,10 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def prepare_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> PrepareStoreOutput | None:
-        """Find slots for the leading chunks that have room; None if there is no room at all.
+        """Assign slots to the leading chunks that have room; None if there is no room at all.
 
-        Of a request that had loaded or computed before a reset, nothing is stored: vLLM offers its
-        chunks again, also those whose blocks left a sliding window or hold values of old weights.
+        A request that began to load or compute before a reset stores nothing: vLLM offers its
+        chunks again, even if their blocks left a sliding window or hold values of old weights.
         """
         if self._requests.is_stale(req_context.req_id):
             return PrepareStoreOutput([], ChunkSlots([], []), [])
@@ -279,8 +279,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
         **_: Any,
     ) -> None:
-        """Make the chunks loadable that every worker finished; drop the others."""
-        wanted = set(keys)  # vLLM's are unordered, but eviction spares the heads of prompts
+        """Make the chunks loadable that every worker has stored; drop the others."""
+        wanted = set(keys)  # unordered, but eviction needs the order to spare heads of prompts
         storing = [key for key in self._storing if key in wanted]
         whole = self._pool.holds([self._index.slot_of(key) for key in storing], storing)
         stored: list[BlockKey] = []
@@ -302,7 +302,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Release the chunks of requests that run now; copy down, look up and load others."""
+        """Release the chunks of requests that now run; copy down, look up and load others."""
         tier = self._tier
         if tier is not None:
             self._take_moved()
@@ -338,12 +338,12 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return ours if self._tier is None else [*ours, *self._tier.take_events()]
 
     def reset_cache(self) -> None:
-        """Find no chunk of either tier any more; slots that are still in use are kept out.
+        """Forget every chunk of both tiers; slots that are still in use are kept out of use.
 
-        vLLM no longer reports transfers begun before. A worker may still write to slots that are
-        free now, until vLLM calls `on_reset_flushed` (0.33). No chunk is loaded from below into
-        them before that: keys of the lower tier have another salt after a reset, and the first
-        chunk gets there when every worker has stored it.
+        vLLM no longer reports transfers that began before. A worker may still write to slots that
+        are free now, until vLLM calls `on_reset_flushed` (0.33). No chunk is loaded from below into
+        them before that: after a reset, keys of the lower tier have a new salt, and a chunk gets
+        there only once every worker has stored it.
         """
         self._requests.note_reset()
         in_use = [] if self._tier is None else self._tier.reset()
@@ -379,9 +379,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             if self._tier is None:
                 return
             closed.callback(self._tier.close)
-            self._max_going_down = self._index.num_slots  # nothing else needs room any more
+            self._max_going_down = self._index.num_slots  # nothing else needs room now
             self._copy_down(self._tier, self._index.num_slots)
-            if left := self._write_back.forget(self._index.keys()):  # but for those that go down
+            if left := self._write_back.forget(self._index.keys()):  # except those on the way down
                 logger.warning("the lower tier: %d blocks were not written back there", len(left))
                 self._drop_stores(left)
 
@@ -399,7 +399,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return LookupResult.HIT_PENDING if found else LookupResult.MISS
 
     def _release(self, req_id: str) -> None:
-        """Release the chunks that a request holds or waits for: it has used those that it held."""
+        """Release the chunks that a request holds, which count as used, or waits for."""
         used, unpinned = self._wanted.release(req_id)
         if used:
             self._index.touch(used)
@@ -407,19 +407,19 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._index.unpin(unpinned)
 
     def _release_resumed(self, preempted: Collection[str]) -> None:
-        """Release the chunks of preempted requests that run again: those not looked up any more."""
+        """Release chunks of preempted requests that run again: this step did not look these up."""
         for req_id, is_asking in self._preempted.items():
             if not is_asking:
                 self._release(req_id)
         self._preempted = dict.fromkeys([*self._preempted, *preempted], False)
 
     def _retain(self, keys: Sequence[BlockKey], req_id: str) -> None:
-        """Note the wish of a request for chunks that it uses or stores, if it has one."""
+        """Set a request's retention, if it has one, on chunks that it uses or stores."""
         if (retention := self._requests.retention(req_id)) is not None:
             self._index.retain(keys, retention)
 
     def _drop(self, key: BlockKey, block: Wanted, outcome: Outcome) -> None:
-        """Quarantine a chunk that failed its check, and release it for every holder."""
+        """Quarantine a chunk that failed its check, and release it for every request."""
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
         self._metrics.add("load_blocks", metrics.HOST, Cause.REQUEST, outcome.status)
         self._reports.moved(Operation.LOAD, [key], [outcome], [], runtime.monotonic())
@@ -430,7 +430,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._write_back.forget([key])
 
     def _decline_slow(self, tier: LowerTier, prefill: PrefillSpeed) -> None:
-        """Turn chunks into misses that were wanted in this step and are computed sooner."""
+        """Turn chunks wanted in this step into misses where computing is faster than loading."""
         wanted: dict[str, list[BlockKey]] = {}
         for key in self._wanted.open:
             block = self._wanted.get(key)
@@ -448,12 +448,12 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._reports.tell(NotLoaded(tier.name, keys))
 
     def _make_room(self, tier: LowerTier) -> dict[BlockKey, int]:
-        """Give slots to chunks of the lower tier that were wanted in this step.
+        """Assign slots to chunks of the lower tier that were wanted in this step.
 
-        Also to chunks of which the lower tier is yet to be asked, so that it loads what it has
-        without another step: at one time, to as many as there are free slots, and to a share of
-        those that may be evicted. A chunk that turns out to be missing gives its slot back; it is
-        computed and stored soon, and would evict the same chunks then.
+        Chunks that the lower tier was not asked for yet get slots, too, so that it loads what it
+        has without another step: at any time as many as there are free slots, and a share of the
+        evictable ones. A chunk that turns out to be missing gives its slot back; evicting for it
+        was no loss, since it is soon computed and stored, and would evict the same chunks then.
         """
         wanted = self._wanted.open
         if not wanted:
@@ -466,24 +466,24 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._note_evicted(plan)
         if refused := [key for key in found if key in plan.refused]:
             self._note_not_stored(refused, NO_ROOM, cause=Cause.PROMOTION)
-            self._wanted.deny(refused)  # or requests would look for room again and again
+            self._wanted.deny(refused)  # otherwise requests would look for room again and again
         return dict(zip(plan.keys, plan.slots, strict=True))
 
     def _copy_down(self, tier: LowerTier, max_begun: int) -> None:
-        """Begin to write back chunks that wait, up to the bound on those in flight."""
+        """Begin to write back waiting chunks, up to the bound on those in flight."""
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
         room = self._max_going_down - self._write_back.num_taken
         taken = self._write_back.take(now, min(room, max_begun))
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
-            # What is below is to be deleted first; others do not wait for that.
+            # Their copies below are to be deleted first; other chunks do not wait for that.
             self._write_back.put_off(now, waiting, failed=False)
         if chosen := [key for key in taken if key not in waiting]:
             tier.submit_store(chosen, self._index.pin(chosen))
 
     def _take_moved(self) -> None:
-        """Finish moves that ended, once in a step; of loads as many as may be hashed in it."""
+        """Finish the moves that ended, once per step, and only as many loads as it may hash."""
         if self._tier is None or self._polled:
             return
         self._polled = True
@@ -517,7 +517,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._land(self._tier, landed)
 
     def _take_failed(self, keys: Collection[BlockKey]) -> None:
-        """Wait for loads of chunks that are stored now, if another one has just failed."""
+        """Wait for running loads of chunks that vLLM now offers, if a load has just failed."""
         if self._tier is None or not self._has_failed:
             return
         storing = [key for key in keys if self._index.state(key) is BlockState.STORING]
@@ -536,24 +536,24 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 if (retention := self._index.retentions([moved.key])[0]) != NORMAL:
                     tier.retain([moved.key], retention)
             elif moved.outcome.status is Status.CORRUPT:
-                self._write_back.skip([moved.key])  # no other attempt makes it intact
+                self._write_back.skip([moved.key])  # no retry makes it intact
             else:
                 failed.append(moved.key)
             status = Status.DONE if moved.outcome.done else Status.FAILED
             self._metrics.add("store_blocks", tier.name, Cause.WRITE_BACK, status)
             if not moved.outcome.done and (held := self._wanted.get(moved.key)) is not None:
-                held.checked = None  # it is verified anew before it is promised
+                held.checked = None  # it is verified again before it is promised
             self._index.unpin([moved.key])
         self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)
 
     def _note_added(self, keys: Sequence[BlockKey], cause: Cause) -> None:
-        """Count, tell and publish chunks that can be loaded from now on."""
+        """Count, report and publish chunks that can be loaded from now on."""
         self._metrics.add("store_blocks", metrics.HOST, cause, Status.DONE, number=len(keys))
         self._reports.added(keys)
         self._emit(keys, removed=False)
 
     def _note_removed(self, keys: Sequence[BlockKey], reason: Removal) -> None:
-        """Count, tell and publish chunks that are gone from host memory."""
+        """Count, report and publish chunks that left host memory."""
         self._metrics.add("removed_blocks", metrics.HOST, reason, number=len(keys))
         self._reports.removed(keys, reason)
         self._emit(keys, removed=True)
@@ -561,7 +561,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def _note_not_stored(
         self, keys: Sequence[BlockKey], outcome: Outcome, *, cause: Cause = Cause.REQUEST
     ) -> None:
-        """Count and tell chunks that did not get into host memory."""
+        """Count and report chunks that did not get into host memory."""
         self._metrics.add("store_blocks", metrics.HOST, cause, outcome.status, number=len(keys))
         outcomes, now = [outcome] * len(keys), runtime.monotonic()
         self._reports.moved(Operation.STORE, keys, outcomes, [], now, cause=cause)
@@ -578,7 +578,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._reports.tell(NotWrittenBack(self._tier.name, keys))
 
     def _land(self, tier: LowerTier, keys: Sequence[BlockKey]) -> None:
-        """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
+        """Make chunks loadable, and pin them for the requests that wait for them."""
         self._index.finish_store(keys, stored=True)
         self._metrics.add("load_blocks", tier.name, Cause.PROMOTION, Status.DONE, number=len(keys))
         self._note_added(keys, Cause.PROMOTION)
@@ -588,7 +588,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 continue
             if block.slot is None:
                 (block.slot,) = self._index.pin([key])
-            block.checked = DONE  # verified below, and sealed just now
+            block.checked = DONE  # verified by the lower tier, and sealed just now
             for req_id in block.waiting:
                 self._requests.note(req_id, key, tier.name)
 
@@ -603,7 +603,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         return self._index.gauges(self._slot_bytes)
 
     def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
-        """Drop chunks from the event of a failure that are present or expected again by now."""
+        """Drop chunks from a failure's event that are present or being stored again by now."""
         if not getattr(event, "metadata_only", False):
             return event
         gone = [key for key in event.keys if self._index.state(key) is None]

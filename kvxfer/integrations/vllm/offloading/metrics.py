@@ -33,20 +33,20 @@ from kvxfer.telemetry.metrics import (
 PREFIX = "vllm:kvxfer_"
 TOLD_BY_TIERS = {"removed_blocks", "deadline_misses", "skipped_blocks", "not_written_back_blocks"}
 COUNTED_BY_MANAGER = frozenset(COUNTERS) - TOLD_BY_TIERS
-"""Counters of chunks that the scheduler counts in every tier. It sees no copies between several
-tiers below host memory: those tell which blocks are not written back."""
+"""Counters of chunks that the scheduler counts in every tier. It does not see copies among several
+tiers below host memory, which report themselves which blocks are not written back."""
 
 MAX_DURATIONS = 10_000
-"""Durations that are kept for the next report: an engine without statistics asks for none."""
+"""Maximum number of durations to keep for the next report, which may never be asked for."""
 
 ASK_AGAIN_S = 1.0
-"""Seconds between two looks at the state of the tiers below host memory."""
+"""Minimum seconds between two queries of the gauges of the tiers below host memory."""
 
 PINNED = "blocks_in_use"
 IGNORED = "ignored_parameters"
 HOST = "host"
 LOWER = "lower"
-"""Name of the tier below host memory where there are several."""
+"""Name of the tiers below host memory if there are several."""
 
 DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     **{
@@ -77,7 +77,7 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
 
 
 class DefinesMetrics:
-    """Mix-in for what vLLM asks for the metrics that it is going to report."""
+    """Mix-in for classes that vLLM asks to define the metrics that they will report."""
 
     @classmethod
     def build_metric_definitions(cls, *_: Any) -> dict[str, OffloadingMetricMetadata]:
@@ -86,13 +86,13 @@ class DefinesMetrics:
 
 
 class OffloadingMetrics(Observer):
-    """Metrics of the tiers since the last report: what a manager counts, and what tiers tell.
+    """Metrics of the tiers since the last report: a manager's counts, and events of the tiers.
 
-    Tiers tell on the threads that they run on; a manager counts and reports on one.
+    Tiers send events on the threads that they run on; a manager counts and reports on a single one.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
-        self.counted_by_manager: frozenset[str] = frozenset()  # and so not taken from what is told
+        self.counted_by_manager: frozenset[str] = frozenset()  # and ignored in events of tiers
         self._chunk_bytes = chunk_bytes
         self._counted: Counter[tuple[str, tuple[str | Status, ...]]] = Counter()  # name and labels
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -102,7 +102,7 @@ class OffloadingMetrics(Observer):
         self._lock = runtime.lock()
 
     def count_in(self, *tiers: str) -> None:
-        """Count what a manager sees of these tiers, from 0 on, and not what they tell of it."""
+        """Let a manager count what it sees of these tiers, from 0 on, instead of the tiers."""
         self.counted_by_manager = COUNTED_BY_MANAGER
         for tier in tiers:
             self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))
@@ -128,7 +128,7 @@ class OffloadingMetrics(Observer):
         self._asked.append((tier, ask))
 
     def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
-        """Return what was counted and told, in vLLM's form, and forget it; add host's gauges."""
+        """Return and reset the counts, in vLLM's form; `gauges` are those of host memory."""
         stats = OffloadingConnectorStats()
         for name, value in (gauges or {}).items():
             stats.set_gauge(PREFIX + name, value, (HOST,))

@@ -57,7 +57,7 @@ from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.transfer import PolledEngine
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
-"""Bytes that GPUs copy at one time, straight to and from slots: a load is begun beside stores."""
+"""Bytes that GPUs may copy at a time, straight to and from slots; loads can begin beside stores."""
 
 SPEC = {"spec_name": "KVXferOffloadingSpec", "spec_module_path": "kvxfer.integrations.vllm"}
 
@@ -68,20 +68,20 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
     pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine; or a
     list of it and of the tiers below, e.g. `["host://?capacity=4GiB",
-    "file:///var/cache/kv?capacity=200GiB"]`. With `purge_on_reset` a reset of vLLM's cache also
-    deletes what is below, that of other engines, too.
+    "file:///var/cache/kv?capacity=200GiB"]`. With `purge_on_reset`, a reset of vLLM's cache also
+    deletes the blocks in these tiers, including those of other engines.
 
     Raises:
         InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
             model cannot be identified; or `purge_on_reset`, and no tier below can be purged; or
-            chunks of a recurrent layer have several blocks.
+            a chunk of a recurrent layer has several blocks.
     """
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
         replica = config.parallel.data_parallel_index
-        # In every process, before it waits for others.
+        # In every process, before it waits for the others.
         settings = parse_offload(config.extra_config, replica)
         self._pool_config, self._lower, self._loads, self._purges = settings
         self._manager: OffloadingManager | None = None
@@ -157,7 +157,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         return self._worker
 
     def _require_whole_chunks(self) -> None:
-        """Refuse chunks of which vLLM stores the last block alone: a state, from 0.32 on."""
+        """Refuse chunks of several states: from 0.32 on, vLLM stores only the last one."""
         configs = (getattr(each, "config", None) for each in locals_of_callers("self"))
         groups = [group for each in configs for group in getattr(each, "kv_group_configs", ())]
         has_states = any(getattr(group, "requires_cow_source", False) for group in groups)
@@ -214,7 +214,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
             num_parts=config.parallel.world_size // copies,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
-        # Of what scheduler and workers both know: each stage of a pipeline has layers of its own.
+        # Only what scheduler and workers both know: each pipeline stage has layers of its own.
         return HostPool(
             shape,
             Namespace(model=config.model.name, dtype=config.model.dtype),
@@ -228,8 +228,8 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
 class KVXferOffload(OffloadingConnector):
     """Connector that keeps the KV cache in kvxfer's backends, by `KVXferOffloadingSpec`.
 
-    Each setting is from `kv_connector_extra_config`, or else `KVXFER_BACKEND`, or else the file
-    `KVXFER_CONFIG`.
+    Each setting comes from `kv_connector_extra_config`, else from `KVXFER_BACKEND`, else from the
+    file `KVXFER_CONFIG`.
 
     Raises:
         InvalidArgumentError: As for `KVXferOffloadingSpec`.
@@ -250,7 +250,7 @@ class KVXferOffload(OffloadingConnector):
 
 
 def offloading_config(vllm_config: Any, settings: Mapping[str, Any]) -> Any:
-    """Copy a configuration, as that of an OffloadingConnector with these settings and our spec."""
+    """Copy a configuration, for an OffloadingConnector with these settings and our spec."""
     config = copy.copy(vllm_config)
     config.kv_transfer_config = dataclasses.replace(
         vllm_config.kv_transfer_config,

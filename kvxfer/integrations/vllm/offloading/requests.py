@@ -1,4 +1,4 @@
-"""Requests of vLLM as an offloading manager sees them: answers, wishes, and their recording."""
+"""Requests of vLLM as an offloading manager sees them: lookups, retentions and recorded traces."""
 
 import logging
 from collections import Counter, defaultdict
@@ -29,19 +29,20 @@ class _Request:
 
     context: ReqContext
     arrived_at: float  # wall-clock time; 0 where nothing is recorded
-    retention: Retention | None  # wish for the chunks that it uses and stores
-    # Tier that gives each chunk that was looked up, empty for a miss; None once that was told.
+    retention: Retention | None  # for the chunks that it uses and stores
+    # Tier that has each chunk that was looked up, empty for a miss; None once that was reported.
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
     is_stale: bool = False  # it had begun to load or compute when the caches were reset
 
 
 class Requests:
-    """Requests of an engine: what they wish, and how each of their lookups was answered last.
+    """Requests of an engine: their retentions, and the last answer to each of their lookups.
 
-    A request is told once, when it first loads or computes, or ends before. With `trace` its prompt
-    is then recorded, as whole chunks of the first KV-cache group. Chunks have `tokens_per_chunk` by
-    group; without these every key is taken for that of a chunk. The metrics count chunks by the
-    tier that gave them; without metrics no wishes are read. Never raises.
+    A request is reported once, when it first loads or computes, or ends before. With `trace`, its
+    prompt is then recorded as whole chunks of the first KV-cache group. `tokens_per_chunk` of each
+    group tells these from parts of chunks; without it, every key is that of a whole one. The
+    metrics count chunks by the tier that had them; without metrics, retentions are not read. Never
+    raises.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Requests:
         self._requests: dict[str, _Request] = {}
 
     def arrive(self, context: ReqContext) -> bool:
-        """Note a request, whose answers are kept from now on; return whether there is no other."""
+        """Note a request, to keep its answers from now on; return whether it is the only one."""
         known = self._requests.get(context.req_id)
         if known is None or known.tiers is None:
             retention = None if self._metrics is None else _read_wish(context, self._metrics)
@@ -69,18 +70,18 @@ class Requests:
         return len(self._requests) == 1
 
     def retention(self, req_id: str) -> Retention | None:
-        """Return the wish of a request; None if it has none."""
+        """Return the retention that a request asks for; None if it asks for none."""
         request = self._requests.get(req_id)
         return None if request is None else request.retention
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
-        """Note the tier that gives a chunk, empty for a miss; of several the first one counts."""
+        """Note the tier that has a chunk, empty for a miss; of several tiers the first counts."""
         request = self._requests.get(req_id)
         if request is not None and request.tiers is not None:
             request.tiers[key] = tier and (request.tiers.get(key) or tier)
 
     def schedule(self, req_ids: Iterable[str]) -> None:
-        """Tell and record the requests that load or compute for the first time."""
+        """Report and record the requests that load or compute for the first time."""
         for req_id in req_ids:
             request = self._requests.get(req_id)
             if request is not None and request.tiers is not None:
@@ -99,13 +100,13 @@ class Requests:
         return request is not None and request.is_stale
 
     def finish(self, req_id: str) -> None:
-        """Forget a request; tell it if it ended before it was scheduled."""
+        """Forget a request; report it if it ended before it was scheduled."""
         request = self._requests.pop(req_id, None)
         if request is not None and request.tiers is not None:
             self._tell(request, request.tiers, "it ended before it was scheduled")
 
     def close(self) -> None:
-        """Write what waits to be recorded."""
+        """Close the trace, after writing the requests that wait to be recorded."""
         if self._trace is not None:
             self._trace.close()
 
@@ -131,7 +132,7 @@ class Requests:
             self._reports.tell(Requested(req_id, list(found), list(found.values()), reason))
 
     def _is_whole(self, key: BlockKey, positions: Mapping[BlockKey, int]) -> bool:
-        """Whether a key is that of a chunk, as far as is known, and not of a part of one."""
+        """Whether a key is that of a whole chunk, as far as is known, and not of a part of one."""
         return positions.get(key, 0) % self._tokens_per_chunk.get(group_of(key), 1) == 0
 
     def _record(self, trace: TraceRecorder, request: _Request) -> None:
@@ -155,12 +156,12 @@ class Requests:
 
 
 def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
-    """Count the chunks behind those whose misses ended the lookups of a prompt.
+    """Count the chunks of a prompt that vLLM did not look up since an earlier one was a miss.
 
-    Of a group with full attention vLLM asks for one chunk after the other, up to the first miss; of
-    a sliding window it asks from the end, and what is left is not needed. `positions` has the token
-    at the end of each chunk, in the order of each group, and behind them keys for parts of chunks;
-    `tiers` is in the order of the lookups.
+    In a group with full attention, vLLM looks up one chunk after the other, up to the first miss;
+    in a sliding window it begins at the end, and does not need the rest. `positions` has the end
+    token of each chunk, in the order of each group, followed by keys for parts of chunks; `tiers`
+    is in the order of the lookups.
     """
     whole: dict[bytes, dict[BlockKey, int]] = defaultdict(dict)
     for key, end in positions.items():
@@ -177,7 +178,7 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
 
 
 def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
-    """Read the wish of a request; a wrong value is logged, counted, and as if it were not there."""
+    """Read the retention that a request asks for; a wrong value is logged, counted, and ignored."""
     params, fields = getattr(context, "kv_transfer_params", None), dict[str, Any]()
     for name, attribute in PARAMETERS.items():
         value = params.get(name) if isinstance(params, Mapping) else None

@@ -1,4 +1,4 @@
-"""Rows of host memory, the chunks of all workers: their namespace, and what their bytes mean."""
+"""Rows of host memory, each the chunks of all workers: their namespace and page mappings."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ def row_namespace(
 ) -> Namespace:
     """Make the namespace of rows of host memory: the chunks of all workers under one key.
 
-    vLLM's release is part of it: the layout of an attention backend's page is not exposed, and has
-    changed between releases.
+    vLLM's release is part of it: an attention backend does not expose the layout of its pages,
+    which has changed between releases.
     """
     known = {
         group_id: GroupIdentity(
@@ -74,14 +74,14 @@ def row_namespace(
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of one worker's model and pages, sent to the scheduler, which vLLM does not tell."""
+    """Identity of one worker's model and pages; the scheduler does not get it from vLLM."""
 
     model: Namespace  # as `identify_model` makes it
     pages: WorkerPages
 
 
 def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSegment:
-    """Publish an identity in shared memory for the scheduler; closed when the engine ends."""
+    """Publish an identity in shared memory for the scheduler; to be closed when the engine ends."""
     segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
     encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=str))
     segment.memory[HEADER_BYTES : HEADER_BYTES + len(encoded)] = list(encoded)
@@ -109,7 +109,7 @@ def _decode_dtype(_: type, value: str) -> torch.dtype:
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
-    """Count the workers that keep the same bytes, so that a row has one part for all of them."""
+    """Count the workers that keep the same bytes, for all of which a row has a single part."""
     parallel = config.parallel
     if workers_keep_the_same(config):
         return int(parallel.world_size)
@@ -119,7 +119,7 @@ def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
     if any(group.reason for group in pages.groups) or any("head" not in b.axes for b in boxes):
         return 1  # pages without heads are divided in another way
     try:
-        for group in pages.groups:  # each layer's own tensor has as many heads as it should
+        for group in pages.groups:  # raises if a layer's tensor has another number of heads
             _shard([pages], config, 0).place(group.boxes)
     except (PageMappingError, InvalidArgumentError):
         return 1
@@ -129,11 +129,10 @@ def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
 def map_rows(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, encoding: str
 ) -> list[PageMapping]:
-    """Make the page mapping of rows for every group that a key may name.
+    """Make the page mapping of rows for every group that a key may name; `workers` are by rank.
 
-    A row has a part for each worker, or one for all where they keep the same. A group that cannot
-    be mapped is stored as plain bytes: another engine reads it if it has the same `encoding`.
-    `workers` are by rank.
+    A row has a part for each worker, or one for all workers that keep the same bytes. A group that
+    cannot be mapped is stored as plain bytes, which only engines with the same `encoding` read.
     """
     position = {group_id: index for index, group_id in enumerate(group_ids(config))}
     mappings = []
@@ -155,7 +154,7 @@ def map_rows(
 def _map_group(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> PageMapping:
-    """Make the page mapping of a group's rows, if it is known what they mean."""
+    """Make the page mapping of a group's rows; raises if it is not known what they mean."""
     boxes = list(_row_boxes(workers, config, shape, group))
     tokens = config.groups[group].tokens_per_block * config.cache.blocks_per_chunk
     page = portable_page(

@@ -57,17 +57,17 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     Configured as one of `secondary_tiers`: `{"type": "KVXferTier", "module_path":
     "kvxfer.integrations.vllm", "backend": "file:///var/cache/kv?capacity=200GiB", "revision":
     "..."}`. A chunk that is corrupt, gone or late is dropped from its promotion and recomputed.
-    A job is reported only when nothing touches its memory, even after its deadline: vLLM reuses
-    the memory then. vLLM gives the arguments by place, and `(num_chunks, row_size_bytes)` in
-    `primary_kv_view`, which is valid until `shutdown` returned.
+    A job is reported only once nothing touches its memory, even after its deadline, because vLLM
+    then reuses the memory. vLLM passes the first arguments by position; `primary_kv_view` has the
+    shape `(num_chunks, row_size_bytes)` and is valid until `shutdown` has returned.
 
     Args:
         backend: URL or mapping of a backend, or an open one; closed on `shutdown`.
         revision: Name of the model and of every property that changes its values at equal tokens:
-            weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
+            weights, quantization, overrides of its configuration. vLLM does not pass these on.
 
     Raises:
-        InvalidArgumentError: `backend` is wrong, or a `revision` is missing for it; or as
+        InvalidArgumentError: `backend` is wrong, or needs a `revision`; or as
             `require_telling_keys`.
         UnsupportedEngineError: vLLM is older than 0.31.
     """
@@ -137,7 +137,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         self._submit(self._tier.submit_load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call; a failed load with its loaded chunks."""
+        """Return the jobs that ended since the last call, a failed one with the chunks it moved."""
         results = [self._result(job) for job in self._empty]
         self._empty.clear()
         for moved in self._tier.poll():
@@ -168,7 +168,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         self._tier.flush()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what came to the backend and what is gone since the last call."""
+        """Return the events of blocks that entered or left the backend since the last call."""
         return self._tier.take_events()
 
     def drain_jobs(self) -> None:
@@ -181,7 +181,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish the stores, as far as time allows, and close the backend; may be called again.
 
-        After an error the backend may still touch the CPU tier's memory, which vLLM keeps then.
+        If it raises, the backend may still touch the CPU tier's memory, and vLLM keeps that.
         """
         if not self._tier.close():
             raise BackendUnavailableError(

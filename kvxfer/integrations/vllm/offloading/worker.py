@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
     """Offloading worker that moves blocks between its caches and its part of the pool.
 
-    A store that fails is reported as done: the scheduler finds its slots unfinished and drops
-    them. A load that fails cannot be told to vLLM without ending the engine; that is why chunks
-    are verified before the scheduler promises them. `group_ids` are the indices of the groups of
-    the caches in vLLM's keys. `shutdown` closes the engine, and what else it is to close.
+    A failed store is reported as done: the scheduler finds its slots unfinished and drops them. To
+    report a failed load would end vLLM's engine, which is why chunks are verified before the
+    scheduler promises them. `group_ids` are the indices in vLLM's keys of the caches' groups.
+    `shutdown` closes the engine and the segments in `closes`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         self._closes = closes
         self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
         self._blocks_per_chunk = blocks_per_chunk
-        self._ours: dict[int, JobId] = {}  # job of the engine, of each of vLLM's
+        self._ours: dict[int, JobId] = {}  # our engine's job for each of vLLM's
         self._results: list[TransferResult] = []
 
     def submit_store(
@@ -101,7 +101,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
 
     def shutdown(self) -> None:
         """Wait for running transfers and close the pool."""
-        with ExitStack() as closed:  # all of them, whatever fails
+        with ExitStack() as closed:  # closes all of them, whatever fails
             for segment in self._closes:
                 closed.callback(segment.close)
             closed.callback(flush_journal)
@@ -122,7 +122,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         block_ids: Sequence[NDArray[np.int32]],
         firsts: Sequence[int],
     ) -> None:
-        """Check that blocks are missing only before the first one of each group.
+        """Check that each group lacks only leading blocks.
 
         vLLM leaves out null blocks; in the middle of a chunk that would shift all later blocks.
         """
