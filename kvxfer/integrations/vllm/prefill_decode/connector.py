@@ -1,4 +1,4 @@
-"""Connector: prefill in one engine and decode in another, by way of vLLM's connector interface."""
+"""Connector: prefill in one engine and decode in another, through vLLM's connector interface."""
 
 import logging
 from collections import Counter
@@ -50,31 +50,31 @@ from kvxfer.storage.observer import LENT, Reports
 from kvxfer.telemetry.journal import flush_journal, journal_observers
 
 PEERS = "nixl"
-"""Tier of the blocks that other engines give."""
+"""Name of the tier for blocks that other engines lend."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """Description of a worker's caches, and the port at which it listens; 0 where it does not."""
+    """Description of a worker's caches, and the port on which it listens; 0 if it does not."""
 
     description: bytes
     port: int
 
 
 class Twice:
-    """Requests that are done when P and the tiers have said so."""
+    """Requests that are done only when both the hand-over and the tiers have reported them."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
 
     def expect(self, request_ids: Iterable[str]) -> None:
-        """Let requests be done the second time only."""
+        """Expect two reports of each of these requests."""
         self._open.update(request_ids)
 
     def take(self, *said: Iterable[str] | None) -> set[str]:
-        """Return the requests that are done, of those that each one has said."""
+        """Return the requests that are done, among those that each side now reports."""
         done: set[str] = set()
         for request_ids in said:
             first = self._open.intersection(request_ids or ())
@@ -108,18 +108,18 @@ class NoTiers(KVConnectorBase_V1):
 
 
 class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
-    """Connector that hands the KV cache of prompts from prefill engines to decode engines.
+    """Connector that hands the KV cache of prompts from prefill engines, P, to decode engines, D.
 
     Settings are in `kv_connector_extra_config`, see `Settings`. An engine with `listen` lends the
-    pages of prompts that it computes; any engine reads those of others. With `backend`, blocks that
-    it computes or reads are stored in its own tiers, by vLLM's OffloadingConnector: a prompt begins
-    with the blocks on the device, then come those of the tiers, and P gives the rest.
+    pages of prompts that it computes; any engine reads those of others. With `backend`, vLLM's
+    OffloadingConnector also stores the blocks that it computes or reads in its own tiers: a prompt
+    begins with the blocks on the device, then come those of the tiers, and P provides the rest.
 
     Raises:
         InvalidArgumentError: A setting is unknown or of no use, or the engine is parallel in a way
             that is not supported; with tiers, as for `KVXferOffloadingSpec`.
-        UnsupportedEngineError: There are tiers, and this release of vLLM cannot end stores of
-            blocks that P's pages are about to be written to.
+        UnsupportedEngineError: There are tiers, and this release of vLLM cannot end the stores that
+            read blocks before P's pages are loaded into these.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -132,7 +132,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._settings = Settings.parse(found.values).of_replica(
                 parallel.data_parallel_index, parallel.tensor_parallel_size
             )
-        # Of a MultiConnector, too: the scheduler reads after this what that was given.
+        # In a MultiConnector, ours is a copy; the scheduler later reads the MultiConnector's own.
         for config in configs_of_callers():
             if (each := getattr(config, "kv_transfer_config", None)) is not None:
                 each.kv_load_failure_policy = self._settings.on_failure
@@ -156,18 +156,18 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._tiers: Any = kind(config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             fence([self._tiers])
-        # Tokens of a prompt beyond those on the device: from the tiers, and after them from P.
+        # Tokens of a prompt after those on the device: from the tiers, and then from P.
         self._shares: dict[str, tuple[int, int]] = {}
-        self._heads: set[str] = set()  # requests whose head is loaded from this step on
+        self._heads: set[str] = set()  # requests whose head the tiers load from this step on
         self._kept_by_both: set[str] = set()
         self._loads, self._saves = Twice(), Twice()
-        self._alignment, self._has_states = 1, False  # of where the head of a prompt may end
-        self._bad_blocks: dict[str, list[list[int]]] = {}  # of requests that load their heads yet
+        self._alignment, self._has_states = 1, False  # decide where the head of a prompt may end
+        self._bad_blocks: dict[str, list[list[int]]] = {}  # of requests still loading their heads
 
-    # The side of the scheduler.
+    # The scheduler's side.
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerFacts]) -> None:
-        """Take what the workers say of themselves, by rank."""
+        """Take the workers' descriptions of themselves, by rank."""
         if not (self._reads or self._lends):
             return
         fence_loads_of_others()
@@ -219,7 +219,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return self._lends
 
     def on_new_request(self, request: Any) -> None:
-        """Ask about a request of D at once, and prepare one of P; note the adapter of any."""
+        """Ask about a request of D at once, prepare one of P, and note the adapter of any."""
         if self._prompts is not None:
             self._prompts.note(request)
         if self._prefill is not None:
@@ -238,7 +238,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if head is None or rest is None:
             return None, False
         ends_within = (num_computed_tokens + head) % self._alignment or self._has_states
-        if rest and head and ends_within:  # a block, or a state: P gives the head, too
+        if rest and head and ends_within:  # in a block, or with states: P provides the head, too
             head, rest = 0, count(request, num_computed_tokens)
             assert rest is not None  # P has answered
         self._shares[request.request_id] = head, rest
@@ -321,9 +321,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return tuple(self._tiers.take_events())
 
     def reset_cache(self) -> bool:
-        """End the leases of finished requests; vLLM frees their blocks when nobody reads them.
+        """End all leases; vLLM frees the blocks of finished requests once nobody reads them.
 
-        vLLM resets its own cache first, and cannot while blocks are lent: the next reset can.
+        vLLM resets its own cache first, which fails while blocks are lent: the next reset can work.
         """
         if self._prefill is not None:
             self._prefill.reset()
@@ -336,7 +336,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             return tuple(self._tiers.get_loaded_kv_cache_group_ids(request))
         return transfer_groups(self._kv_cache_config)
 
-    # The side of a worker.
+    # A worker's side.
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
@@ -354,7 +354,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._tiers.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
-        """Lend and fill the blocks of this worker's caches from now on."""
+        """Begin to lend, and to load into, the blocks of this worker's caches."""
         if not (self._reads or self._lends):
             return
         description = describe_worker(caches, self._kv_cache_config, self._vllm_config)
@@ -395,7 +395,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._tiers.handle_preemptions(kv_connector_metadata.tiers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of a step, and lend and store the blocks of earlier steps."""
+        """Begin the loads of a step; the tiers also begin to store blocks of earlier steps."""
         self._tiers.start_load_kv(forward_context, **kwargs)
         step = self._get_connector_metadata()
         if self._worker is not None and isinstance(step, StepData):
@@ -442,7 +442,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """End every lease and load, and then the tiers."""
+        """End every lease and load, then shut the tiers down."""
         try:
             if self._handover is not None:
                 self._handover.close()
@@ -452,7 +452,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
-        """Whether vLLM may move the caches, from 0.33 on: no, others read them where they are."""
+        """Whether vLLM may move the caches, from 0.33 on: no, other engines read them in place."""
         return False
 
     @classmethod
@@ -471,13 +471,13 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """See vLLM's `KVConnectorBase_V1`: any layout will do, but tiers may want a certain one."""
+        """See vLLM's `KVConnectorBase_V1`: any layout will do, but tiers may require one."""
         kind, config = find_tiers(vllm_config)
         layout: str | None = kind.get_required_kvcache_layout(config)
         return layout
 
     def _sides(self, *, is_scheduler: bool) -> tuple[bool, bool]:
-        """Decide whether this engine reads and lends; its scheduler says why it does not."""
+        """Decide whether this engine reads and whether it lends; its scheduler logs why not."""
         transfer, config = self._vllm_config.kv_transfer_config, self._kv_cache_config
         reads, lends = transfer.is_kv_consumer, transfer.is_kv_producer
         lends &= self._settings.exchange.listen_endpoint is not None
@@ -504,8 +504,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 def find_tiers(vllm_config: Any) -> tuple[Any, Any]:
     """Find the connector of an engine's tiers, and its configuration; `NoTiers` without `backend`.
 
-    It is vLLM's OffloadingConnector, configured as that of an engine with no other, and imported
-    here: an engine without tiers needs nothing of vLLM's offloading.
+    It is vLLM's OffloadingConnector, configured as an engine's only connector, and imported here:
+    an engine without tiers needs nothing of vLLM's offloading.
     """
     settings = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).values
     if not settings.get("backend"):

@@ -40,15 +40,15 @@ class _Asked:
     answer: "Future[Found]"
     deadline: float  # of the answer, on the clock of `runtime.monotonic`
     found: Found | None = None  # the answer, once it was used
-    num_local_tokens: int = 0  # that were here then
+    num_local_tokens: int = 0  # that were here when it was used
 
 
 class DecodeScheduler:
     """Scheduler's side of D.
 
-    A request is asked about once, and its lease released once. Whatever goes wrong is a warning, a
-    count by reason, and a prompt that D computes itself. D always computes the last token of a
-    prompt, to get at the next one. A ticket that names our `own` endpoint is a router's mistake.
+    Each request is asked about once, and its lease released once. Whatever goes wrong is logged and
+    counted by reason, and D computes the prompt itself. D always computes the last token of a
+    prompt, to get the next one. A ticket that names our `own` endpoint is a router's mistake.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class DecodeScheduler:
             self._ask(request)
 
     def num_matched_tokens(self, request: Any, num_local_tokens: int) -> int | None:
-        """Count the tokens that P has beyond those that are here; None until it has answered."""
+        """Count the tokens that P has beyond those that are here; None until P has answered."""
         if not wants_decode(request.kv_transfer_params) or request.request_id in self._settled:
             return 0
-        if getattr(request, "skip_reading_prefix_cache", False):  # it wants every log-probability
+        if getattr(request, "skip_reading_prefix_cache", False):  # it wants all log-probabilities
             return self._refuse(request, Reason.NOT_WANTED, "it reads no cache")
         asked = self._asked.get(request.request_id) or self._ask(request)
         if asked is None:
             return 0
-        if why := self._prompts.why_not(request):  # since it was asked about
+        if why := self._prompts.why_not(request):  # this may change after P was asked
             return self._refuse(request, Reason.NO_TOKENS, why)
         if asked.found is None and not asked.answer.done() and runtime.monotonic() < asked.deadline:
             return None
         return self._take_answer(request, asked, num_local_tokens)
 
     def on_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan the load of a request whose blocks are allocated, perhaps of less than P has."""
+        """Plan the load of a request whose blocks are allocated, perhaps fewer than P has."""
         asked = self._asked.get(request.request_id)
         if asked is None or asked.found is None or request.request_id in self._settled:
             return
@@ -107,7 +107,7 @@ class DecodeScheduler:
         num_tokens = first + num_external_tokens
         block_ids = [[writable(block) for block in ids] for ids in blocks.blocks]
         for group, size in enumerate(self._groups.tokens_per_block):
-            if self._groups.has_states[group]:  # -1: a load fails where it may write to no block
+            if self._groups.has_states[group]:  # -1: without a writable block, the load fails
                 state = block_ids[group][(num_tokens - 1) // size :]
                 block_ids[group] = [(state[0] if state else 0) or -1]
         wanted = asked.found.wanted(asked.keys, first, num_tokens, block_ids)
@@ -127,14 +127,14 @@ class DecodeScheduler:
             self._release(request_id)
 
     def finish(self, request: Any) -> None:
-        """Forget a request that is finished; a load that goes on releases its lease at its end."""
+        """Forget a finished request; a load under way releases its lease when it ends."""
         request_id = request.request_id
         is_settled, is_asked = request_id in self._settled, request_id in self._asked
         self._settled.discard(request_id)
         if is_asked and not is_settled:
             self._release(request_id)
         elif not is_asked and not is_settled and wants_decode(request.kv_transfer_params):
-            ticket = self._read_ticket(request)  # it never was queued: P need not wait
+            ticket = self._read_ticket(request)  # it was never queued: P need not wait for it
             if isinstance(ticket, Ticket):
                 self._release_ticket(ticket)
 
@@ -194,7 +194,7 @@ class DecodeScheduler:
     def _refuse(
         self, request: Any, reason: Reason, text: str, *, level: int = logging.WARNING
     ) -> int:
-        """Let a request compute its prompt here; return the tokens that are loaded: none."""
+        """Let a request compute its prompt here; return the number of tokens to load: 0."""
         request_id = printable_id(request.request_id)
         logger.log(level, "request %s computes its prompt here: %s", request_id, text)
         self._counters.add("refused", reason=reason)
@@ -203,7 +203,7 @@ class DecodeScheduler:
         return 0
 
     def _tell_wanted(self, request_id: str, prompt: PromptKeys, wanted: Wanted) -> None:
-        """Tell which blocks of a request P is to give; those before are here."""
+        """Report which blocks of a request P is to provide; earlier ones are here."""
         if not self._reports:
             return
         keys: list[BlockKey] = []
@@ -218,7 +218,7 @@ class DecodeScheduler:
         self._reports.tell(Requested(request_id, keys, tiers))
 
     def _tell_refused(self, request: Any, text: str) -> None:
-        """Tell that no block of a request comes from P, and why."""
+        """Report that no block of a request comes from P, and why."""
         if not self._reports:
             return
         prompt, keys = self._prompts.keys_for_decode(request), list[BlockKey]()
@@ -238,12 +238,12 @@ class DecodeScheduler:
             self._release_ticket(asked.ticket)
 
     def _release_ticket(self, ticket: Ticket) -> None:
-        """Release a lease, unless others read under it, such as further answers to the prompt."""
+        """Release a lease, unless other requests read under it, such as samples of one prompt."""
         if all(other.ticket != ticket for other in self._asked.values()):
             self._submit(self._handover.reader.release(ticket.endpoint, ticket.lease))
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
-        """Begin a call; None where the hand-over is closed."""
+        """Begin a call; None if the hand-over is closed."""
         try:
             return self._handover.submit(call)
         except KVXferError as exc:

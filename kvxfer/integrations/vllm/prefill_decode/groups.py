@@ -1,4 +1,4 @@
-"""Groups: the KV-cache groups of a model, whether and as what they can be handed over."""
+"""Groups: the KV-cache groups of a model, and whether and how they can be handed over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ KINDS = (
     *("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec"),
     STATES,
 )
-"""Kinds of groups that can be handed over: classes of vLLM, by name. One that is derived from them
-may keep other blocks, or keep them for another time."""
+"""Kinds of groups that can be handed over: names of vLLM's classes. A subclass is of another kind:
+it may keep other blocks, or keep them for longer or shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """KV-cache groups that can be handed over."""
 
-    tokens_per_block: tuple[int, ...]  # over all workers
-    # Tokens before the last one of a prompt that a group needs to compute that one. None for all:
-    # such a group also keeps every block of a request until it is finished.
+    tokens_per_block: tuple[int, ...]  # of all workers together
+    # Tokens that a group needs, before the last one of a prompt, to compute that last one. None for
+    # all: such a group also keeps every block of a request until the request is finished.
     windows: tuple[int | None, ...]
-    has_states: tuple[bool, ...]  # whether a block is a state: that of its last computed token
+    has_states: tuple[bool, ...]  # whether a block is the state after its last computed token
 
     @classmethod
     def of(cls, kv_cache_config: Any, num_token_shares: int) -> "Groups":
@@ -43,17 +43,17 @@ class Groups:
 
     @property
     def num_last_tokens(self) -> int:
-        """Tokens at the end of a prompt that P leaves to D: one where a group does not keep all.
+        """Tokens at the end of a prompt that P leaves to D: one if a group does not keep all.
 
-        D computes the last token of a prompt, and needs the states from before it, and the first
-        token of its window. When P has computed it, its states are those after it, and vLLM has
-        freed the blocks that no later token needs.
+        D computes the last token of a prompt, and needs the states before that token and the first
+        token of its window. Once P has computed the last token, P's states are those after it, and
+        vLLM has freed the blocks that no later token needs.
         """
         return int(any(window is not None for window in self.windows))
 
 
 def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
-    """Say why the caches of a model cannot be handed over; empty where they can."""
+    """Say why the caches of a model cannot be handed over; empty if they can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "the model has no KV cache"
@@ -62,7 +62,7 @@ def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
         for spec in layers:
             if type(spec).__name__ not in KINDS:
                 return f"group {index} is a {type(spec).__name__}, none of {', '.join(KINDS)}"
-        # From 0.32 on vLLM says so; before, it has no such groups.
+        # vLLM has had such groups, and this attribute, since 0.32.
         if num_token_shares > 1 and not getattr(group.kv_cache_spec, "dcp_sharded", True):
             return f"group {index} is whole on workers that share the tokens of others"
         if len({_window(spec) for spec in layers}) > 1:
@@ -75,10 +75,10 @@ def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
 
 
 def fails_by_block(kv_cache_config: Any) -> bool:
-    """Whether vLLM can keep the blocks before the first bad one of a load.
+    """Whether vLLM can keep the blocks of a load before the first bad one.
 
-    Not of several groups: it ends an engine whose connector lists blocks of those. Nor of windows:
-    the window of the prompt's beginning has blocks that were not loaded.
+    Not with several groups: vLLM ends an engine whose connector lists bad blocks of these. Nor with
+    windows: that of the shorter prompt has blocks that were not loaded.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and _window(groups[0].kv_cache_spec) is None
@@ -109,13 +109,13 @@ def describe_worker(
 
 
 def _layers(spec: Any) -> Sequence[Any]:
-    """List the specs of a group's layers, or the one of all."""
+    """List the specs of a group's layers, or the single spec of all layers."""
     each = getattr(spec, "kv_cache_specs", None)
     return list(each.values()) if each else [spec]
 
 
 def _window(spec: Any) -> int | None:
-    """Return `Groups.windows` of a group; 1 where it keeps states."""
+    """Return a group's element of `Groups.windows`; 1 if the group keeps states."""
     first = _layers(spec)[0]
     if _has_states(spec):
         return 1
@@ -131,7 +131,7 @@ def _describe(
     pages: GroupPages, group: Any, num_token_shares: int, vllm_config: Any
 ) -> GroupDescription:
     opaque, spec = "", group.kv_cache_spec
-    if not pages.boxes:  # to be read by equal workers of the same release only
+    if not pages.boxes:  # only equal workers of the same release may read it
         layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
         release = f"vLLM {installed_version()}; layout {layout}"
         kernels = layer_kernels(group.layer_names, vllm_config)

@@ -1,6 +1,6 @@
 """Interface of vLLM's connectors: all imports from vLLM, and differences between its releases.
 
-Written for the newest release; older ones are recognised by what they lack, never by number.
+Written for the newest release; older ones are recognised by what they lack, never by version.
 """
 
 from typing import Any
@@ -33,13 +33,13 @@ HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Make a release's report of requests whose transfers ended; from 0.30 on."""
+    """Make vLLM's report of requests whose transfers ended; from 0.30 on."""
     results = base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
     results.failed_recving.update(failed)
     return results
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
-    """List the groups whose blocks are handed over; before 0.32 there were no others."""
+    """List the groups whose blocks are handed over; before 0.32, all of them."""
     every = tuple(range(len(kv_cache_config.kv_cache_groups)))
     return tuple(getattr(kv_cache_config, "transfer_group_ids", every))

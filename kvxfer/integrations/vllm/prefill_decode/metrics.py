@@ -50,7 +50,7 @@ class Reason(enum.StrEnum):
 
     @classmethod
     def of(cls, error: Exception) -> "Reason":
-        """Return the reason for which an error stands."""
+        """Classify an error by reason."""
         for kind, reason in (
             (NamespaceMismatchError, cls.NAMESPACE),
             (CacheMismatchError, cls.GEOMETRY),
@@ -66,7 +66,7 @@ class Reason(enum.StrEnum):
 
 
 class Counters:
-    """Counters since the last report; of one side of an engine."""
+    """Counters of one side of an engine since the last report."""
 
     def __init__(self) -> None:
         self._stats = OffloadingConnectorStats()
@@ -82,7 +82,7 @@ class Counters:
         self._stats.observe_histogram(PREFIX + LOAD_SECONDS, seconds)
 
     def take(self, num_leases: int | None = None) -> OffloadingConnectorStats:
-        """Return what was counted, in vLLM's form, and the leases held now; forget the counts."""
+        """Return and reset the counts, in vLLM's form, with the number of leases if it changed."""
         if num_leases is not None and num_leases != self._num_leases:
             self._stats.set_gauge(PREFIX + LEASES, num_leases)
             self._num_leases = num_leases
@@ -91,7 +91,7 @@ class Counters:
 
 
 class PrefillDecodeMetrics(KVConnectorPromMetrics):
-    """Metrics of Prometheus that the statistics of all engines, and of their tiers, go to."""
+    """Prometheus metrics for the statistics of all engines and of their tiers."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count the statistics of an engine; of its tiers only what these define."""
+        """Record an engine's statistics, and pass others on to the metrics of its tiers."""
         engine = self.per_engine_labelvalues[engine_idx]
         series = dict(transfer_stats_data.get("data", {}))
         for seconds in series.pop(PREFIX + LOAD_SECONDS, {}).get((), ()):

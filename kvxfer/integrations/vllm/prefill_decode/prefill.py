@@ -19,8 +19,8 @@ from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.text import printable_id
 
 MAX_NAMES = 1 << 16
-"""Names of leases that routers gave and that are remembered: a name that comes again much later
-names nothing that a worker still knows."""
+"""Maximum number of lease names from routers to remember: when a name comes back after that many
+others, no worker knows its lease any longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class _Early:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether vLLM took its blocks away."""
+        """Whether vLLM took the request's blocks away since it was noted."""
         return bool(self.request.num_preemptions != self.num_preemptions)
 
 
 class PrefillScheduler:
-    """Scheduler's side of P; `make_params` makes what D is given of a lease, see `ticket`."""
+    """Scheduler's side of P; `make_params` makes the parameters for D, as `ticket.make_params`."""
 
     def __init__(
         self, *, groups: Groups, prompts: Prompts, make_params: Callable[..., dict[str, Any]]
@@ -54,11 +54,11 @@ class PrefillScheduler:
         self._early: dict[str, _Early] = {}
         self._leases: dict[str, str] = {}  # of requests whose blocks vLLM keeps for us
         self._names: dict[str, None] = {}  # that routers gave, the oldest first
-        self._step = StepData()  # the next one, as far as it is known
+        self._step = StepData()  # the next one, as far as it is planned
 
     @property
     def num_leases(self) -> int:
-        """Requests whose blocks are lent, chunk by chunk or at once, or not free yet."""
+        """Requests whose blocks are lent, in part or as a whole, or not free yet."""
         return len(self._early) + len(self._leases)
 
     def on_new_request(self, request: Any) -> None:
@@ -73,7 +73,7 @@ class PrefillScheduler:
             return
         if known is not None:
             self._step.revoked.append(known.lease)
-        elif request.num_computed_tokens:  # loaded, and then the caches were reset
+        elif request.num_computed_tokens:  # a reset ended its lease while it was loading
             return
         if why := self._prompts.why_not(request):
             logger.warning("request %s is not lent: %s", printable_id(request.request_id), why)
@@ -82,11 +82,11 @@ class PrefillScheduler:
             blocks: list[list[int]] = [[] for _ in self._groups.windows]
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
             self._early[request.request_id] = early
-            # With no blocks yet: D may ask before the step that offers them.
+            # Without blocks for now: D may ask before the step that offers them.
             self._offer(early, (), is_complete=False)
 
     def plan(self, output: Any) -> StepData:
-        """Plan a step, which offers also chunks that earlier steps computed."""
+        """Plan a step, which also offers chunks that earlier steps computed."""
         for request_id, early in list(self._early.items()):
             if early.was_preempted:  # its blocks are gone
                 del self._early[request_id]
@@ -108,7 +108,7 @@ class PrefillScheduler:
 
         Returns:
             Whether vLLM is to keep the blocks until the workers report the request, and the
-            parameters for D, None where nothing is lent.
+            parameters for D, None if nothing is lent.
         """
         early = self._early.pop(request.request_id, None)
         if early is None:  # nothing of it can be lent
@@ -116,9 +116,9 @@ class PrefillScheduler:
         ends = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_further = request.num_computed_tokens - request.num_prompt_tokens
         is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
-        # A session of vLLM's has a prompt that grows: its blocks have other keys from then on.
+        # The prompt of a vLLM session grows; from then on, its blocks have other keys.
         is_same = early.keys.num_tokens == request.num_prompt_tokens
-        is_same = is_same and not self._prompts.why_not(request)  # since it was computed
+        is_same = is_same and not self._prompts.why_not(request)  # its adapter may have changed
         if request.status not in ends or not (is_whole and is_same):
             return self._give_up(early), None
         self._offer(early, self._pairs(early.keys, block_ids), is_complete=True)
@@ -131,9 +131,9 @@ class PrefillScheduler:
             self._leases.pop(request_id, None)
 
     def reset(self) -> None:
-        """End all leases: their pages may be of weights of before.
+        """End all leases: their pages may be those of old weights.
 
-        A request that goes on is not lent, unless vLLM computes it anew.
+        A running request is no longer lent, unless vLLM computes it again.
         """
         given_up = [*self._step.given_up, *self._leases.values()]
         self._step.given_up = list(dict.fromkeys(given_up))
@@ -142,14 +142,14 @@ class PrefillScheduler:
                 self._step.revoked.append(self._early.pop(request_id).lease)
 
     def _give_up(self, early: _Early) -> bool:
-        """End the lease of a request that was not finished; return whether its blocks are kept."""
+        """End the lease of an unfinished prompt; return whether vLLM is to keep its blocks."""
         if early.was_preempted:  # vLLM has its blocks already
             self._step.revoked.append(early.lease)
             return False
         self._step.given_up.append(early.lease)
         if not any(early.num_offered):
             return False
-        # Readers may be at its first pages: vLLM frees them when the workers say that nobody is.
+        # Readers may read its first pages: vLLM frees them when the workers report that none does.
         self._leases[early.request.request_id] = early.lease
         self._offer(early, (), is_complete=True)
         return True
@@ -171,7 +171,7 @@ class PrefillScheduler:
                 ids.clear()
             if block_ids is not None:
                 ids.extend(block_ids[group])
-        if replaces:  # what is here already may be computed for another request, in this very step
+        if replaces:  # shared blocks may be computed for another request in this very step
             early.num_offered = [0] * len(early.block_ids)
             return
         num_computed = min(num_computed, early.keys.num_tokens)
@@ -190,7 +190,7 @@ class PrefillScheduler:
     def _offer(
         self, early: _Early, pairs: Iterable[tuple[BlockKey, int]], *, is_complete: bool
     ) -> None:
-        """Offer blocks of a request by their keys, but for null blocks."""
+        """Offer blocks of a request by their keys, except null blocks."""
         kept = [pair for pair in pairs if pair[1]]
         keys, block_ids = [key for key, _ in kept], [block_id for _, block_id in kept]
         request_id = early.request.request_id
@@ -209,15 +209,14 @@ class PrefillScheduler:
                 ids = ids[(num_tokens - 1) // size :]
             else:
                 found = keys.block_keys(group, size, num_tokens)
-            pairs += zip(found, ids, strict=False)  # there are blocks for tokens to come
+            pairs += zip(found, ids, strict=False)  # there may be blocks for later tokens
         return pairs
 
     def _name(self, given: str | None) -> str:
-        """Name a lease as its router did, or anew where the name was given before.
+        """Name a lease as its router did, or by a new name if the router's was given before.
 
-        Workers report the end of a lease by its name alone, some time after it was revoked or
-        given up. One of the same name would be taken for it, and its blocks be freed while they
-        are lent.
+        Workers report the end of a lease by its name alone, some time after it was revoked or given
+        up. Another lease of that name would be mistaken for it, and its blocks freed while lent.
         """
         ours = self._leases.values(), [each.lease for each in self._early.values()]
         if given is None or any(given in names for names in (self._names, *ours)):

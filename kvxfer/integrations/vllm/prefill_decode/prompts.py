@@ -15,7 +15,7 @@ OF_REQUESTS = frozenset({
     "lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace",
     "is_3d_lora_weight",
 })  # fmt: skip
-"""Fields of vLLM's `LoRARequest` that are known; the weights of one with another are not."""
+"""Known fields of vLLM's `LoRARequest`; any other may mean other weights."""
 OF_ENGINES = frozenset({
     "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras", "default_mm_loras",
     "specialize_active_lora", "max_lora_cls_labels", "lora_extra_vocab_size",
@@ -25,7 +25,7 @@ OF_ENGINES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of an engine's requests: what of them is handed over, and under which keys."""
+    """Prompts of an engine's requests: which part is handed over, and under which keys."""
 
     num_last_tokens: int = 0  # at the end of a prompt, which P leaves to D
     knows_images: bool = True  # see `names_images`
@@ -49,7 +49,7 @@ class Prompts:
             self.adapters.note(_adapter(lora))
 
     def why_not(self, request: Any) -> str:
-        """Say why the weights of a request's adapter are not known; empty where they are."""
+        """Say why the weights of a request's adapter are not known; empty if they are."""
         try:
             self._name_adapter(request)
         except InvalidArgumentError as exc:
@@ -72,9 +72,9 @@ class Prompts:
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
         """Make the keys of a request's prompt without its last `num_left_out` tokens.
 
-        None where a prompt cannot be named by its tokens, or none is left. Whatever changes the
-        bytes of pages at equal tokens is in the scope of the keys: images, whose placeholder tokens
-        are those of every image, adapters, and the salt of a tenant.
+        None if its tokens cannot identify the prompt, or none is left. Whatever changes the bytes
+        of pages at equal tokens is in the scope of the keys: images, whose placeholder tokens are
+        those of every image, adapters, and the salt of a tenant.
         """
         num_tokens = len(request.prompt_token_ids or ()) - num_left_out
         if num_tokens <= 0 or getattr(request, "prompt_embeds", None) is not None:
@@ -98,9 +98,9 @@ class Prompts:
         return self.keys(request, num_left_out=self.num_last_tokens)
 
     def leave_out_last(self, request: Any) -> None:
-        """Let vLLM compute a prompt without its last tokens, before it is scheduled.
+        """Cut the last tokens off a prompt before vLLM schedules it: D computes them.
 
-        A request whose answer is wanted, or whose last tokens are not just tokens, is left as it
+        A request whose answer is wanted, or whose last tokens are more than tokens, is left as it
         is: D will not find its pages.
 
         Source: `_truncate_request_for_prefill` of vLLM's NixlConnector; there is no interface.
@@ -113,11 +113,11 @@ class Prompts:
             or request.max_tokens != 1
             or self.keys(request) is None
             or getattr(request, "skip_reading_prefix_cache", False)
-            or getattr(request, "resumable", False)  # its prompt goes on
+            or getattr(request, "resumable", False)  # its prompt may grow
             or any(each.mm_position.offset + each.mm_position.length > num_left for each in images)
         ):
             return
-        request.prompt_token_ids = request.prompt_token_ids[:num_left]  # vLLM's client has it too
+        request.prompt_token_ids = request.prompt_token_ids[:num_left]  # vLLM's client shares it
         del request._all_token_ids[num_left:]  # noqa: SLF001 - see above
         request.num_prompt_tokens = num_left
 
@@ -128,5 +128,5 @@ def _adapter(lora: Any) -> Adapter:
 
 
 def _encode(text: str) -> bytes:
-    """Encode any text of a client's, half of a surrogate pair included."""
+    """Encode any text from a client, even with half of a surrogate pair."""
     return str(text).encode("utf-8", "surrogatepass")

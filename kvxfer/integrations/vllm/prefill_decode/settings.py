@@ -17,14 +17,14 @@ from kvxfer.settings import convert_settings
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `KVXferConnector`; all other names are those of `NixlConfig`.
 
-    The last four are those of this engine's own tiers: `KVXferOffloadingSpec` checks them.
+    The last four are for this engine's own tiers: `KVXferOffloadingSpec` checks them.
     """
 
     exchange: NixlConfig
     advertise: str = ""  # host by which other machines reach `listen`; by default that of `listen`
-    ask_timeout_s: float = 3.0  # for which a request of D waits for P's answer to its ticket
-    # Networks, such as `10.0.0.0/8`, and hosts that a ticket may name; empty for all. Without a
-    # secret and TLS, loopback addresses only, in any case.
+    ask_timeout_s: float = 3.0  # how long a request of D waits for P's answer to its ticket
+    # Networks, such as `10.0.0.0/8`, and hosts that a ticket may name; empty for all. With neither
+    # a secret nor TLS, only loopback addresses in any case.
     allow: tuple[str, ...] = ()
     revision: str = ""  # of the weights, in place of the one that is found
     on_failure: str = "recompute"  # or `fail` requests whose pages do not arrive
@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return convert_settings(argument, ours, cls, what=what, shown_as=extra)
 
     def of_replica(self, index: int, num_workers: int) -> "Settings":
-        """Make the settings of a data-parallel replica, which listens behind those before it."""
+        """Make the settings of a data-parallel replica, on the ports after those before it."""
         exchange = self.exchange.at_rank(index * num_workers)
         if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
             if not listen.port:
@@ -78,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def asking(self) -> NixlConfig:
-        """Configuration of the scheduler, which asks and moves no blocks: it needs no NIXL."""
+        """Configuration of the scheduler, which asks but moves no blocks, and so needs no NIXL."""
         return msgspec.structs.replace(self.reading, transport="socket", integrity="full")
 
     @property

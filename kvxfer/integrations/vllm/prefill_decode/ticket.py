@@ -1,8 +1,8 @@
-"""Tickets: what P hands to D by way of a router, in the conventional `kv_transfer_params`.
+"""Tickets: what P hands to D through a router, in the conventional `kv_transfer_params`.
 
-The fields are those of vLLM's NixlConnector, so that routers pass them on. They come back from
-outside: nothing in them is trusted. They say where to ask, and for which lease; what is then read
-is found by the tokens of D's own prompt.
+The fields are those of vLLM's NixlConnector, so that routers pass them on. D gets them from
+outside, so nothing in them is trusted. They say where to ask, and for which lease; D finds the
+pages by the tokens of its own prompt.
 
     {"do_remote_decode": true, "do_remote_prefill": false, ...}      router -> P
     {"do_remote_prefill": true, "remote_request_id": TICKET,         P -> router -> D
@@ -24,7 +24,7 @@ MAX_TP_SIZE = 1024
 MAX_HOST_CHARACTERS = 255
 MAX_SHOWN_CHARACTERS = 80
 OVERLAP = "overlap"
-"""Transfer mode of a router that asks P and D at the same time, with a ticket of its own."""
+"""Transfer mode of a router that asks P and D at the same time, with a ticket of its own making."""
 
 _TICKET = re.compile(r"[0-9A-Za-z_.:-]{16,128}")
 
@@ -34,12 +34,12 @@ class Ticket:
     """Ticket of D: the lease that it may read under, and where P's workers are asked."""
 
     lease: str  # as P's workers know it
-    endpoint: Endpoint  # of P's worker of rank 0; that of rank r listens at the r-th port after
-    overlaps: bool = False  # P may be computing still
+    endpoint: Endpoint  # of P's worker of rank 0; that of rank r listens r ports after it
+    overlaps: bool = False  # P may still be computing
 
 
 def make_lease() -> str:
-    """Make the name of a lease: 128 random bits, which nobody guesses."""
+    """Make the name of a lease: 128 random bits, which nobody can guess."""
     return runtime.token_bytes(16).hex()
 
 
@@ -54,7 +54,7 @@ def wants_decode(params: object) -> bool:
 
 
 def lease_of_router(params: Mapping[str, Any]) -> str | None:
-    """Return the lease that the router of an overlapping request has named; None without one."""
+    """Return the lease that a router named for an overlapping request; None without one."""
     lease = params.get("remote_request_id")
     return lease if isinstance(lease, str) and _TICKET.fullmatch(lease) else None
 
@@ -70,7 +70,7 @@ def make_params(
         "remote_request_id": lease,
         "remote_host": endpoint.host,
         "remote_port": endpoint.port,
-        "remote_block_ids": [[0]],  # routers look whether there are any
+        "remote_block_ids": [[0]],  # routers check that there are any
         "remote_num_tokens": num_tokens,
         "tp_size": tp_size,
         "transfer_mode": "pull",
@@ -78,7 +78,7 @@ def make_params(
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket:
-    """Read the parameters of a request at D; the error of a field that is of no use names it."""
+    """Read the parameters of a request at D; an error names the field that is of no use."""
     if (lease := lease_of_router(params)) is None:
         rule = "a ticket of 16 to 128 letters, digits or _.:-"
         raise _error("remote_request_id", params.get("remote_request_id"), rule)
@@ -105,7 +105,7 @@ def _integer(params: Mapping[str, Any], name: str, maximum: int) -> int:
 
 
 def _error(name: str, value: object, expected: str) -> InvalidArgumentError:
-    """Make an error that shows of a stranger's value what fits in a line of a log."""
+    """Make an error that shows as much of a stranger's value as fits in a line of the log."""
     try:
         shown = repr(value)
     except Exception:  # noqa: BLE001 - a number of 5000 digits, a list in 5000 lists

@@ -1,4 +1,4 @@
-"""Worker: lends the blocks of P's prompts, and reads the pages of D's, as its scheduler says."""
+"""Worker: lends the blocks of P's prompts, and reads the pages of D's, as the scheduler plans."""
 
 import logging
 from collections import Counter, defaultdict
@@ -43,15 +43,15 @@ class Fetch:
 
 @dataclass(slots=True)
 class StepData(KVConnectorMetadata):
-    """Step data."""
+    """Plan of one step, sent from the scheduler to the workers."""
 
     offers: list[Offer] = field(default_factory=list)
     # Leases to end before the step: vLLM is about to write to their blocks.
     revoked: list[str] = field(default_factory=list)
-    # Those to end after its offers: vLLM keeps their blocks, if any, until a request is reported.
+    # Leases to end after its offers: vLLM keeps their blocks, if any, until the workers report.
     given_up: list[str] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    tiers: Any = None  # step data of the engine's own
+    tiers: Any = None  # plan of the engine's own tiers
     loaded_by_both: set[str] = field(default_factory=set)  # from P and from the tiers
     kept_by_both: set[str] = field(default_factory=set)  # lent and still being stored
 
@@ -61,13 +61,13 @@ class Ended:
     """Requests whose transfers ended since the last look."""
 
     sent: set[str] = field(default_factory=set)  # their leases are over, no block is pinned
-    received: set[str] = field(default_factory=set)  # well or not
-    # Our blocks that were not loaded, of each of these requests and each group.
+    received: set[str] = field(default_factory=set)  # whether loads succeeded or not
+    # Blocks here that were not loaded, of each group of these requests.
     bad_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 class PrefillDecodeWorker:
-    """Worker's side of P and of D, called from the engine's thread; `reports` is told of leases."""
+    """Worker's side of P and of D, called from the engine's thread; `reports` gets lent blocks."""
 
     def __init__(
         self,
@@ -83,21 +83,21 @@ class PrefillDecodeWorker:
         self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
-        # Bad blocks of loads that have ended, and ends of late reads: vLLM would compute into them.
+        # Of loads that ended: bad blocks, and the drain of a late read, which may still write.
         self._ending: dict[str, tuple[list[list[int]], Future[None] | None]] = {}
 
     def prepare(self, step: StepData) -> None:
-        """Do what the scheduler planned for the time before a step's computation.
+        """Do what the scheduler planned to happen before a step's computation.
 
-        Leases end whose blocks vLLM is about to write to; this waits until nobody finds them. What
-        earlier steps computed is lent at once: D may be on its way, and a step may take long.
+        End leases whose blocks vLLM is about to write to, and wait until nobody finds the blocks.
+        Lend at once what earlier steps computed: D may be about to ask, and a step may take long.
         """
         if step.revoked:
             self._handover.revoke(step.revoked)
         for each in step.offers:
             keys, block_ids = each.keys, each.block_ids
             if self._handover.is_on_device and not each.is_complete:
-                keys, block_ids = [], []  # its kernels may run still; the last offer has all blocks
+                keys, block_ids = [], []  # kernels may still run; the last offer has all blocks
             if each.is_complete:
                 self._lent[each.lease] = each.request_id
             if self._reports:
@@ -146,7 +146,7 @@ class PrefillDecodeWorker:
         return ended
 
     def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
-        """Count a load that has ended; return the blocks that are not good, for each group."""
+        """Count a load that has ended; return its bad blocks, for each group."""
         request_id = printable_id(fetch.request_id)
         try:
             fetched = load.result()
