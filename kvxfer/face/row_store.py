@@ -165,7 +165,7 @@ class RowStore:
                         continue
                 if not in_flight:
                     if left:
-                        self._note_late(f"the wait of {left} pages for memory")
+                        self._note_late(f"the wait of {left} pages for free rows")
                     break
                 job = in_flight.popleft()
                 ended = self._end(job, copy, deadline)
@@ -211,7 +211,7 @@ class RowStore:
                     purging.cancel()  # a late one would delete what is stored after the call
                 return True
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
-            logger.warning("%s: pages cannot be deleted: %r", self._name, exc)
+            logger.warning("%s: uses new keys, since pages cannot be deleted: %r", self._name, exc)
         return False
 
     async def _purge(self, medium: Purgeable) -> None:
@@ -222,7 +222,7 @@ class RowStore:
         try:
             await self._keys.delete_former(self._engine.drain)
         except Exception as exc:  # noqa: BLE001 - the next purge tries it again
-            logger.warning("%s: pages that nobody finds cannot be deleted: %r", self._name, exc)
+            logger.warning("%s: cannot delete pages of former keys: %r", self._name, exc)
 
     def _begin(self, job: _RowJob, keys: Sequence[BlockKey], copy: Copy, deadline: float) -> None:
         """Begin a job, first copying the pages of a store to rows; one that cannot begin fails."""
@@ -232,7 +232,7 @@ class RowStore:
                 if job.direction is Direction.STORE:
                     left_s = min(_left_s(deadline), threading.TIMEOUT_MAX)
                     if not self._beginning.acquire(timeout=left_s):
-                        raise TimeoutError("another store has not been copied in time")  # noqa: TRY301
+                        raise TimeoutError("another store was not copied in time")  # noqa: TRY301
                     held.callback(self._beginning.release)
                     self._require_no_purge(job)
                     copy(job.pages, job.rows)
@@ -248,7 +248,7 @@ class RowStore:
 
     def _require_no_purge(self, job: _RowJob) -> None:
         if self._num_purges != job.num_purges:
-            raise BackendUnavailableError("all pages were deleted meanwhile")
+            raise BackendUnavailableError("all pages were purged during the call")
 
     def _end(self, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
         """Wait for a job, copy what was loaded, and give back its rows, now or when it is safe."""
@@ -296,7 +296,7 @@ class RowStore:
         if self._suspension.first_s:
             self._suspension.note_late(runtime.monotonic(), what, self._timeout_s)
         else:
-            logger.warning("%s: %s had no answer in time", self._name, what)
+            logger.warning("%s: %s did not end in time", self._name, what)
 
 
 class RowPool:

@@ -39,7 +39,7 @@ def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
     ("urls", "expected"),
     [
         ([], "none in kv_connector_extra_config, KVXFER_BACKEND or KVXFER_CONFIG"),
-        (URLS[1:], "expected a host:// pool in front"),
+        (URLS[1:], "expected a host:// pool first"),
         (["host://"], "expected a host backend: "),
         ([URLS[0], "nothing://"], "expected one of: "),
     ],

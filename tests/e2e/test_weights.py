@@ -150,4 +150,4 @@ def test_weights_that_change_get_no_page_of_others_and_files_stay_for_the_next_e
         assert tokens == computed
         assert loaded == [from_files, WHOLE_BLOCKS, 0, WHOLE_BLOCKS]
         assert "vLLM has reset its cache, as for new weights" in log
-        assert "blocks of before stay, for others" in log
+        assert "earlier blocks stay for other engines" in log

@@ -403,7 +403,7 @@ def test_blocks_are_told_as_lent_once_and_as_gone_with_their_last_lease() -> Non
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ([full(), recurrent(speculates=True)], "group 1 keeps states of tokens that are"),
+        ([full(), recurrent(speculates=True)], "group 1 keeps states of speculative tokens"),
         ([full(), chunked()], "group 1 is a ChunkedLocalAttentionSpec"),
     ],
 )
@@ -439,12 +439,13 @@ def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
     specs = {"a": sliding(6), "b": sliding(8)}
     group = SimpleNamespace(block_size=4, kv_cache_specs=specs)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group)])
-    assert why_not(config, 1) == "the layers of group 0 have several windows"
+    assert why_not(config, 1) == "the layers of group 0 have different windows"
     specs["b"] = sliding(6)
     assert not why_not(config, 2)
     group.dcp_sharded = False
     assert not why_not(config, 1)
-    assert why_not(config, 2) == "group 0 is whole on workers that share the tokens of others"
+    why = "group 0 is whole on workers that divide the tokens of other groups"
+    assert why_not(config, 2) == why
     assert Groups.of(config, 2) == Groups((8,), (5,), (False,))
 
 
@@ -453,7 +454,7 @@ def test_before_030_prompts_of_several_groups_are_lent_and_not_read(
 ) -> None:
     monkeypatch.setattr(connector_module, "HAS_TRANSFER_RESULTS", False)
     engine = start_engine(full(), sliding(6))
-    assert caplog.text.count("before 0.30 vLLM lets no load of several groups fail") == 1
+    assert caplog.text.count("before 0.30, vLLM cannot let a load of several groups fail") == 1
     engine.add("d", ticket_params(do_remote_decode=True))
     assert engine.step() == {"d": 9}  # the last one is left to D
     assert not engine.asking.asked

@@ -80,7 +80,7 @@ def test_an_error_says_where_the_setting_is_from(tmp_path: Path) -> None:
         return str(caught.value)
 
     wrong = {"KVXFER_BACKEND": "file:///var/cache/kv?capacity=1GiB"}
-    assert error({}, wrong).endswith("expected a host:// pool in front (it is from KVXFER_BACKEND)")
+    assert error({}, wrong).endswith("expected a host:// pool first (it is from KVXFER_BACKEND)")
     unknown = {"KVXFER_BACKEND": f"{HOST} nothing://"}
     assert error({}, unknown).startswith("backend is 'nothing'; expected one of: ")
     secret = {"KVXFER_BACKEND": f"{HOST} s3://bucket/kv?secret_access_key=hidden"}

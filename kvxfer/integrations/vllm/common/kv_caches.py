@@ -96,7 +96,7 @@ class KVCacheHooks(ABC):
         config = convert_config(self._kv_cache_config, {})
         layout = _axes_of_backend(attn_backend, layers=True)
         if not layout:
-            rule = "a backend that says how it lays out a tensor of all layers"
+            rule = "a backend that states how it lays out a tensor of all layers"
             raise InvalidArgumentError("attn_backend", attn_backend, rule)
         layouts = {CROSS_LAYER: layout}
         self.use_kv_caches(canonicalize({CROSS_LAYER: kv_cache}, config, layouts=layouts))

@@ -93,7 +93,7 @@ def require_telling_keys(vllm_config: Any) -> None:
     images: Any = getattr(vllm_config.model_config, "multimodal_config", None)
     has_images = images is not None and not getattr(images, "language_model_only", False)
     if has_images and not names_images(vllm_config):
-        rule = "more than 0, or prefix caching: without both, vLLM counts images in its keys"
+        rule = "more than 0, or prefix caching: without both, vLLM's keys only number images"
         raise InvalidArgumentError("mm_processor_cache_gb", images.mm_processor_cache_gb, rule)
 
 
@@ -110,14 +110,14 @@ def names_images(vllm_config: Any) -> bool:
 def require_no_adapters(vllm_config: Any) -> None:
     """Refuse an engine with adapters: offloading gets vLLM's keys, but no request to name one."""
     if vllm_config.lora_config is not None:
-        rule = "False: keys of LoRA's pages name an adapter's folder, and not its weights"
+        rule = "False: vLLM's keys name the folder of a LoRA adapter, not its weights"
         raise InvalidArgumentError("enable_lora", value=True, expected=rule)
 
 
 def require_known_scales(cache_config: Any) -> None:
     """Refuse a quantized cache whose scales each engine computes from its first prompt."""
     if getattr(cache_config, "calculate_kv_scales", False):
-        rule = "False: pages of an engine are of no use with the scales of another one"
+        rule = "False: each engine computes its own scales, so no other can use its pages"
         raise InvalidArgumentError("calculate_kv_scales", value=True, expected=rule)
 
 

@@ -32,7 +32,7 @@ def register() -> None:
             except ValueError:  # registered by an earlier call
                 logger.debug("%s was registered already", name)
     except (ImportError, AttributeError, TypeError) as exc:
-        logger.warning("vLLM registers no connectors, which need kv_connector_module_path: %s", exc)
+        logger.warning("cannot register connectors; they need kv_connector_module_path: %s", exc)
 
 
 def why_not_loaded(environ: Mapping[str, str] = os.environ) -> str:

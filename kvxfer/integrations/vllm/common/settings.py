@@ -139,11 +139,11 @@ def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> OffloadS
         )
     (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
     if backend_type is not HostBackend or not isinstance(config, HostConfig):
-        raise InvalidArgumentError("backend", shown(backend), "a host:// pool in front")
+        raise InvalidArgumentError("backend", shown(backend), "a host:// pool first")
     purges = extra_config.get("purge_on_reset", False)
     if not isinstance(purges, bool):
         raise InvalidArgumentError("purge_on_reset", purges, "true or false")
     if purges and not any(can_purge_all(kind) for kind, _ in lower):
-        rule = "false without a tier below that can be purged, such as file://"
+        rule = "false, unless a tier below can be purged, such as file://"
         raise InvalidArgumentError("purge_on_reset", purges, rule)
     return OffloadSettings(config, lower, loads, purges)

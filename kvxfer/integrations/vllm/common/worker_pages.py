@@ -199,7 +199,7 @@ def _describe_group(
             boxes += [box.moved(starts[place]) for box in layer.boxes]
     except Exception as exc:  # a group that is not understood becomes opaque bytes
         if not isinstance(exc, KVXferError):
-            text = "blocks of %s are bytes for equal engines only: its cache was not understood"
+            text = "only equal engines can share blocks of %s: its cache was not understood"
             logger.warning(text, layer_names[0], exc_info=True)
         return GroupPages(
             payload_size_bytes=size,

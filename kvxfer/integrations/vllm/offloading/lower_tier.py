@@ -347,8 +347,8 @@ class LowerTier:
             self._events.reset(self._keys.salt)
         self.drain(timeout_s=self._reset_s)
         self.poll()
-        rest = "stay, for others" if self._purgeable is None else "are deleted"
-        text = "the lower tier, %s: blocks of before %s, and are not found here any more"
+        rest = "stay for other engines" if self._purgeable is None else "are deleted"
+        text = "the lower tier, %s: earlier blocks %s, and this engine no longer finds them"
         logger.warning(text, self.name, rest)
         if self._purgeable is not None:
             purge = self._engine.submit_call(self._purgeable.purge())
@@ -392,7 +392,7 @@ class LowerTier:
             answer = await await_call(self._engine.backend.lookup(names))
             found = [*answer] if len(answer) == len(names) else found
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
-            logger.warning("a lookup of %d keys failed: %r", len(names), exc)
+            logger.warning("the lower tier: a lookup of %d keys failed: %r", len(names), exc)
         if not lookup.answer.set_running_or_notify_cancel():
             return
         there = {key for key, is_there in zip(lookup.keys, found, strict=True) if is_there}
@@ -400,7 +400,7 @@ class LowerTier:
             rows = {key: row for key, row in lookup.rows.items() if key in there}
             self._load(rows, lookup.jobs)
         except Exception:
-            logger.exception("%d keys that were found cannot be loaded", len(there))
+            logger.exception("the lower tier: cannot load %d keys that were found", len(there))
             found = [False] * len(names)
         lookup.answer.set_result(found)
 
@@ -451,7 +451,7 @@ class LowerTier:
                 await _delete_unwanted(self._engine.backend, names, self._unwanted)
             except Exception as exc:  # noqa: BLE001 - retried
                 if not pause.num_failures:
-                    logger.warning("%d rows cannot be deleted yet: %r", len(names), exc)
+                    logger.warning("the lower tier: cannot delete %d rows yet: %r", len(names), exc)
             names = [name for name in names if name in self._unwanted]
             if names:
                 await asyncio.sleep(pause.next_s())
@@ -491,7 +491,7 @@ class LowerTier:
 
 def _log_failure(call: Future[Any]) -> None:
     if not call.cancelled() and (error := call.exception()):
-        logger.warning("rows cannot be deleted: %r", error)
+        logger.warning("the lower tier: cannot delete earlier blocks: %r", error)
 
 
 class _CheckedStores(WrappingBackend):
@@ -539,10 +539,10 @@ class _CheckedStores(WrappingBackend):
                 async with asyncio.timeout(LAST_DELETE_S):
                     await _delete_unwanted(self.inner, list(self._unwanted), self._unwanted)
         except Exception:
-            logger.exception("rows cannot be deleted")
+            logger.exception("the lower tier: cannot delete changed rows")
         finally:
             if self._unwanted:
-                text = "the lower tier: %d rows stay that changed before they were stored there"
+                text = "the lower tier: %d rows that changed before they were stored remain there"
                 logger.warning(text, len(self._unwanted))
                 self._unwanted.clear()
             await self.inner.aclose()
@@ -563,7 +563,7 @@ class _CheckedStores(WrappingBackend):
         try:
             checked = _verify_rows(self._pool, rows)
         except Exception:
-            logger.exception("%d rows that were stored cannot be verified", len(rows))
+            logger.exception("the lower tier: cannot verify %d rows that were stored", len(rows))
             checked = [_ENDED] * len(rows)
         if changed := [name for name, each in zip(names, checked, strict=True) if not each.done]:
             self._delete(changed)

@@ -73,7 +73,7 @@ MAX_STEPS = 16
 """Maximum number of unfinished steps to remember; an engine without statistics ends none."""
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
-_LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
+_LOST = Outcome(Status.CANCELLED, reason="a worker did not store its part")
 
 logger = logging.getLogger(__name__)
 
@@ -382,7 +382,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._max_going_down = self._index.num_slots  # nothing else needs room now
             self._copy_down(self._tier, self._index.num_slots)
             if left := self._write_back.forget(self._index.keys()):  # except those on the way down
-                logger.warning("the lower tier: %d blocks were not written back there", len(left))
+                logger.warning("the lower tier: %d chunks were not written back", len(left))
                 self._drop_stores(left)
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
@@ -504,7 +504,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             for moved in failed:
                 status = moved.outcome.status
                 self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
-            logger.warning("%d chunks were not loaded, first: %s", len(failed), failed[0].outcome)
+            logger.warning("%d chunk loads failed, the first: %s", len(failed), failed[0].outcome)
             self._give_up([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []

@@ -162,7 +162,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         groups = [group for each in configs for group in getattr(each, "kv_group_configs", ())]
         has_states = any(getattr(group, "requires_cow_source", False) for group in groups)
         if has_states and self.blocks_per_chunk > 1:
-            rule = "1 with recurrent layers, or no chunk is ever found: leave out `block_size`"
+            rule = "1 with recurrent layers, else no chunk is ever found: leave out `block_size`"
             raise InvalidArgumentError("blocks_per_chunk", self.blocks_per_chunk, rule)
 
     def _open_lower_tier(
@@ -191,7 +191,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
         if (vllm_config := engine_config()) is None:
-            rule = "host:// alone, since vLLM does not tell its model's configuration"
+            rule = "host:// alone, since vLLM does not pass on its model's configuration"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
         shares = self.config.parallel.pcp_size * self.config.parallel.dcp_size
         groups = [

@@ -140,7 +140,7 @@ class Requests:
             positions = key_positions(request.context)
             if positions is None:
                 self._cannot_record = True
-                logger.warning("no requests are recorded: this vLLM does not tell their chunks")
+                logger.warning("no requests are recorded: this vLLM does not expose their chunks")
                 return
             if not positions:
                 return
@@ -152,7 +152,7 @@ class Requests:
                 trace.record(RecordedRequest(request.arrived_at, size * len(whole), size, whole))
         except Exception:
             self._cannot_record = True
-            logger.exception("no more requests are recorded")
+            logger.exception("a request cannot be recorded; recording ends")
 
 
 def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:

@@ -96,7 +96,7 @@ def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
         with closing(segment):
             encoded = segment.memory[HEADER_BYTES:].tobytes()
         if not any(encoded):
-            rule = "workers that published their model's identity; use host:// alone"
+            rule = "workers that published their model's identity; else use host:// alone"
             raise InvalidArgumentError("backend", "a tier below host memory", rule)
         text = zlib.decompressobj().decompress(encoded)
         received.append(msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype))

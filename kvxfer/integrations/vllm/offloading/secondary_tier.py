@@ -100,7 +100,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         observers = environment_observers(namespace)
         if not isinstance(backend, Backend):
             if not revision:
-                rule = "a name for this model: its commit, quantization, overrides"
+                rule = "a name for this model, with its commit, quantization and overrides"
                 raise InvalidArgumentError("revision", revision, rule)
             replica = config.parallel.data_parallel_index
             backend_type, backend_config = parse_backend(backend, replica)

@@ -61,7 +61,7 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
             self._require_whole_chunks(keys, ids, firsts)
             self._ours[job_id] = self._engine.submit_store(keys, ids, first_block_indices=firsts)
         except KVXferError:
-            logger.exception("store job %d cannot be done; its chunks are dropped", job_id)
+            logger.exception("store job %d cannot begin; its chunks are dropped", job_id)
             self._results.append(TransferResult(job_id=job_id, success=True))
         return True
 
@@ -84,7 +84,8 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
             job = finished[self._ours.pop(job_id)]
             if failed := [outcome for outcome in job.outcomes if not outcome.done]:
                 name = job.direction.name.lower()
-                logger.error("%s job %d: %d blocks: %s", name, job_id, len(failed), failed[0])
+                text = "%s job %d: %d blocks were not moved, the first: %s"
+                logger.error(text, name, job_id, len(failed), failed[0])
             results.append(
                 TransferResult(
                     job_id=job_id,

@@ -173,7 +173,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         fence_loads_of_others()
         facts = metadata.get(0)
         if not isinstance(facts, WorkerFacts):
-            rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
+            rule = "facts of KVXferConnector: it must be the first of a MultiConnector's connectors"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
         groups = Groups.of(self._kv_cache_config, self._num_token_shares)
         self._alignment, self._has_states = max(groups.tokens_per_block), any(groups.has_states)
@@ -308,7 +308,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 is_lent, params = self._prefill.finish(request, block_ids)
             elif not self._has_warned:
                 self._has_warned = True
-                text = "a request is to be handed over, by an engine that lends nothing"
+                text = "a request is to be handed over, but this engine lends nothing"
                 logger.warning(text)
         is_stored, _ = self._tiers.request_finished_all_groups(request, block_ids)
         if is_lent and is_stored:
@@ -486,7 +486,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             reads = lends = False
         elif reads and not (HAS_TRANSFER_RESULTS or fails_by_block(config)):
             reads, text = False, "prompts are not read: %s"
-            why = "before 0.30 vLLM lets no load of several groups fail"
+            why = "before 0.30, vLLM cannot let a load of several groups fail"
         if why and is_scheduler:
             logger.warning(text, why)
         return reads, lends

@@ -85,7 +85,7 @@ class DecodeScheduler:
         if not wants_decode(request.kv_transfer_params) or request.request_id in self._settled:
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):  # it wants all log-probabilities
-            return self._refuse(request, Reason.NOT_WANTED, "it reads no cache")
+            return self._refuse(request, Reason.NOT_WANTED, "it does not read the cache")
         asked = self._asked.get(request.request_id) or self._ask(request)
         if asked is None:
             return 0
@@ -161,7 +161,7 @@ class DecodeScheduler:
             return None
         if ticket.endpoint == self._own:
             self._release_ticket(ticket)
-            text = "the router sent both legs of it to this engine; of others there is no warning"
+            text = "the router sent both its legs to this engine; later cases are logged at DEBUG"
             level = logging.DEBUG if self._has_warned_of_own else logging.WARNING
             self._has_warned_of_own = True
             self._refuse(request, Reason.SAME_ENGINE, text, level=level)
@@ -177,7 +177,7 @@ class DecodeScheduler:
         asking = ask(ticket.endpoint, ticket.lease, keys, windows, waits=ticket.overlaps)
         answer = self._submit(asking)
         if answer is None:
-            self._refuse(request, Reason.ERROR, "this engine shuts down")
+            self._refuse(request, Reason.ERROR, "this engine is shutting down")
             return None
         asked = _Asked(ticket, keys, answer, runtime.monotonic() + self._settings.ask_timeout_s)
         self._asked[request.request_id] = asked
@@ -247,5 +247,5 @@ class DecodeScheduler:
         try:
             return self._handover.submit(call)
         except KVXferError as exc:
-            logger.debug("a call to P was not begun: %s", exc)
+            logger.debug("a call to P cannot begin: %s", exc)
             return None

@@ -61,16 +61,16 @@ def why_not(kv_cache_config: Any, num_token_shares: int) -> str:
         layers = _layers(group.kv_cache_spec)
         for spec in layers:
             if type(spec).__name__ not in KINDS:
-                return f"group {index} is a {type(spec).__name__}, none of {', '.join(KINDS)}"
+                return f"group {index} is a {type(spec).__name__}, not one of {', '.join(KINDS)}"
         # vLLM has had such groups, and this attribute, since 0.32.
         if num_token_shares > 1 and not getattr(group.kv_cache_spec, "dcp_sharded", True):
-            return f"group {index} is whole on workers that share the tokens of others"
+            return f"group {index} is whole on workers that divide the tokens of other groups"
         if len({_window(spec) for spec in layers}) > 1:
-            return f"the layers of group {index} have several windows"
+            return f"the layers of group {index} have different windows"
         if any(getattr(spec, "num_speculative_blocks", 0) for spec in layers):
-            return f"group {index} keeps states of tokens that are speculated on"
+            return f"group {index} keeps states of speculative tokens"
     if len(transfer_groups(kv_cache_config)) < len(groups):
-        return "vLLM wants some of its groups not to be handed over"
+        return "vLLM excludes some groups from the hand-over"
     return ""
 
 

@@ -64,7 +64,8 @@ class Prompts:
         names = getattr(type(lora), "__struct_fields__", None) or vars(lora).keys()
         for name in set(names) - OF_REQUESTS:
             if getattr(lora, name) is not None:
-                raise InvalidArgumentError(f"lora_request.{name}", lora.lora_name, "unknown to us")
+                rule = "an adapter without this field, which kvxfer does not know"
+                raise InvalidArgumentError(f"lora_request.{name}", lora.lora_name, rule)
         digest = self.adapters.digest(_adapter(lora))
         is_3d = bool(getattr(lora, "is_3d_lora_weight", False))
         return [_encode(lora.lora_name), digest, is_3d, self.lora]

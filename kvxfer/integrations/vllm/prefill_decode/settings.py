@@ -45,10 +45,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidArgumentError("on_failure", self.on_failure, "'recompute' or 'fail'")
         for name in OFFLOAD_SETTINGS[1:]:
             if getattr(self, name) is not None and not self.backend:
-                raise InvalidArgumentError(name, getattr(self, name), "tiers: `backend`")
+                raise InvalidArgumentError(name, getattr(self, name), "no value without `backend`")
         listen = self.exchange.listen_endpoint
         if listen is not None and not self.advertise and listen.host in ANY_HOSTS:
-            rule = "the host by which others reach listen=" + self.exchange.listen
+            rule = "the host by which other machines reach listen=" + self.exchange.listen
             raise InvalidArgumentError("advertise", self.advertise, rule)
 
     @classmethod
@@ -68,11 +68,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         exchange = self.exchange.at_rank(index * num_workers)
         if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
             if not listen.port:
-                rule = f"a port: {num_workers} workers listen at this one and the next ones"
+                rule = f"a port: {num_workers} workers listen on it and on the next ones"
                 raise InvalidArgumentError("listen", exchange.listen, rule)
             for name, port in (("listen", listen.port), ("data_port", exchange.data_port)):
                 if port + num_workers - 1 > MAX_PORT:
-                    rule = f"{num_workers} ports for as many workers, up to {MAX_PORT}"
+                    rule = f"{num_workers} ports, one for each worker, up to {MAX_PORT}"
                     raise InvalidArgumentError(name, getattr(exchange, name), rule)
         return msgspec.structs.replace(self, exchange=exchange)
 
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not is_proven or (
             self.allow and not any(_matches(endpoint.host, r) for r in self.allow)
         ):
-            rule = "an address that `allow` names, and loopback without a secret or TLS"
+            rule = "an address that `allow` names, and a loopback one without a secret or TLS"
             raise InvalidArgumentError("kv_transfer_params.remote_host", str(endpoint), rule)
 
 

@@ -134,7 +134,7 @@ class PrefillDecodeWorker:
             fetch, load, began = self._loads.pop(request_id)
             bad, quiet = self._count(fetch, load, runtime.monotonic() - began), None
             if not load.exception() and not load.result().memory_safe:
-                text = "%s waits: a read that NIXL does not end may still write to its blocks"
+                text = "request %s waits: a read that NIXL cannot end may still write to its blocks"
                 logger.warning(text, printable_id(request_id))
                 quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
             self._ending[request_id] = bad, quiet
@@ -152,7 +152,7 @@ class PrefillDecodeWorker:
             fetched = load.result()
         except Exception as exc:
             level = logging.WARNING if isinstance(exc, KVXferError) else logging.ERROR
-            logger.log(level, "load of %s failed: %r", request_id, exc, exc_info=level > 30)
+            logger.log(level, "load of request %s failed: %r", request_id, exc, exc_info=level > 30)
             self._counters.add("missing", sum(map(len, fetch.wanted.keys)), reason="error")
             return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
         if fetched.num_verified:
@@ -162,5 +162,5 @@ class PrefillDecodeWorker:
         for reason, number in fetched.missing.items():
             self._counters.add("missing", number, reason=reason)
         if fetched.reason:
-            logger.warning("%s recomputes pages: %s", request_id, fetched.reason)
+            logger.warning("request %s recomputes pages: %s", request_id, fetched.reason)
         return fetched.bad_blocks if any(fetched.bad_blocks) else []
