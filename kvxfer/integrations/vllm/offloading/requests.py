@@ -40,9 +40,8 @@ class Requests:
 
     A request is reported once, when it first loads or computes, or ends before. With `trace`, its
     prompt is then recorded as whole chunks of the first KV-cache group. `tokens_per_chunk` of each
-    group tells these from parts of chunks; without it, every key is that of a whole one. The
-    metrics count chunks by the tier that had them; without metrics, retentions are not read. Never
-    raises.
+    group tells whole chunks from parts; without it, all are whole. The metrics count chunks by the
+    tier that had them; without metrics, retentions are not read. Never raises.
     """
 
     def __init__(
