@@ -47,7 +47,7 @@ def fence_loads_of_others() -> None:
     multi = next((each for each in callers if _is_a("MultiConnector", each)), None)
     if multi is None:
         return
-    fence(_stores(multi))
+    fence(_connectors_and_tiers(multi))
     if "update_state_after_alloc" in vars(multi):
         return
     tell = multi.update_state_after_alloc
@@ -55,7 +55,7 @@ def fence_loads_of_others() -> None:
     def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
         tell(request, blocks, num_external_tokens)
         if num_external_tokens:
-            fence(_stores(multi), blocks)
+            fence(_connectors_and_tiers(multi), blocks)
 
     multi.update_state_after_alloc = update_state_after_alloc
 
@@ -64,6 +64,6 @@ def _is_a(name: str, connector: object) -> bool:
     return name in [kind.__name__ for kind in type(connector).__mro__]
 
 
-def _stores(multi: Any) -> list[Any]:
+def _connectors_and_tiers(multi: Any) -> list[Any]:
     each = multi._connectors  # noqa: SLF001 - the public name is not in every release
     return [*each, *(getattr(one, "_tiers", None) for one in each)]

@@ -64,7 +64,7 @@ def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Nam
     facts = _describe(vllm_config) | {
         "engine": _describe_use(loaded),
         "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
-        "attention": _settings_made(vllm_config.attention_config),
+        "attention": _changed_settings(vllm_config.attention_config),
         "load_format": str(_load_format(vllm_config)),
     }
     if draft := draft_of(vllm_config):
@@ -157,11 +157,11 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None) if draft else None
     kinds = {cache.cache_dtype, dtype, model.quantization, getattr(draft, "quantization", None)}
     settings = {
-        "images": _settings_but(getattr(model, "multimodal_config", None), OF_IMAGES),
-        "recurrent states": _settings_but(getattr(vllm_config, "mamba_config", None), OF_STATES),
-        "attention": _settings_but(getattr(vllm_config, "attention_config", None), OF_ATTENTION),
+        "images": _changed_except(getattr(model, "multimodal_config", None), OF_IMAGES),
+        "recurrent states": _changed_except(getattr(vllm_config, "mamba_config", None), OF_STATES),
+        "attention": _changed_except(getattr(vllm_config, "attention_config", None), OF_ATTENTION),
         "additional": getattr(vllm_config, "additional_config", None),
-        "quantization": _settings_made(model.quantization_config),
+        "quantization": _changed_settings(model.quantization_config),
         "classes": model.model_class_overrides,
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
@@ -169,7 +169,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
-    facts |= _length_of_rope(model)
+    facts |= _rope_length(model)
     if draft:
         facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
     return facts
@@ -177,11 +177,11 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
 def _describe_use(model: Any) -> dict[str, Any]:
     """Collect how an engine uses a checkpoint, and hashes of other files that it may read there."""
-    place = Path(_place_of_config(model))
+    place = Path(_config_source(model))
     files = sorted(place.glob("*.json")) if place.is_dir() else []
-    return _length_of_rope(model) | {
+    return _rope_length(model) | {
         "dtype": str(model.dtype),
-        "quantization": [str(model.quantization), _settings_made(model.quantization_config)],
+        "quantization": [str(model.quantization), _changed_settings(model.quantization_config)],
         "implementation": [str(model.model_impl), str(model.model_class_overrides)],
         "sliding_window_off": bool(model.disable_sliding_window),
         "files": {
@@ -192,7 +192,7 @@ def _describe_use(model: Any) -> dict[str, Any]:
     }
 
 
-def _length_of_rope(model: Any) -> dict[str, Any]:
+def _rope_length(model: Any) -> dict[str, Any]:
     """Return `max_model_len` if it decides between long and short factors of the rotary embedding.
 
     The first checkpoints of Phi-3 call this kind `su`, which transformers renames.
@@ -206,10 +206,10 @@ def attention_chosen(vllm_config: Any) -> str:
     """Name the attention backends that the user chose, which order a page; empty without any."""
     config = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
-    return json.dumps(_settings_made(chosen), default=str) if any(chosen) else ""
+    return json.dumps(_changed_settings(chosen), default=str) if any(chosen) else ""
 
 
-def _settings_made(value: Any) -> Any:
+def _changed_settings(value: Any) -> Any:
     """Describe settings by those, at any depth, that differ from their release's defaults.
 
     Otherwise, a setting that the next release adds would look like another model.
@@ -217,9 +217,9 @@ def _settings_made(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, Mapping):
-        return {str(name): _settings_made(each) for name, each in value.items()}
+        return {str(name): _changed_settings(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_settings_made(each) for each in value]
+        return [_changed_settings(each) for each in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if not is_dataclass(value):
@@ -231,7 +231,7 @@ def _settings_made(value: Any) -> Any:
         declared = None
     made = {each.name: getattr(value, each.name) for each in fields(value)}
     return {
-        name: _settings_made(each)
+        name: _changed_settings(each)
         for name, each in made.items()
         if declared is None or each != getattr(declared, name)
     }
@@ -241,14 +241,14 @@ def _load_format(vllm_config: Any) -> Any:
     return getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
 
 
-def _settings_but(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
-    made = _settings_made(config) if is_dataclass(config) else {}
+def _changed_except(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
+    made = _changed_settings(config) if is_dataclass(config) else {}
     return {name: value for name, value in made.items() if name not in harmless}
 
 
 def _name_weights(vllm_config: Any) -> str:
     """Name the weights of an engine: the revision, and settings that load others in their place."""
-    made = _settings_but(getattr(vllm_config, "load_config", None), OF_LOADING)
+    made = _changed_except(getattr(vllm_config, "load_config", None), OF_LOADING)
     loader = dict(made.pop("model_loader_extra_config", {}))
     made |= {name: value for name, value in loader.items() if name not in OF_LOADING}
     loaded = f" loaded {hash_text(json.dumps(made, sort_keys=True, default=str))}" if made else ""
@@ -258,7 +258,7 @@ def _name_weights(vllm_config: Any) -> str:
 def find_revision(model: Any) -> str:
     """Find the revision of the weights, see `find_weights_revision`; refuse unknown weights."""
     path = str(model.model_weights or model.model)
-    is_own = _place_of_config(model) == str(model.model)  # else its commit is another repository's
+    is_own = _config_source(model) == str(model.model)  # else its commit is another repository's
     commit = (is_own and getattr(model.hf_config, "_commit_hash", None)) or ""
     revision = find_weights_revision(path, revision=model.revision or "", commit=commit)
     if not revision:
@@ -289,7 +289,7 @@ def draft_of(vllm_config: Any) -> Any:
 
 def _read_config(model: Any) -> dict[str, Any]:
     """Read the configuration of a checkpoint as its authors wrote it."""
-    place, file = _place_of_config(model), None
+    place, file = _config_source(model), None
     if str(getattr(model, "config_format", "auto")) in {"auto", "hf"}:
         file = Path(place) / "config.json"
         if not file.is_file():
@@ -307,5 +307,5 @@ def _find_in_repository(name: str, commit: str | None) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _place_of_config(model: Any) -> str:
+def _config_source(model: Any) -> str:
     return str(getattr(model, "hf_config_path", None) or model.model)

@@ -141,7 +141,7 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
     for model in (vllm_config.model_config, *([draft] if draft else [])):
         numbers.add(int(model.get_total_num_kv_heads()))
         config = getattr(model, "hf_text_config", None)
-        for name, value in _heads_told(config.to_dict() if config is not None else {}):
+        for name, value in _stated_kv_heads(config.to_dict() if config is not None else {}):
             numbers |= set() if value is None else {value}
             unknown += [name] if value is None else []
     if tp_size <= max(1, min(numbers)):
@@ -154,14 +154,14 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
         raise PageMappingError("head", f"the setting {unknown[0]!r}", rule)
 
 
-def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | None]]:
+def _stated_kv_heads(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | None]]:
     """Yield settings at any depth that may state a number of KV heads, with that number or None."""
     for key, value in ((str(key), value) for key, value in config.items()):  # labels have integers
         name = f"{path}{key}"
         if key in NO_LAYERS:
             continue
         if isinstance(value, Mapping):
-            yield from _heads_told(value, f"{name}.")
+            yield from _stated_kv_heads(value, f"{name}.")
             continue
         several = value if isinstance(value, (list, tuple)) else (value,)
         whole = {each for each in several if type(each) is int}
@@ -224,7 +224,7 @@ def _describe_layer(
     is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
     if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
         raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
-    found, axes, packing = _say_packing(name, page.boxes, vllm_config)
+    found, axes, packing = _describe_packing(name, page.boxes, vllm_config)
     boxes, size = tuple(box.moved(offset) for box in found), page.page_size_bytes
     return GroupPages(payload_size_bytes=size, boxes=boxes, axes=axes, packing=packing)
 
@@ -243,7 +243,7 @@ def _canonicalize_layer(
     return canonicalize_layers({name: entry}, config, vllm_config)
 
 
-def _say_packing(
+def _describe_packing(
     name: str, boxes: Sequence[PageBox], vllm_config: Any
 ) -> tuple[Sequence[PageBox], dict[str, tuple[str, ...]], str]:
     """Describe a layer's boxes in the order of its kernels; return boxes, axes and packing.
@@ -284,7 +284,7 @@ def unpack(
     fragment for each element.
     """
     *_, token, dim = boxes[0].digits
-    packing = isa and _seen_packing(isa, token.size, dim.size, boxes[0].dtype)
+    packing = isa and _proven_packing(isa, token.size, dim.size, boxes[0].dtype)
     if not packing:
         release = f"packed for {isa} by vLLM {installed_version()} on {cpu_kernels()}"
         return [as_bytes(box, release) for box in boxes], {}
@@ -295,7 +295,7 @@ def unpack(
 
 
 @functools.cache
-def _seen_packing(
+def _proven_packing(
     isa: str, tokens_per_block: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[PackedPlane, PackedPlane] | None:
     """Return `cpu_packing` if the kernel confirms it; tested once for all equal layers."""

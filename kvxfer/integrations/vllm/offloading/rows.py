@@ -146,7 +146,7 @@ def map_rows(
             groups = [] if at is None else [worker.groups[at] for worker in workers]
             packings = sorted({group.packing for group in groups if group.packing})
             packed = f", packed for {' and '.join(packings)}" if packings else ""
-            mapping = _keep_row(shape.slot_size_bytes, f"{encoding} ({exc}){packed}")
+            mapping = _opaque_mapping(shape.slot_size_bytes, f"{encoding} ({exc}){packed}")
         mappings.append(mapping)
     return mappings
 
@@ -167,7 +167,7 @@ def _map_group(
     return mapping
 
 
-def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
+def _opaque_mapping(row_size_bytes: int, encoding: str) -> PageMapping:
     """Make a page mapping that stores a row as plain bytes."""
     digits = (Digit("byte", row_size_bytes, 1),)
     box = PageBox(
