@@ -594,7 +594,7 @@ class TierEvents(Observer):
     def __init__(self) -> None:
         self._lock = runtime.lock()
         self._salt = b""
-        self._told: dict[str, OrderedDict[BlockKey, None]] = defaultdict(OrderedDict)
+        self._reported: dict[str, OrderedDict[BlockKey, None]] = defaultdict(OrderedDict)
         self._have_forgotten: set[str] = set()  # tiers that had more blocks than are remembered
         self._events: list[OffloadingEvent] = []
 
@@ -607,7 +607,7 @@ class TierEvents(Observer):
         with self._lock:
             own = [each for each in event.keys if each.startswith(self._salt)]
             keys = [BlockKey(each[len(self._salt) :]) for each in own]
-            told, removed = self._told[event.tier], isinstance(event, Removed)
+            told, removed = self._reported[event.tier], isinstance(event, Removed)
             if removed:  # only blocks that were reported, or may have been and were forgotten
                 keys = [key for key in keys if key in told or event.tier in self._have_forgotten]
                 for key in keys:
@@ -630,9 +630,9 @@ class TierEvents(Observer):
         """Report all blocks as removed; from now on, report only keys with this salt."""
         with self._lock:
             self._events = [each for each in self._events if each.removed]
-            for tier, told in self._told.items():
+            for tier, told in self._reported.items():
                 self._add(told.keys(), tier, removed=True)
-            self._told.clear()
+            self._reported.clear()
             self._have_forgotten.clear()
             self._salt = salt
 

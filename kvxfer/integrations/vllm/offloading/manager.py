@@ -177,7 +177,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._given: set[str] = set()  # requests with tokens from another engine
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
-        self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
+        self._max_write_backs = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._reports = Reports(observers, metrics.HOST)
@@ -192,7 +192,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
         """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs."""
         if not self._polled:
-            self._take_moved()
+            self._finish_moves()
         req_id, state = req_context.req_id, self._index.state(key)
         if req_id in self._preempted:
             self._preempted[req_id] = True
@@ -254,7 +254,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """
         if self._requests.is_stale(req_context.req_id):
             return PrepareStoreOutput([], ChunkSlots([], []), [])
-        self._take_moved()
+        self._finish_moves()
         self._take_failed(keys)
         if self._prefill is not None and req_context.req_id not in self._given:
             self._prefill.compute([key for key in keys if key not in self._index])
@@ -289,7 +289,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             del self._storing[key]
             (stored if success and is_whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
-        self._give_up(lost)
+        self._drop_failed(lost)
         self._note_not_stored(lost, _LOST)
         self._note_added(stored, Cause.REQUEST)
         if self._tier is not None:
@@ -305,7 +305,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Release the chunks of requests that now run; copy down, look up and load others."""
         tier = self._tier
         if tier is not None:
-            self._take_moved()
+            self._finish_moves()
             self._copy_down(tier, MAX_BEGUN)
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._requests.schedule(context.new_req_ids)
@@ -334,7 +334,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events of all tiers since the last call."""
         events, self._events = self._events or [], None if self._events is None else []
-        ours = [event for event in map(self._still_gone, events) if event.keys]
+        ours = [event for event in map(self._without_present, events) if event.keys]
         return ours if self._tier is None else [*ours, *self._tier.take_events()]
 
     def reset_cache(self) -> None:
@@ -379,7 +379,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             if self._tier is None:
                 return
             closed.callback(self._tier.close)
-            self._max_going_down = self._index.num_slots  # nothing else needs room now
+            self._max_write_backs = self._index.num_slots  # nothing else needs room now
             self._copy_down(self._tier, self._index.num_slots)
             if left := self._write_back.forget(self._index.keys()):  # except those on the way down
                 logger.warning("the lower tier: %d chunks were not written back", len(left))
@@ -474,7 +474,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if not tier.takes_stores:
             return
         now = runtime.monotonic()
-        room = self._max_going_down - self._write_back.num_taken
+        room = self._max_write_backs - self._write_back.num_taken
         taken = self._write_back.take(now, min(room, max_begun))
         if waiting := [key for key in taken if tier.is_unwanted(key)]:
             # Their copies below are to be deleted first; other chunks do not wait for that.
@@ -482,7 +482,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if chosen := [key for key in taken if key not in waiting]:
             tier.submit_store(chosen, self._index.pin(chosen))
 
-    def _take_moved(self) -> None:
+    def _finish_moves(self) -> None:
         """Finish the moves that ended, once per step, and only as many loads as it may hash."""
         if self._tier is None or self._polled:
             return
@@ -505,7 +505,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 status = moved.outcome.status
                 self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
             logger.warning("%d chunk loads failed, the first: %s", len(failed), failed[0].outcome)
-            self._give_up([moved.key for moved in failed])
+            self._drop_failed([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []
         while self._loaded and self._bytes_to_verify > 0:
@@ -514,7 +514,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
-            self._land(self._tier, landed)
+            self._finish_loads(self._tier, landed)
 
     def _take_failed(self, keys: Collection[BlockKey]) -> None:
         """Wait for running loads of chunks that vLLM now offers, if a load has just failed."""
@@ -524,7 +524,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if any(key not in self._storing for key in storing):
             self._tier.wait(AFTER_FAILURE_S)
             self._polled = self._has_failed = False
-            self._take_moved()
+            self._finish_moves()
 
     def _end_stores(self, tier: LowerTier, copied: Sequence[RowOutcome]) -> None:
         """Unpin chunks that were written back; those that changed meanwhile are deleted there."""
@@ -577,7 +577,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._metrics.add("not_written_back_blocks", self._tier.name, number=len(keys))
             self._reports.tell(NotWrittenBack(self._tier.name, keys))
 
-    def _land(self, tier: LowerTier, keys: Sequence[BlockKey]) -> None:
+    def _finish_loads(self, tier: LowerTier, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, and pin them for the requests that wait for them."""
         self._index.finish_store(keys, stored=True)
         self._metrics.add("load_blocks", tier.name, Cause.PROMOTION, Status.DONE, number=len(keys))
@@ -592,7 +592,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             for req_id in block.waiting:
                 self._requests.note(req_id, key, tier.name)
 
-    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+    def _drop_failed(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""
         self._index.finish_store(keys, stored=False)
         event = event_of_failed_chunks(keys)
@@ -602,7 +602,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def _gauges(self) -> Mapping[Gauge, float]:
         return self._index.gauges(self._slot_bytes)
 
-    def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
+    def _without_present(self, event: OffloadingEvent) -> OffloadingEvent:
         """Drop chunks from a failure's event that are present or being stored again by now."""
         if not getattr(event, "metadata_only", False):
             return event

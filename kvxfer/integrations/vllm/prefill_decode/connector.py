@@ -63,7 +63,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     port: int
 
 
-class Twice:
+class DoneByBoth:
     """Requests that are done only when both the hand-over and the tiers have reported them."""
 
     def __init__(self) -> None:
@@ -157,10 +157,10 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             fence([self._tiers])
         # Tokens of a prompt after those on the device: from the tiers, and then from P.
-        self._shares: dict[str, tuple[int, int]] = {}
-        self._heads: set[str] = set()  # requests whose head the tiers load from this step on
+        self._matched_tokens: dict[str, tuple[int, int]] = {}
+        self._by_tiers: set[str] = set()  # requests whose head the tiers load from this step on
         self._kept_by_both: set[str] = set()
-        self._loads, self._saves = Twice(), Twice()
+        self._loads, self._saves = DoneByBoth(), DoneByBoth()
         self._alignment, self._has_states = 1, False  # decide where the head of a prompt may end
         self._bad_blocks: dict[str, list[list[int]]] = {}  # of requests still loading their heads
 
@@ -241,12 +241,12 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if rest and head and ends_within:  # in a block, or with states: P provides the head, too
             head, rest = 0, count(request, num_computed_tokens)
             assert rest is not None  # P has answered
-        self._shares[request.request_id] = head, rest
+        self._matched_tokens[request.request_id] = head, rest
         return head + rest, head + rest > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM's `KVConnectorBase_V1`."""
-        head = min(self._shares.get(request.request_id, (0, 0))[0], num_external_tokens)
+        head = min(self._matched_tokens.get(request.request_id, (0, 0))[0], num_external_tokens)
         self._tiers.update_state_after_alloc(request, blocks, head)
         if self._decode is not None:
             self._decode.on_alloc(request, blocks, num_external_tokens - head)
@@ -258,11 +258,11 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if self._prefill is not None:
             self._prefill.on_alloc(request)
         if head:
-            self._heads.add(request.request_id)
+            self._by_tiers.add(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         """See vLLM's `KVConnectorBase_V1`."""
-        head = min(self._shares.get(request.request_id, (0, 0))[0], num_external_tokens)
+        head = min(self._matched_tokens.get(request.request_id, (0, 0))[0], num_external_tokens)
         ours = super().get_external_cache_hit_sources(request, num_external_tokens - head)
         theirs = self._tiers.get_external_cache_hit_sources(request, head)
         return dict(Counter(ours) + Counter(theirs))
@@ -273,9 +273,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if self._decode is not None:
             step.fetches = self._decode.take_fetches()
         step.tiers = self._tiers.build_connector_meta(scheduler_output)
-        step.loaded_by_both = self._heads.intersection(each.request_id for each in step.fetches)
+        step.loaded_by_both = self._by_tiers.intersection(each.request_id for each in step.fetches)
         step.kept_by_both = self._kept_by_both
-        self._heads, self._kept_by_both = set(), set()
+        self._by_tiers, self._kept_by_both = set(), set()
         return step
 
     def has_pending_push_work(self) -> bool:
@@ -313,7 +313,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         is_stored, _ = self._tiers.request_finished_all_groups(request, block_ids)
         if is_lent and is_stored:
             self._kept_by_both.add(request.request_id)
-        self._shares.pop(request.request_id, None)
+        self._matched_tokens.pop(request.request_id, None)
         return is_lent or is_stored, params
 
     def take_events(self) -> Iterable[Any]:
@@ -331,7 +331,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """See vLLM's `KVConnectorBase_V1`."""
-        head, rest = self._shares.get(request.request_id, (0, 0))
+        head, rest = self._matched_tokens.get(request.request_id, (0, 0))
         if head and not rest:
             return tuple(self._tiers.get_loaded_kv_cache_group_ids(request))
         return transfer_groups(self._kv_cache_config)

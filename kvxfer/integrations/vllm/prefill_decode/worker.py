@@ -78,9 +78,9 @@ class PrefillDecodeWorker:
         self._handover = handover
         self._counters = counters
         self._reports = reports
-        self._told: dict[str, dict[BlockKey, None]] = defaultdict(dict)  # blocks of each lease
+        self._lent_keys: dict[str, dict[BlockKey, None]] = defaultdict(dict)  # blocks of each lease
         self._num_leases: Counter[BlockKey] = Counter()  # of each of these blocks
-        self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
+        self._request_ids: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
         # Of loads that ended: bad blocks, and the drain of a late read, which may still write.
@@ -99,10 +99,10 @@ class PrefillDecodeWorker:
             if self._handover.is_on_device and not each.is_complete:
                 keys, block_ids = [], []  # kernels may still run; the last offer has all blocks
             if each.is_complete:
-                self._lent[each.lease] = each.request_id
+                self._request_ids[each.lease] = each.request_id
             if self._reports:
-                new = [key for key in keys if key not in self._told[each.lease]]
-                self._told[each.lease].update(dict.fromkeys(new))
+                new = [key for key in keys if key not in self._lent_keys[each.lease]]
+                self._lent_keys[each.lease].update(dict.fromkeys(new))
                 self._num_leases.update(new)
                 self._reports.added([key for key in new if self._num_leases[key] == 1])
             self._handover.offer(each.lease, keys, block_ids, is_complete=each.is_complete)
@@ -121,11 +121,11 @@ class PrefillDecodeWorker:
         """Return what ended since the last call; each request once."""
         ended = Ended()
         for lease in self._handover.take_ended():
-            told = self._told.pop(lease, {})
+            told = self._lent_keys.pop(lease, {})
             self._num_leases -= Counter(told.keys())
             gone = [key for key in told if key not in self._num_leases]
             self._reports.removed(gone, Removal.LEASE_OVER)
-            if request_id := self._lent.pop(lease, None):
+            if request_id := self._request_ids.pop(lease, None):
                 ended.sent.add(request_id)
         num_expired = self._handover.num_expired
         self._counters.add("expired", num_expired - self._num_expired)
