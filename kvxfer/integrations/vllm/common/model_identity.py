@@ -268,7 +268,7 @@ def find_revision(model: Any) -> str:
 
 
 def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
-    """Make the namespace in which engines hand pages over, which depends on the model alone.
+    """Build the namespace in which engines hand pages over, which depends on the model alone.
 
     Engines of different releases, on different machines, share it. A given `revision` replaces the
     one that would be found.

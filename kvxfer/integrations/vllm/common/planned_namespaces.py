@@ -48,7 +48,7 @@ class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # one of `HANDED_OVER`, `TIERS`, `SECONDARY`
     namespace: Namespace  # as far as it is known
-    fields: tuple[str, ...]  # that are known, with "parallel.tp_size" for a part of one
+    fields: tuple[str, ...]  # the known ones; "parallel.tp_size" is a part of one
     keys: dict[str, str | int | None] = {}  # what else its keys depend on, by name
     unknown: str = ""  # what only a running engine shows, for people
 

@@ -101,7 +101,7 @@ def describe_pages(
 
 
 def interleave_tokens(vllm_config: Any) -> int:
-    """Return the consecutive tokens of one worker, before those of the next, under either name."""
+    """Return how many consecutive tokens one worker keeps, under either of vLLM's names."""
     names = "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"
     return max(int(getattr(vllm_config.parallel_config, name, 1)) for name in names)
 

@@ -69,7 +69,7 @@ def engine_config() -> Any:
 
 
 def localities_of(tiers: Iterable[str]) -> list[Any]:
-    """List vLLM's localities of the storage tiers among `tiers`; None for one that is anywhere."""
+    """List vLLM's localities of the storage tiers in `tiers`; None if one may be anywhere."""
     if not hasattr(base, "Locality"):  # before 0.27
         return [None]
     places = [place_of(tier) for tier in tiers]
@@ -111,14 +111,14 @@ def workers_keep_the_same(config: OffloadingConfig) -> bool:
 
 
 def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
-    """Make the event that tells vLLM to forget chunks that were `HIT_PENDING`; None before 0.33."""
+    """Build the event by which vLLM forgets chunks that were `HIT_PENDING`; None before 0.33."""
     if "metadata_only" not in EVENT_FIELDS:
         return None
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
 
 
 def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> OffloadingEvent | None:
-    """Make the event for chunks that enter or leave a tier below host memory.
+    """Build the event for chunks that enter or leave a tier below host memory.
 
     None for a tier in memory in older releases, whose events cannot tell it from host memory.
     """

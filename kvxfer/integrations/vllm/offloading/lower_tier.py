@@ -64,7 +64,7 @@ JOB_BYTES = 16 << 20
 still being read, and that the threads of a backend get about equal shares."""
 
 LAST_DELETE_S = 5.0
-"""Deadline, on closing a backend, for deleting rows that changed while they were stored."""
+"""How long a backend that is closed may take to delete rows that changed while they were stored."""
 
 MAX_TOLD = 1 << 16
 """Maximum number of blocks to remember per tier, some 12 MiB: buckets and peers are unbounded."""
@@ -495,11 +495,11 @@ def _log_failure(call: Future[Any]) -> None:
 
 
 class _CheckedStores(WrappingBackend):
-    """Backend that stores only intact rows, since its checksums would prove the others, too.
+    """Backend that stores only intact rows, since a changed row would get a matching checksum.
 
-    A bit that flips while a row is read would be stored with a matching checksum. So rows are
-    verified again after the store, and those that changed are deleted: `delete` adds their names to
-    `unwanted` and begins to delete them, on any thread.
+    A bit may also flip while a row is being stored. So rows are verified again afterwards, and
+    those that changed are deleted: `delete` adds their names to `unwanted` and begins to delete
+    them, on any thread.
     """
 
     passes_on = frozenset({Retaining, TellsKept})

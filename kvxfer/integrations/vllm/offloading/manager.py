@@ -59,8 +59,8 @@ stores need room."""
 MAX_BEGUN = 2048
 """Maximum number of chunks that one call begins to copy down, e.g. once a tier works again."""
 MAX_SHARE_FOR_UNKNOWN = 1 / 8
-"""Maximum share of evictable chunks to evict, at a time, for chunks that the lower tier has not
-yet said that it has."""
+"""Maximum share of the evictable chunks to evict, at any time, for chunks that the lower tier may
+turn out to lack."""
 EMPTY_STEP_S = 0.001
 """Duration below which a scheduling step cannot have run a model."""
 YIELD_S = 0.005
@@ -372,7 +372,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def shutdown(self) -> None:
         """Write all chunks back to the lower tier, as far as time allows; may be called again."""
-        with ExitStack() as closed:  # all of it, whatever fails
+        with ExitStack() as closed:  # closes all of it, whatever fails
             closed.callback(self._pool.close)
             closed.callback(flush_journal)
             closed.callback(self._requests.close)

@@ -33,8 +33,8 @@ from kvxfer.telemetry.metrics import (
 PREFIX = "vllm:kvxfer_"
 TOLD_BY_TIERS = {"removed_blocks", "deadline_misses", "skipped_blocks", "not_written_back_blocks"}
 COUNTED_BY_MANAGER = frozenset(COUNTERS) - TOLD_BY_TIERS
-"""Counters of chunks that the scheduler counts in every tier. It does not see copies among several
-tiers below host memory, which report themselves which blocks are not written back."""
+"""Counters of chunks that the scheduler counts in every tier. It does not see copies among the
+tiers below host memory; these report which blocks are not written back."""
 
 MAX_DURATIONS = 10_000
 """Maximum number of durations to keep for the next report, which may never be asked for."""
@@ -102,7 +102,7 @@ class OffloadingMetrics(Observer):
         self._lock = runtime.lock()
 
     def count_in(self, *tiers: str) -> None:
-        """Let a manager count what it sees of these tiers, from 0 on, instead of the tiers."""
+        """Count what a manager sees of these tiers, from 0 on, and ignore their events of it."""
         self.counted_by_manager = COUNTED_BY_MANAGER
         for tier in tiers:
             self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))

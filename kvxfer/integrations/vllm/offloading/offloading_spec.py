@@ -72,9 +72,9 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
     deletes the blocks in these tiers, including those of other engines.
 
     Raises:
-        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
-            model cannot be identified; or `purge_on_reset`, and no tier below can be purged; or
-            a chunk of a recurrent layer has several blocks.
+        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below but the model
+            cannot be identified; or `purge_on_reset` is set, but no tier below can be purged; or a
+            chunk of a recurrent layer has several blocks.
     """
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:

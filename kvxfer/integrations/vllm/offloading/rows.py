@@ -36,7 +36,7 @@ SEGMENT_HEADER = b"kvxfer worker identity 1"
 def row_namespace(
     config: OffloadingConfig, model: Namespace, *, row_size_bytes: int, interleave_tokens: int = 1
 ) -> Namespace:
-    """Make the namespace of rows of host memory: the chunks of all workers under one key.
+    """Build the namespace of rows of host memory: the chunks of all workers under one key.
 
     vLLM's release is part of it: an attention backend does not expose the layout of its pages,
     which has changed between releases.
@@ -109,7 +109,7 @@ def _decode_dtype(_: type, value: str) -> torch.dtype:
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
-    """Count the workers that keep the same bytes, for all of which a row has a single part."""
+    """Count the workers that keep the same bytes; a row has one part for all of them."""
     parallel = config.parallel
     if workers_keep_the_same(config):
         return int(parallel.world_size)
@@ -129,7 +129,7 @@ def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
 def map_rows(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, encoding: str
 ) -> list[PageMapping]:
-    """Make the page mapping of rows for every group that a key may name; `workers` are by rank.
+    """Build the page mapping of rows for every group that a key may name; `workers` are by rank.
 
     A row has a part for each worker, or one for all workers that keep the same bytes. A group that
     cannot be mapped is stored as plain bytes, which only engines with the same `encoding` read.
@@ -154,7 +154,7 @@ def map_rows(
 def _map_group(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> PageMapping:
-    """Make the page mapping of a group's rows; raises if it is not known what they mean."""
+    """Build the page mapping of a group's rows; raises if it is not known what they mean."""
     boxes = list(_row_boxes(workers, config, shape, group))
     tokens = config.groups[group].tokens_per_block * config.cache.blocks_per_chunk
     page = portable_page(
@@ -168,7 +168,7 @@ def _map_group(
 
 
 def _opaque_mapping(row_size_bytes: int, encoding: str) -> PageMapping:
-    """Make a page mapping that stores a row as plain bytes."""
+    """Build a page mapping that stores a row as plain bytes."""
     digits = (Digit("byte", row_size_bytes, 1),)
     box = PageBox(
         layer_name="row", part=OPAQUE, dtype=torch.uint8, digits=digits, encoding=encoding

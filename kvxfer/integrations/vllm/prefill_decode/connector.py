@@ -323,7 +323,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """End all leases; vLLM frees the blocks of finished requests once nobody reads them.
 
-        vLLM resets its own cache first, which fails while blocks are lent: the next reset can work.
+        vLLM resets its own cache first, which fails while blocks are lent; a later one can succeed.
         """
         if self._prefill is not None:
             self._prefill.reset()

@@ -78,7 +78,7 @@ def fails_by_block(kv_cache_config: Any) -> bool:
     """Whether vLLM can keep the blocks of a load before the first bad one.
 
     Not with several groups: vLLM ends an engine whose connector lists bad blocks of these. Nor with
-    windows: that of the shorter prompt has blocks that were not loaded.
+    windows: the window of the shorter prompt has blocks that were not loaded.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and _window(groups[0].kv_cache_spec) is None

@@ -33,7 +33,7 @@ HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Make vLLM's report of requests whose transfers ended; from 0.30 on."""
+    """Build vLLM's report of requests whose transfers ended; from 0.30 on."""
     results = base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
     results.failed_recving.update(failed)
     return results

@@ -43,7 +43,7 @@ class _Early:
 
 
 class PrefillScheduler:
-    """Scheduler's side of P; `make_params` makes the parameters for D, as `ticket.make_params`."""
+    """Scheduler's side of P; `make_params` builds the parameters for D, as `ticket.make_params`."""
 
     def __init__(
         self, *, groups: Groups, prompts: Prompts, make_params: Callable[..., dict[str, Any]]

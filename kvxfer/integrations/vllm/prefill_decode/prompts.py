@@ -71,7 +71,7 @@ class Prompts:
         return [_encode(lora.lora_name), digest, is_3d, self.lora]
 
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
-        """Make the keys of a request's prompt without its last `num_left_out` tokens.
+        """Build the keys of a request's prompt without its last `num_left_out` tokens.
 
         None if its tokens cannot identify the prompt, or none is left. Whatever changes the bytes
         of pages at equal tokens is in the scope of the keys: images, whose placeholder tokens are
@@ -95,7 +95,7 @@ class Prompts:
             return None
 
     def keys_for_decode(self, request: Any) -> PromptKeys | None:
-        """Make the keys of what D loads of a request's prompt; see `keys`."""
+        """Build the keys of the part of a request's prompt that D loads; see `keys`."""
         return self.keys(request, num_left_out=self.num_last_tokens)
 
     def leave_out_last(self, request: Any) -> None:

@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return convert_settings(argument, ours, cls, what=what, shown_as=extra)
 
     def of_replica(self, index: int, num_workers: int) -> "Settings":
-        """Make the settings of a data-parallel replica, on the ports after those before it."""
+        """Return the settings of a data-parallel replica, on the ports after those before it."""
         exchange = self.exchange.at_rank(index * num_workers)
         if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
             if not listen.port:

@@ -39,7 +39,7 @@ class Ticket:
 
 
 def make_lease() -> str:
-    """Make the name of a lease: 128 random bits, which nobody can guess."""
+    """Generate the name of a lease: 128 random bits, which nobody can guess."""
     return runtime.token_bytes(16).hex()
 
 
@@ -62,7 +62,7 @@ def lease_of_router(params: Mapping[str, Any]) -> str | None:
 def make_params(
     lease: str, endpoint: Endpoint, *, engine_id: str, tp_size: int, num_tokens: int
 ) -> dict[str, Any]:
-    """Make the parameters that P returns, for D."""
+    """Build the parameters that P returns for D."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -78,7 +78,7 @@ def make_params(
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket:
-    """Read the parameters of a request at D; an error names the field that is of no use."""
+    """Read the parameters of a request at D; an error names the invalid field."""
     if (lease := lease_of_router(params)) is None:
         rule = "a ticket of 16 to 128 letters, digits or _.:-"
         raise _error("remote_request_id", params.get("remote_request_id"), rule)
@@ -105,7 +105,7 @@ def _integer(params: Mapping[str, Any], name: str, maximum: int) -> int:
 
 
 def _error(name: str, value: object, expected: str) -> InvalidArgumentError:
-    """Make an error that shows as much of a stranger's value as fits in a line of the log."""
+    """Build an error that shows as much of a stranger's value as fits in a line of the log."""
     try:
         shown = repr(value)
     except Exception:  # noqa: BLE001 - a number of 5000 digits, a list in 5000 lists
