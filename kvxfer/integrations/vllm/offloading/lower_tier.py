@@ -214,7 +214,7 @@ class LowerTier:
 
     @property
     def takes_stores(self) -> bool:
-        """Whether rows may be stored: not while the tier is suspended or a reset is deleting."""
+        """Whether rows may be stored: not while the tier is suspended or a reset purges it."""
         is_suspended = self._suspension.is_on(runtime.monotonic())
         return not is_suspended and all(purge.done() for purge in self._purges)
 

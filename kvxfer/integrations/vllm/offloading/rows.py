@@ -141,7 +141,7 @@ def map_rows(
             if group_id not in position:
                 raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
             mapping = _map_group(workers, config, shape, position[group_id])
-        except (PageMappingError, InvalidArgumentError) as exc:
+        except (PageMappingError, InvalidArgumentError) as exc:  # its text is in the namespace
             at = position.get(group_id)
             groups = [] if at is None else [worker.groups[at] for worker in workers]
             packings = sorted({group.packing for group in groups if group.packing})
