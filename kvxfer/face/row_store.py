@@ -47,7 +47,7 @@ class _RowJob:
     pages: range  # indices in the call
     rows: Sequence[int]
     num_purges: int  # when the call began
-    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # the engine's once begun
+    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # the engine's, once begun
 
     @property
     def what(self) -> str:
@@ -197,7 +197,7 @@ class RowStore:
                 self._num_purging -= 1
 
     def close(self) -> None:
-        """Close the engine and its backend; returns in time even if the backend hangs."""
+        """Close engine and backend, in time even if that hangs; later lookups raise an error."""
         self._engine.close()
 
     def _delete_all(self, deadline: float) -> bool:
