@@ -1,4 +1,4 @@
-"""Available memory: what the machine and the control groups of this process leave, and where."""
+"""Available memory within the limits of the machine and of this process's control groups."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ _USAGES = {
     "memory.high": ("memory.current", "active_file", "inactive_file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
 }
-"""For each limit the file with what the group uses, and the fields of `memory.stat` that count
-what the kernel can drop of it.
+"""For each limit, the file with the group's usage, and the fields of `memory.stat` that count the
+part of it that the kernel can drop.
 
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, Memory Interface Files, and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
@@ -28,8 +28,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 class AvailableMemory(NamedTuple):
     """Memory that this process can still take before it is killed or slowed down.
 
-    Pages of files, which the kernel can drop, count as available; `limit` is the file of the limit
-    that leaves no more.
+    The page cache, which the kernel can drop, counts as available. `limit` is the file of the
+    tightest limit.
     """
 
     num_bytes: int
@@ -47,7 +47,7 @@ class AvailableMemory(NamedTuple):
 
 
 def require_memory(num_bytes: int, what: str = "memory") -> None:
-    """Check that so much memory is available; the `CapacityError` names the file of the limit."""
+    """Check that `num_bytes` are available; the `CapacityError` names the file of the limit."""
     available = AvailableMemory.read()
     if num_bytes > available.num_bytes:
         resource = f"{what} within the limit of {available.limit}"
@@ -63,7 +63,7 @@ def _machine_bytes(path: Path) -> int:
 
 
 def _group_bytes(limit: Path) -> int | None:
-    """Compute what a limit leaves to the processes of a control group; None without a limit."""
+    """Compute how many bytes a limit leaves to a control group; None if there is no limit."""
     usage, *files = _USAGES[limit.name]
     bound = read_or_empty(limit).strip()
     if not bound.isdigit():  # missing, or `max`
@@ -77,9 +77,9 @@ def _group_bytes(limit: Path) -> int | None:
 
 
 class Mount(NamedTuple):
-    """Mounted file system: a folder `top` of it, at the folder `point`.
+    """Mount of a file system: its folder `top` appears at the folder `point`.
 
-    The kind is such as `ext4` or `cgroup2`; the options are those of its super block.
+    `kind` is the type, such as `ext4` or `cgroup2`; `options` are those of the super block.
     """
 
     top: str
@@ -89,7 +89,7 @@ class Mount(NamedTuple):
 
 
 def read_mounts(root: Path = Path("/")) -> Iterator[Mount]:
-    """Read the mounts that this process sees, in their order: a later one hides earlier ones.
+    """Read the mounts that this process sees, in order: a later one hides earlier ones.
 
     Source: proc_pid_mountinfo(5): a mount's root and mount point; after ` - ` its type, source and
     options.
@@ -106,10 +106,10 @@ def read_mounts(root: Path = Path("/")) -> Iterator[Mount]:
 def find_limits(
     root: Path, controller: str, *, unified: Sequence[str], legacy: Sequence[str]
 ) -> Iterator[Path]:
-    """List the files of limits of this process's control groups and of those above them.
+    """List the limit files of this process's control groups and of those above them.
 
-    Their names in version 2 of control groups are `unified`, those in version 1 `legacy`. `root`
-    has `proc` and `sys`.
+    The files are named `unified` in version 2 of control groups, and `legacy` in version 1. `root`
+    is the folder with `proc` and `sys`.
     """
     groups = _groups(root)
     for mount in read_mounts(root):
@@ -128,7 +128,7 @@ def find_limits(
 
 
 def read_or_empty(path: Path) -> str:
-    """Read a text; an empty one where the file is not there, or not for us."""
+    """Read a text file; return an empty text if it is missing or cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -136,7 +136,7 @@ def read_or_empty(path: Path) -> str:
 
 
 def _groups(root: Path) -> dict[str, Path]:
-    """Read the control group of each controller; that of version 2 is under an empty name."""
+    """Read the control group of each controller; that of version 2 has an empty name."""
     groups: dict[str, Path] = {}
     for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

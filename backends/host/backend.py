@@ -50,19 +50,19 @@ from kvxfer.storage.lending import (
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
 NUM_THREADS = 2
-"""Threads for batches that are hashed: one stores while another loads; the copy engine adds its
-own."""
+"""Threads for batches that are hashed or have blocks above `SLICE_BYTES`: one thread can store
+while the other loads. The copy engine has its own threads."""
 
 SLICE_BYTES = 8 << 20
-"""Bytes of blocks in host memory that are copied at a time on the event loop: 0.5 to 1 ms."""
+"""Bytes of blocks in host memory to copy before the event loop gets a turn: 0.5 to 1 ms."""
 
 INLINE_BYTES = 2 << 20
 INLINE_BLOCKS = 256
-"""Most bytes of lent parts of blocks to hash, and most tags to check, on the event loop itself:
-that takes less time than two thread switches."""
+"""Maximum bytes to hash and maximum blocks to check on the event loop when blocks are lent: up to
+here, it takes less time than two thread switches."""
 
 DEFAULT_SCRUB_MIB_PER_S = 64.0
-"""Rate of the scrubber: half a percent of a core, and all of 100 GiB in 27 minutes."""
+"""Default rate of the scrubber: it takes half a percent of a core, and reads 100 GiB in 27 min."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         capacity: Bytes of host memory, tags included; reserved when the backend opens.
-        integrity: See `MemoryIntegrity`; `fenced` by default, which is `full` where the memory is
-            `shared`: other processes write there.
+        integrity: See `MemoryIntegrity`; `fenced` by default. With `shared`, `fenced` becomes
+            `full`, because other processes write to the memory.
         methods: Fragment sizes below which a kernel copies to and from a GPU, such as
             `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
-        scrub_mib_per_s: MiB that are read in a second, in the background, to find blocks that have
-            changed in memory; 0 for none. See `Scrubber`.
-        shared: Whether other processes can map the memory, as those that `kvxfer serve --pool`
-            serves; it is not in huge pages then.
+        scrub_mib_per_s: Rate at which the `Scrubber` reads blocks in the background, to find those
+            that have changed in memory, in MiB per second; 0 turns it off.
+        shared: Whether other processes can map the memory, as the engines of `kvxfer serve --pool`
+            do. Shared memory has no huge pages.
     """
 
     integrity: MemoryIntegrity = MemoryIntegrity.FENCED
@@ -107,8 +107,8 @@ class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 class HostBackend(LendingBackend, ImmediateMover):
     """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
-    Caches may be in host memory or on a GPU; slots are then pinned, and copies go straight to and
-    from them.
+    Caches may be in host memory or on a GPU. For a GPU, the slots are pinned, and copies go
+    straight between them and the caches.
 
     Args:
         config: See `HostConfig`.
@@ -116,12 +116,12 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     Attributes:
         num_slots: Number of blocks that fit.
-        pool: The slots, for who shares them.
-        shared_memory: Memory of the slots where other processes may map it, else None.
+        pool: The slots, for a server that shares them.
+        shared_memory: Memory of the slots if other processes may map it, else None.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, or not one block fits.
-        CapacityError: There is not that much memory.
+        InvalidArgumentError: The namespace has no groups, or the capacity is too small for a block.
+        CapacityError: Less memory is available than the capacity.
     """
 
     config_type = HostConfig
@@ -146,7 +146,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
-        self._begun: dict[BlockKey, _SharedBegun] = {}  # what a device stores
+        self._begun: dict[BlockKey, _SharedBegun] = {}  # stores that a device is making
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         is_off = config.integrity is MemoryIntegrity.OFF
@@ -198,7 +198,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         return self._begin_load(keys, blocks)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateMover.begin_store`; everything else waits for what is stored from here."""
+        """See `ImmediateMover.begin_store`. A copy from host memory holds the index's lock."""
         self._guard.check_batch(keys, blocks)
         starts = blocks.payload_starts
         ends = starts + blocks.block_sizes
@@ -220,7 +220,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     def _begin_device_store(
         self, plan: StorePlan, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> Begun:
-        """Begin a copy by a device; called with the lock of the index."""
+        """Begin a copy by a device; the caller holds the index's lock."""
         try:
             outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
             copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
@@ -245,7 +245,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         return begun
 
     def _takes_thread(self, blocks: Descriptors) -> bool:
-        """Whether blocks are hashed, or one of them would hold up the event loop by itself."""
+        """Whether blocks are hashed, or one of them alone would hold up the event loop."""
         is_large = blocks.device == HOST and int(blocks.block_sizes.max()) > SLICE_BYTES
         return self._hashed or is_large
 
@@ -256,7 +256,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         blocks: Descriptors,
         stored: list[BlockKey],
     ) -> None:
-        """Copy blocks to slots, slice by slice on the event loop, and list those that are there."""
+        """Copy blocks to slots, slice by slice on the event loop; add copied keys to `stored`."""
         with self._threads.counting():
             for start, stop in _slices(blocks):
                 part = slots[start:stop], keys[start:stop], blocks.select(start, stop)
@@ -306,7 +306,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         return [key in removed for key in keys]
 
     async def purge(self, prefix: bytes = b"") -> None:
-        """See `Purgeable.purge`. Raises while blocks are being stored, which stay."""
+        """See `Purgeable.purge`. Raises if blocks are being stored; these stay."""
         require_instance("prefix", prefix, bytes)
         self._guard.check()
         with self._lock:
@@ -317,7 +317,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 raise BackendUnavailableError("blocks are being stored")
 
     def _remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Remove blocks that nobody uses; who knows their places proves nothing by them."""
+        """Remove blocks that nobody uses; a reader that has their addresses fails its check."""
         slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
         removed = self._index.remove(keys)
         if removed:
@@ -327,7 +327,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
-        """See `Lender.lend`: slots, pinned."""
+        """See `Lender.lend`. The slots are pinned until the context ends."""
         self._guard.check()
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         outcomes = [MISSING] * len(wanted.keys)
@@ -373,7 +373,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
-        """See `Lender.make_room`: slots that no reader gets before the context ends."""
+        """See `Lender.make_room`. No reader gets these slots before the context ends."""
         self._guard.check()
         require_parts_in_blocks(offered, self._guard.chunk_sizes)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
@@ -403,7 +403,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`; the pool stays mapped while a copy uses it that does not end."""
+        """See `Backend.aclose`. The pool stays mapped if a copy or the scrubber does not end."""
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
@@ -413,7 +413,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self.pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
-        """Pin the blocks that are there, until `unpin`; return their positions, and slots."""
+        """Pin the blocks that are there, until `unpin`; return their positions and slots."""
         with self._lock:
             there = [index for index, ready in enumerate(self._index.are_ready(keys)) if ready]
             found = [keys[index] for index in there]
@@ -423,21 +423,21 @@ class HostBackend(LendingBackend, ImmediateMover):
         return there, slots
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Unpin blocks; each as often as it was pinned."""
+        """Unpin blocks, each as often as it was pinned."""
         with self._lock:
             freed = self._index.unpin(keys)
             if freed and not self._guard.closed:  # else the memory may be gone
                 self.pool.spoil(freed)
 
     def is_storing(self, key: BlockKey) -> bool:
-        """Whether a block is being stored, so that another store of it would wait."""
+        """Whether a block is being stored; another store of it would wait."""
         with self._lock:
             return self._index.are_storing([key])[0]
 
     def _begin_load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
     ) -> Begun:
-        """Begin to read the blocks that are there; their slots are pinned until that has ended."""
+        """Begin to read the blocks that are there; their slots are pinned until the copy ends."""
         there, slots = self.pin(keys, is_use=is_use)
         found = [keys[index] for index in there]
         outcomes = [MISSING] * len(keys)
@@ -455,7 +455,6 @@ class HostBackend(LendingBackend, ImmediateMover):
         return Begun(outcomes, copy, partial(self.unpin, found))
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
-        """Make the outcomes of a store that was done."""
         if not plan.refused:
             return [DONE] * len(keys)
         no_room, refused = _no_room(self.num_slots), set(plan.refused)
@@ -463,7 +462,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     @contextmanager
     def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
-        """Hold back other stores of keys; those appended to the list become readable."""
+        """Lock keys against other stores; those appended to the list become readable at the end."""
         stored: list[BlockKey] = []
         with self._stores.hold(keys):
             try:
@@ -473,7 +472,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                     self._end_store(keys, stored)
 
     def _end_store(self, keys: Sequence[BlockKey], stored: Sequence[BlockKey]) -> None:
-        """Make blocks readable that are stored, and drop the others; called with the lock."""
+        """Make `stored` blocks readable, and drop the others; the caller holds the index's lock."""
         self._index.finish_store(stored, stored=True)
         self._reports.added(stored)
         if len(stored) == len(keys):
@@ -487,10 +486,10 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def _begin_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
-        """Find slots for blocks, once no other call stores them; see `_plan_store`."""
+        """Plan a store once no other call is storing these blocks; see `_plan_store`."""
         while True:
             await self._stores.wait(keys)
-            self._guard.check()  # it may have been closed meanwhile
+            self._guard.check()  # the backend may have been closed meanwhile
             with self._lock:
                 begun = [self._begun[key] for key in keys if key in self._begun]
                 if not begun:
@@ -500,7 +499,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     def _plan_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
-        """Find slots for blocks, also for those that are stored and lack bytes of these."""
+        """Find slots for blocks; stored blocks that lack some of their bytes are replaced."""
         replaced = []
         parts = zip(keys, self._index.are_ready(keys), starts, stops, strict=True)
         for key, is_ready, start, stop in parts:
@@ -517,11 +516,11 @@ class HostBackend(LendingBackend, ImmediateMover):
     def _count_hashed(
         self, keys: Sequence[BlockKey], slots: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """Count the bytes to hash: of parts, with their wholes, and of blocks without checksums."""
+        """Count the bytes to hash: of parts and the blocks around them, and of unhashed blocks."""
         wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         parts = zip(slots, sizes, wholes, strict=True)
         return sum(
-            size + whole * (size < whole)  # a part is verified with the whole
+            size + whole * (size < whole)  # to verify a part, its whole block is hashed
             for slot, size, whole in parts
             if size < whole or not self.pool.is_hashed(slot)
         )
@@ -529,18 +528,18 @@ class HostBackend(LendingBackend, ImmediateMover):
     def drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]
     ) -> None:
-        """Hide the blocks that were found corrupt in their slots, while they are pinned."""
+        """Hide pinned blocks that were found corrupt in these slots, unless stored again since."""
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
             if outcome.status is not Status.CORRUPT:
                 continue
             logger.warning("dropped a corrupt block: %s", outcome.reason)
             with self._lock:
-                if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
+                if key in self._index and self._index.slot_of(key) == slot:
                     self._index.quarantine(key)
                     self._reports.removed([key], Removal.CORRUPT)
 
     def _drop_changed(self, slot: int, generation: int) -> None:
-        """Hide a block whose bytes changed, unless its slot was overwritten since."""
+        """Hide the block in a slot whose bytes changed, unless it was overwritten since."""
         with self._lock:
             if self.pool.generations.of(slot) != generation:
                 return
@@ -549,7 +548,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             found = [key for key in ready if self._index.slot_of(key) == slot]
             if self._index.remove(found):
                 self.pool.spoil([slot])
-            for key in found:  # unless it was removed
+            for key in found:  # pinned ones, which `remove` left
                 self._index.quarantine(key)
             self._reports.removed(found, Removal.CORRUPT)
         for key in found:
@@ -561,16 +560,16 @@ class HostBackend(LendingBackend, ImmediateMover):
 
 
 class _SharedBegun(Begun):
-    """Transfer that several threads ask; it ends once, on the first one that sees its end."""
+    """Transfer that several threads poll; it ends once, on the first thread that sees its end."""
 
     def __init__(self, begun: Begun) -> None:
         super().__init__(())
         self._begun = begun
-        self._turn = runtime.lock()  # of who asks the device
+        self._turn = runtime.lock()  # one thread polls the device at a time
         self._ended: Sequence[Outcome] | Exception | None = None
 
     def poll(self) -> Sequence[Outcome] | None:
-        """See `Begun.poll`; on any thread, and also again after the end."""
+        """See `Begun.poll`. May be called on any thread, and again after the end."""
         with self._turn:
             if self._ended is None:
                 try:
@@ -583,13 +582,13 @@ class _SharedBegun(Begun):
 
 
 def _slices(blocks: Descriptors) -> Iterator[tuple[int, int]]:
-    """Cut blocks where the event loop has its turn; a device moves all of them by itself."""
+    """Cut blocks into slices between which the event loop gets a turn; one slice for a device."""
     on_host = blocks.device == HOST
     return blocks.cut(SLICE_BYTES if on_host else max(1, blocks.num_bytes))
 
 
 def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors) -> Descriptors:
-    """Take the blocks of some of the keys."""
+    """Select the blocks of `some` of the keys."""
     if len(some) == len(keys):
         return blocks
     wanted = set(some)

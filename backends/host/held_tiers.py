@@ -1,4 +1,4 @@
-"""Tiers that a process holds for others: opened for the first namespace that is asked for."""
+"""Tiers that a server holds for other processes, opened for the first namespace requested."""
 
 import asyncio
 import logging
@@ -14,21 +14,21 @@ from kvxfer.tiering.tiered_backend import tiers_of
 from kvxfer.units import format_size
 
 ABANDON_AFTER_S = 0.2
-"""Seconds that the end waits for memory that is being reserved: a system gives 1 GiB or so a
-second, and nothing is in it yet."""
+"""How long closing waits for memory that is being reserved, at about 1 GiB per second, before it
+abandons it: no block is in it yet."""
 
 DRAIN_POLL_S = 0.05
-"""Time between two looks at the sessions while a server ends."""
+"""Pause between two checks of the sessions while a server drains."""
 
 logger = logging.getLogger(__name__)
 
 
 class HeldTiers:
-    """Tiers of one namespace: the given one, or the first that somebody asks for.
+    """Tiers of one namespace: the given one, or the first that a client asks for.
 
-    Without a namespace it is not known how large a block is, so the memory is reserved for the
-    first who asks, on a thread. That may take longer than he waits; his next attempt finds it
-    reserved. A backend that was opened is prepared before anybody uses it.
+    Without a namespace, the size of a block is unknown, so the memory is reserved when the first
+    client asks, on a thread. If that takes longer than the client waits, its next attempt finds the
+    memory reserved. `prepare` is called with the opened backend before any client uses it.
 
     Attributes:
         namespace: Namespace of the blocks; None as long as any is accepted.
@@ -55,13 +55,13 @@ class HeldTiers:
 
     @property
     def backend(self) -> Backend:
-        """The backend, once it was opened."""
+        """The backend; must be open."""
         assert self._opened is not None
         return self._opened[1]
 
     @property
     def host(self) -> HostBackend:
-        """The first tier, where that is host memory."""
+        """The first tier; must be host memory."""
         host = tiers_of(self.backend)[0].provide(HostBackend)
         assert host is not None
         return host
@@ -74,7 +74,7 @@ class HeldTiers:
             await self._opening.ask(self._open, namespace)
             assert self._opened is not None
             settled, backend = self._opened
-            settled.require_same(namespace)  # who did not wait may have settled another one
+            settled.require_same(namespace)  # a caller that gave up may have opened another one
             self.namespace = settled
             if self._prepare is not None:
                 await self._prepare(backend)
@@ -82,9 +82,9 @@ class HeldTiers:
             return backend
 
     async def aclose(self, close_users: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Close the backend, after what uses it; may be called again.
+        """Close the users of the backend, then the backend; may be called again.
 
-        Memory that is still being reserved is left to the end of the process.
+        Memory that is still being reserved stays until the process ends.
         """
         await self._opening.aclose(ABANDON_AFTER_S)
         if close_users is not None:
@@ -93,7 +93,7 @@ class HeldTiers:
             await self.backend.aclose()
 
     def _open(self, namespace: Namespace) -> None:
-        """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
+        """Open the backend; the next call finds it open even if this one's caller was cancelled."""
         if self._opened is not None:
             return
         self._opened = namespace, self._open_backend(namespace)
@@ -110,32 +110,32 @@ class HeldTiers:
 
 
 class Session(Protocol):
-    """Session of one process that blocks are held for."""
+    """Session of a process that blocks are held for."""
 
     draining: bool = False
 
     @property
     def num_pins(self) -> int:
-        """Batches that it has pinned."""
+        """Number of batches that the session has pinned."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it reads and stores nothing."""
+        """Whether the session is neither reading nor storing."""
 
     def drain(self) -> None:
-        """Refuse what begins anew; what is under way may end."""
+        """Refuse new requests; let those under way end."""
         self.draining = True
 
 
 def gauges_of(sessions: Sequence[Session]) -> Mapping[Gauge, float]:
-    """State of sessions for observers."""
+    """Count sessions and their pins, for observers."""
     return {Gauge.PEERS: len(sessions), Gauge.PINS: sum(each.num_pins for each in sessions)}
 
 
 async def drain_sessions(
     what: str, sessions: Callable[[], Sequence[Session]], timeout_s: float
 ) -> None:
-    """Let sessions begin nothing, and wait until none of them reads or stores; warn if some do."""
+    """Drain sessions, and wait until all are idle; log a warning if some are not in time."""
     logger.info("draining: no new %s, %d are connected", what, len(sessions()))
     for session in sessions():
         session.drain()

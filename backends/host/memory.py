@@ -1,4 +1,4 @@
-"""Memory that this process maps: its own, shared under a name, or shared by a descriptor."""
+"""Memory that this process maps: private, shared by name, or shared by file descriptor."""
 
 import contextlib
 import ctypes
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared-memory file system
 PREFIX = "kvxfer-"
-HEADER_BYTES = 4096  # a page, so that what follows is aligned to pages
+HEADER_BYTES = 4096  # one page, so that the data after it is aligned to pages
 CREATION_TIMEOUT_S = 600.0
-"""Time that a process waits for another one to create a segment: a TiB takes minutes."""
+"""How long a process waits for another one to create a segment: a TiB takes minutes."""
 CREATION_PAUSE_S = 0.01
 # Source: Linux, include/uapi/asm-generic/mman-common.h.
 MADV_POPULATE_WRITE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals of its size: a process that maps memory which another one cuts would crash."""
+"""Seals of the size: if a process truncated memory that others map, they would crash."""
 
-_madvise = ctypes.CDLL(None).madvise  # unlike that of `mmap` without the interpreter lock
+_madvise = ctypes.CDLL(None).madvise  # releases the GIL, unlike `mmap.madvise`
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedMemory:
-    """Memory that is mapped until `close`, which unmaps it and releases what else it has."""
+    """Memory that stays mapped until `close`, which also releases a subclass's other resources."""
 
     def __init__(self, mapping: mmap.mmap, what: str) -> None:
         self._map = mapping
@@ -55,7 +55,7 @@ class MappedMemory:
         return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
 
     def close(self) -> None:
-        """Unmap the memory, once the last array over it is gone; may be called again."""
+        """Unmap the memory, as soon as no array views it; may be called again."""
         if self._bytes is not None:
             self._bytes = None
             with contextlib.suppress(BufferError):
@@ -64,15 +64,15 @@ class MappedMemory:
             self._release()
 
     def _release(self) -> None:
-        """Release what is there beside the mapping; nothing by default."""
+        """Release resources other than the mapping; by default there are none."""
 
 
 class PrivateMemory(MappedMemory):
-    """Zeroed memory in huge pages, where the system has any; reserved when it is created.
+    """Zeroed memory, in huge pages if the system has them; reserved when it is created.
 
-    Its page table is 512 times as short, which makes copying, hashing, pinning and sending faster.
-    Forked processes do not inherit it: they would share pages that network cards and GPUs may be
-    writing to.
+    Huge pages make the page table 512 times shorter, and copying, hashing, pinning and sending
+    faster. Forked processes do not inherit the memory: they would share pages that network cards
+    and GPUs may be writing to.
 
     Raises:
         CapacityError: The machine, or a control group of this process, has less memory left.
@@ -89,18 +89,18 @@ class PrivateMemory(MappedMemory):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(mapping, "private memory")
-        self.memory[:: mmap.PAGESIZE] = 0  # without the GIL, which calls of `mmap` hold
+        self.memory[:: mmap.PAGESIZE] = 0  # releases the GIL, unlike methods of `mmap`
 
 
 class SharedMemory(MappedMemory):
-    """Zeroed memory of fixed size that other processes map; gone with the last of them.
+    """Zeroed memory of fixed size that other processes can map; freed with the last of them.
 
-    It has no name in any folder, so no process can leave it behind, and only those map it that the
-    maker passes its descriptor to, which is closed with this. Forked processes do not inherit the
-    mapping.
+    It has no name in any folder, so no process can leave it behind, and only processes that are
+    passed its file descriptor can map it. `close` closes the descriptor. Forked processes do not
+    inherit the mapping.
 
     Raises:
-        InvalidArgumentError: It has another size, or its size is not sealed.
+        InvalidArgumentError: The memory has another size, or its size is not sealed.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -117,7 +117,7 @@ class SharedMemory(MappedMemory):
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedMemory":
-        """Reserve memory: a lack of it is an error now, not a crash when a page is touched."""
+        """Create and reserve memory: a shortage is an error now, not a crash on first touch."""
         require_memory(num_bytes)
         fd = os.memfd_create("kvxfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -144,24 +144,24 @@ def _require_fixed_size(fd: int, num_bytes: int) -> None:
 class SharedSegment(MappedMemory):
     """Zeroed shared memory, mapped by every process that opens the same name.
 
-    Its pages are reserved when it is created: a lack of memory is an error then, not a crash when a
-    page is touched later. Every process holds a shared lock on it, which the kernel drops when the
-    process dies; a process that gets the exclusive lock knows that no other maps it. So the last
-    process to close removes it, and segments of killed processes are removed by the next process
-    that creates one.
+    Its pages are reserved when it is created: a shortage is an error then, not a crash on first
+    touch. Every process holds a shared lock on it, which the kernel drops when the process dies; a
+    process that gets the exclusive lock knows that no other maps the segment. So the last process
+    to close a segment removes it, and the next to create one removes those of killed processes.
 
     Args:
         name: Name that all processes of one engine agree on.
         header: Description that all processes must agree on, at most 4096 bytes; the segment begins
             with it, padded with zeros to 4096 bytes.
         num_bytes: Size, header included.
-        touched: Whether to map every page for writing now. The first write to a page takes 2 us
-            otherwise, ten times as long as the copy of its bytes.
+        touched: Whether to map every page for writing now. Otherwise, the first write to each page
+            takes 2 us, ten times as long as the copy of its bytes.
 
     Raises:
         InvalidArgumentError: The name has characters beyond letters, digits, `-`, `_` and `.`, or
-            another user's process opened it, or one with another header or size.
-        CapacityError: There is not that much memory.
+            its segment belongs to another user, or has another header or size.
+        BackendUnavailableError: Another process has been creating the segment for too long.
+        CapacityError: Less memory is available than `num_bytes`.
     """
 
     def __init__(self, name: str, header: bytes, num_bytes: int, *, touched: bool = False) -> None:
@@ -181,9 +181,9 @@ class SharedSegment(MappedMemory):
             map_pages(self.memory)
 
     def claim(self) -> None:
-        """Become the only owner of the segment: the process that keeps the index.
+        """Claim the segment for this process, the one that keeps the index.
 
-        It is closed, and an error raised, if another process owns it: an engine with the same name.
+        If another engine's process has claimed it, close it and raise `InvalidArgumentError`.
         """
         whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
@@ -193,22 +193,22 @@ class SharedSegment(MappedMemory):
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
     def _open(self, header: bytes, num_bytes: int) -> int:
-        """Open and lock the file; waits while another process creates it, for a time."""
+        """Open and lock the file; wait for a process that is creating it."""
         ends_at = runtime.monotonic() + CREATION_TIMEOUT_S
         while runtime.monotonic() < ends_at:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
                 fd = os.open(self._path, flags, 0o600)
-            except PermissionError as exc:  # mostly a file of another user
+            except PermissionError as exc:  # usually another user's file
                 wanted = f"another one, or a {self._path} that this user may open"
                 raise InvalidArgumentError("name", self.name, wanted) from exc
             try:
                 self._require_own(fd)
                 if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):
                     _create(fd, self._path, header, num_bytes)
-                # Between the two locks (flock(2): converting is not atomic) the file may have
-                # been taken for abandoned; from the second one on it cannot be. One without a
-                # header is of a process that was killed while it created it.
+                # Converting a lock is not atomic (flock(2)): between the two locks, another process
+                # may take the file for abandoned, but not once this one has the second lock. A
+                # file without a header was left by a process that was killed while creating it.
                 locked = _locked(fd, fcntl.LOCK_SH)
                 if locked and _is_at(fd, self._path) and any(os.pread(fd, HEADER_BYTES, 0)):
                     self._require_same(fd, header, num_bytes)
@@ -222,7 +222,7 @@ class SharedSegment(MappedMemory):
         raise BackendUnavailableError(f"{self._path}: {text}")
 
     def _require_own(self, fd: int) -> None:
-        """Check that no other user has made the file, who could read, forge and cut its bytes."""
+        """Check that this user owns the file: another owner could read, forge and truncate it."""
         if (user := os.fstat(fd).st_uid) != os.geteuid():
             wanted = f"another one, or no {self._path} of user {user}"
             raise InvalidArgumentError("name", self.name, wanted)
@@ -237,14 +237,14 @@ class SharedSegment(MappedMemory):
             )
 
     def _release(self) -> None:
-        """Close the file, and remove it if no other process has it: that frees the memory."""
+        """Close the file; remove it, which frees the memory, if no other process has it open."""
         if _locked(self._fd, fcntl.LOCK_EX) and _is_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
 
 
 def map_pages(memory: NDArray[np.uint8]) -> None:
-    """Map every page for writing; a kernel before 5.14 refuses, and does it at its first write."""
+    """Map every page for writing; kernels before 5.14 refuse, and map each on its first write."""
     _madvise(memory.ctypes.data, memory.nbytes, MADV_POPULATE_WRITE)
 
 
@@ -271,7 +271,7 @@ def _is_at(fd: int, path: Path) -> bool:
 def _create(fd: int, path: Path, header: bytes, num_bytes: int) -> None:
     try:
         _remove_abandoned()
-        os.ftruncate(fd, 0)  # whatever a killed process left here
+        os.ftruncate(fd, 0)  # drop what a killed process left
         _reserve(fd, num_bytes)
         os.pwrite(fd, header, 0)
     except BaseException:
@@ -283,7 +283,7 @@ def _reserve(fd: int, num_bytes: int) -> None:
     require_memory(num_bytes, str(SHARED_MEMORY))
     limits = os.statvfs(SHARED_MEMORY)
     available = limits.f_bavail * limits.f_frsize
-    if limits.f_blocks and num_bytes > available:  # it has no blocks where it has no limit
+    if limits.f_blocks and num_bytes > available:  # 0 blocks mean no limit
         raise CapacityError(str(SHARED_MEMORY), num_bytes, available)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -292,7 +292,7 @@ def _reserve(fd: int, num_bytes: int) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Remove the segments that no process maps any more: those whose lock is free."""
+    """Remove the segments that no process maps: those whose lock is free."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -302,7 +302,7 @@ def _remove_abandoned() -> None:
             if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, path):
                 path.unlink()
                 logger.info("removed abandoned shared memory %s", path)
-        except OSError as exc:  # another user's, who lets all write to it
+        except OSError as exc:  # another user's, writable by all
             logger.info("abandoned shared memory %s stays: %s", path, exc)
         finally:
             os.close(fd)

@@ -25,10 +25,10 @@ from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
-"""Version of the layout of a segment; processes of another version do not share it."""
+"""Version of a segment's layout; processes of different versions do not share a segment."""
 
 RUN_BYTES = 4 << 20
-"""Bytes of blocks that are verified and then copied, while they are in the processor's cache."""
+"""Bytes of blocks to verify before they are copied, so that they are still in the CPU's cache."""
 
 TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
 """Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in
@@ -39,8 +39,8 @@ it, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
 class PoolShape:
     """Division of a pool of host memory into slots and parts.
 
-    Each slot is for one block (chunk); each of `num_parts` workers keeps its own part of every
-    block. The size of a part is a multiple of 4096.
+    Each slot is for one chunk, of which each of `num_parts` workers keeps its own part. The size of
+    a part is a multiple of 4096 bytes.
     """
 
     num_slots: int
@@ -89,23 +89,23 @@ class PoolShape:
 class HostPool:
     """Slots in memory of this process, or shared by all processes that open the same name.
 
-    The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one process.
-    Tags catch errors that must not happen: a slot that is read for another block than was written,
-    a slot that was never finished and, with checksums, bytes that changed.
+    The pool moves bytes; a `BlockIndex` in one process decides which block goes to which slot. Tags
+    catch what must never happen: a slot that is read for a block that is not in it, a slot that was
+    never finished and, with checksums, bytes that changed.
 
     Every process passes the same shape and namespace. The slots are in shared memory of this
-    `name`, in the given `memory`, or else in memory of this process alone, which is closed with the
-    pool, as is the copy engine. With `FULL`, bytes are hashed when they are written, and verified
-    before they are read. The process that keeps the index makes a `claim`; only one of a name can.
+    `name`, in the given `memory`, or else in private memory. The pool closes its memory and the
+    copy engine. With `FULL`, bytes are hashed when they are written, and verified before they are
+    read. The process that keeps the index passes `claim`; only one process can claim a name.
 
     Attributes:
-        generations: Generations of the slots; of use where this process alone writes them.
+        generations: Generations of the slots; meaningful only if no other process writes them.
         lost: Slots that a lost device may still write to, never to be used again.
 
     Raises:
-        InvalidArgumentError: The memory exists with another shape, or for another namespace, or
-            another process keeps its index.
-        CapacityError: There is not that much memory.
+        InvalidArgumentError: Memory of this name exists with another shape or namespace, or another
+            process has claimed it.
+        CapacityError: Less memory is available than the shape needs.
     """
 
     def __init__(
@@ -138,16 +138,16 @@ class HostPool:
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """Register memory that blocks will be in, and pin the slots for the GPUs that it is on."""
+        """Register memory that blocks will be in, and pin the slots for its GPUs."""
         self._copy_engine.attach([region for region in memory if region.device != HOST])
 
     def write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
     ) -> list[int]:
-        """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the GIL is free.
+        """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, but releases the GIL.
 
-        A slot is tagged only when its bytes are whole, so that a process killed in the middle
-        leaves an empty slot. Returns the checksum of each; zeros where none is made.
+        A slot is tagged only when all its bytes have landed, so a process that is killed midway
+        leaves an empty slot. Returns the checksum of each block, 0 if none is made.
         """
         copy, finish = self.begin_write(slots, keys, blocks, part=part)
         if not copy.has_ended():
@@ -157,9 +157,9 @@ class HostPool:
     def begin_write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
     ) -> tuple[Copy, Callable[[], list[int]]]:
-        """Begin `write`; return the copy, and what is to be called once it has ended.
+        """Begin `write`; return the copy, and a function to call once it has ended.
 
-        That hashes the bytes, if they are to be hashed, and tags the slots.
+        The function hashes the bytes, with `FULL`, and tags the slots.
         """
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
@@ -182,10 +182,10 @@ class HostPool:
         *,
         part: int = 0,
     ) -> list[Outcome]:
-        """Copy `slots[i]` to block i where it holds `keys[i]`, whole and unchanged.
+        """Copy `slots[i]` to block i if it holds all these bytes of `keys[i]`, unchanged.
 
-        Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`. Memory
-        of blocks that are not done is not written.
+        Returns for each block `DONE`, `MISSING` (the slot has another block, or lacks some of these
+        bytes) or `CORRUPT`. Memory of blocks that are not `DONE` is not written.
         """
         outcomes, copy = self.begin_read(slots, keys, blocks, part=part)
         copy.wait()
@@ -200,9 +200,9 @@ class HostPool:
         part: int = 0,
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
-        """Begin `read`: the outcomes are true, and the slots free to change, after the copy.
+        """Begin `read`; the outcomes are true, and the slots may change, once the copy has ended.
 
-        They are `verified` where `verify` was called since the slots were last free to change.
+        Pass `verified` if `verify` has checked the slots, and they could not change since.
         """
         hashed = self.integrity is MemoryIntegrity.FULL and not verified
         if hashed and len(slots) > 1 and blocks.num_bytes > RUN_BYTES and blocks.device == HOST:
@@ -230,10 +230,10 @@ class HostPool:
         return outcomes, self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
-        """Check that every part of a slot holds all of `key`'s bytes up to its end.
+        """Check that every part of a slot was finished for `key`, from its first byte on.
 
-        With `FULL` also that they are unchanged. A slot whose leading bytes were never stored is
-        `MISSING`: it does not hold the whole block.
+        With `FULL`, also check that the bytes are unchanged. A slot whose leading bytes were never
+        stored is `MISSING`: it does not hold the whole block.
         """
         for part, tag in enumerate(self._tags[slot].tolist()):
             if tag[1]:
@@ -259,7 +259,7 @@ class HostPool:
         return bool(held_start <= start and stop <= held_stop)
 
     def is_hashed(self, slot: int) -> bool:
-        """Whether the tags of a slot have checksums, or none is wanted."""
+        """Whether every tag of a slot has its checksum."""
         return slot not in self._unhashed
 
     def unseal(self, slots: Sequence[int]) -> None:
@@ -278,12 +278,12 @@ class HostPool:
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        The bytes are verified here only where they are a part of the stored ones; else their reader
-        has to verify them. Unless they are to be `hashed`, no byte is read here.
+        Only a part of the stored bytes is verified here; a reader of all of them has to verify them
+        itself. Without `hashed`, no byte is read.
 
         Returns:
-            Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
-                zero when integrity is off or they are not hashed.
+            `DONE`, `MISSING` or `CORRUPT` for each block; and the XXH3-64 of the bytes of each that
+                is `DONE`, 0 if integrity is off or without `hashed`.
         """
         outcomes, checksums = [], []
         verifies = hashed and self.integrity is not MemoryIntegrity.OFF
@@ -308,7 +308,7 @@ class HostPool:
     ) -> tuple[Descriptors, list[int]] | None:
         """Describe the stored bytes of each slot, and get their checksums without reading them.
 
-        None where a tag is damaged, or has no checksum although one is wanted.
+        None if a tag is damaged, or, with `hashed`, lacks its checksum.
         """
         tags = self._tags[list(slots), 0]
         starts, stops = tags["start"].astype(np.int64), tags["stop"].astype(np.int64)
@@ -330,28 +330,28 @@ class HostPool:
         *,
         part: int = 0,
     ) -> None:
-        """Tag at least one slot whose bytes were written, for example by other means.
+        """Tag one or more slots whose bytes have landed, perhaps written by other means.
 
-        A checksum that is None is computed when its block first leaves this memory.
+        A checksum of None is computed when the block first leaves this memory.
         """
         pairs = zip(slots, checksums, strict=True)
         self._unhashed.update([slot for slot, checksum in pairs if checksum is None])
         is_off = self.integrity is MemoryIntegrity.OFF
         kept = [0 if is_off or each is None else each for each in checksums]
         rows = zip(map(_key_digest, keys), starts, stops, kept, strict=True)
-        self.generations.change(slots)  # first: who sees the tag sees that it is another block
+        self.generations.change(slots)  # before the tag: its readers see a new generation
         self._tags[list(slots), part] = np.array(list(rows), TAG)
 
     def spoil(self, slots: Sequence[int]) -> None:
-        """Empty slots, so that a reader who knows a place of theirs cannot prove what he reads."""
+        """Empty slots and flip a byte, so that a reader with an old address fails its check."""
         for part in range(self.shape.num_parts):
             starts = self._tags[list(slots), part]["start"]
             self.empty(slots, part)
-            inside = starts < self.shape.part_size_bytes  # of a tag that is not damaged
+            inside = starts < self.shape.part_size_bytes  # a damaged tag may point elsewhere
             self._data[np.asarray(slots)[inside], part, starts[inside].astype(np.int64)] ^= 0xFF
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Tag `slots[i]`, written by other means, as the whole of `keys[i]`; hash as `write`."""
+        """Tag `slots[i]`, written by other means, with the whole of `keys[i]`; hash as `write`."""
         starts, stops = [0] * len(slots), [self.shape.part_size_bytes] * len(slots)
         for part in range(self.shape.num_parts):
             self._hash_and_tag(slots, keys, starts, stops, part)
@@ -362,10 +362,10 @@ class HostPool:
         return slots
 
     def sums_of(self, slot: int) -> tuple[list[int], list[int], int]:
-        """Hash every part of a slot, whatever writes there; any thread.
+        """Hash every part of a slot, even while it is written; may be called on any thread.
 
-        Returns XXH3-64 of each part, the checksums in the tags, zero where there is none, and the
-        number of bytes; nothing of a slot that is not whole.
+        Returns the XXH3-64 of each part, the checksums in the tags (0 if there is none) and the
+        number of bytes hashed; nothing if a part is empty.
         """
         tags = self._tags[slot].tolist()
         limit = self.shape.part_size_bytes
@@ -389,7 +389,7 @@ class HostPool:
         """Release the memory; the last process frees it. May be called again."""
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
-        self._copy_engine.close()  # first: it may have pinned the memory
+        self._copy_engine.close()  # before the memory, which it may have pinned
         self._memory.close()
 
     def describe(
@@ -420,7 +420,7 @@ class HostPool:
         stops: Sequence[int],
         part: int,
     ) -> list[int]:
-        """Tag slots whose bytes have landed, with checksums if they are made on the way."""
+        """Tag slots whose bytes have landed; with `FULL`, hash these first."""
         if self.integrity is not MemoryIntegrity.FULL:
             self.tag(slots, keys, starts, stops, [None] * len(slots), part=part)
             return [0] * len(slots)
@@ -437,7 +437,7 @@ class HostPool:
         first: int = INT64_MAX,
         last: int = 0,
     ) -> Outcome:
-        """Check that the tag of a part says that it holds bytes `first` to `last` of `key`."""
+        """Check by the tag of a part that it holds bytes `first` to `last` of `key`."""
         held, start, stop, _ = tag
         if held != _key_digest(key):
             return MISSING
@@ -450,20 +450,20 @@ class HostPool:
     def _verify_bytes(
         self, tag: tuple[int, int, int, int], slot: int, key: BlockKey, part: int
     ) -> Outcome:
-        """Check that a part holds the bytes that it was tagged with."""
+        """Check the bytes of a part against the checksum in its tag."""
         _, start, stop, expected = tag
         if slot in self._unhashed or self._checksum(slot, part, start, stop) == expected:
-            return DONE  # an unhashed one has nothing to compare with
+            return DONE  # without a checksum, there is nothing to compare
         return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
 
     def empty(self, slots: Sequence[int], part: int) -> None:
-        """Mark a part of slots as empty, before it is written."""
+        """Mark one part of each slot as empty, before it is written."""
         self._tags["key"][list(slots), part] = 0
         self.generations.change(slots)
         self._unhashed.difference_update(slots)
 
     def _stored_checksum(self, slot: int, part: int) -> int:
-        """Get the checksum in a tag, or compute it where nobody has."""
+        """Get the checksum in a tag; compute and keep it if there is none yet."""
         if slot in self._unhashed:
             _, start, stop, _ = self._tags[slot, part].tolist()
             self._tags["checksum"][slot, part] = self._checksum(slot, part, start, stop)
@@ -477,7 +477,7 @@ class HostPool:
 
 
 class _SlotCopy(Copy):
-    """Copy to slots that is begun here; they are `lost` with the device that makes it."""
+    """Copy to slots by a device, begun on creation; if the device is lost, the slots are `lost`."""
 
     def __init__(self, lost: set[int], slots: Sequence[int], begin: Callable[[], Copy]) -> None:
         self._lost, self._slots = lost, slots

@@ -12,13 +12,13 @@ from kvxfer.backends.host.pool import HostPool
 from kvxfer.runtime import Threads
 
 BATCH_S = 0.25
-"""Seconds between two batches, each of as many bytes as the rate allows in that time."""
+"""Pause between two batches, each of as many bytes as the rate allows in that time."""
 
 ROUND_S = 10.0
-"""Seconds between two rounds: to list the slots of a large pool takes milliseconds."""
+"""Pause between two rounds: to list the slots of a large pool takes milliseconds."""
 
 YIELD_BLOCKS = 16
-"""Blocks after which other threads get the interpreter lock: small ones are hashed with it."""
+"""Blocks to hash before other threads get the GIL: small blocks are hashed without releasing it."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +26,14 @@ logger = logging.getLogger(__name__)
 class Scrubber:
     """Thread that reads the blocks of a pool, round after round, to find bytes that changed.
 
-    A checksum is made at the first sight of a block, if its tag has none, and compared in later
-    rounds. It belongs to one generation of the slot. No lock is held: a slot may be overwritten
-    while it is read, and whoever is told of it has to ask whether it is of that generation still:
-    the method `changed` is called on the thread with the slot and its generation. The pool, which
-    is closed after this, and the method's object are not kept alive. Without a rate there is no
-    thread.
+    If the tag of a block has no checksum, the first round makes one, and later rounds compare it,
+    as long as the slot's generation is the same. No lock is held, so a slot may be overwritten
+    while it is read: the bound method `changed`, called on the thread with a slot and its
+    generation, has to check that the slot still has that generation. The scrubber keeps neither the
+    pool nor the method's object alive; close it before the pool. A rate of 0 starts no thread.
 
     Attributes:
-        num_bytes: Bytes that were read.
+        num_bytes: Bytes read so far.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Scrubber:
         self._is_started = not mib_per_s
 
     def start(self) -> None:
-        """Start the thread, once there is anything to read; without effect when called again."""
+        """Start the thread, once there is something to read; has no effect when called again."""
         if not self._is_started:
             self._is_started = True
             self._threads.start(self._run, threading.get_ident())
@@ -63,7 +62,7 @@ class Scrubber:
         return not await self._threads.aclose()
 
     def scrub(self, pool: HostPool, slot: int) -> int:
-        """Read one slot; return the number of its bytes."""
+        """Check one slot; return the number of bytes read."""
         generation = pool.generations.of(slot)
         sums, tagged, num_bytes = pool.sums_of(slot)
         is_known = int(self._seen[slot]) == generation
@@ -80,7 +79,7 @@ class Scrubber:
         return num_bytes
 
     def _run(self, starter: int) -> None:
-        if threading.get_ident() == starter:  # no thread can be started, and this never ends
+        if threading.get_ident() == starter:  # no thread could be started; this would never return
             logger.warning("blocks in host memory are not scrubbed: there is no thread for it")
             return
         slots: Sequence[int] = ()
@@ -96,7 +95,7 @@ class Scrubber:
             del pool
 
     def _scrub(self, pool: HostPool, slots: Sequence[int]) -> Sequence[int]:
-        """Read a batch of slots; return those that are left of the round."""
+        """Check a batch of slots; return those that are left of the round."""
         num_bytes = 0
         for done, slot in enumerate(slots, 1):
             num_bytes += self.scrub(pool, slot)

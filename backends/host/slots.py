@@ -16,11 +16,11 @@ SLOT_BYTES = 8
 """Bytes of the slot's number in a key."""
 
 NUM_THREADS = 2
-"""Threads for what is hashed while an event loop waits."""
+"""Threads that hash stored blocks while the event loop waits."""
 
 
 def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
-    """Make the key of a slot and the block in it, of a group of this worker, for a `SlotMover`."""
+    """Make a `SlotMover`'s key of a slot and the block in it; the group is the worker's own."""
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
@@ -32,14 +32,14 @@ def keys_in_slots(keys: Sequence[BlockKey]) -> list[BlockKey]:
 class SlotMover(BlockMover, ImmediateMover):
     """One worker's part of a host pool: writes and reads the slots that `slot_key` names.
 
-    In an engine of several processes the scheduler keeps the index and decides what goes where;
-    the workers only move bytes. The scheduler must keep a slot from being reused while a worker
-    reads or writes it, and verify it before it is read: the worker only compares its tag, so that
-    no byte is hashed twice.
+    In an engine of several processes, the scheduler keeps the index and decides which block goes
+    where; the workers only move bytes. The scheduler must keep a slot from being reused while a
+    worker reads or writes it, and verify it before it is read: the worker only compares its tag, so
+    that no byte is hashed twice.
 
-    No backend: which block is in a slot is the scheduler's to say. So a store overwrites the slot,
-    whatever is in it, and nothing is looked up or deleted. Workers that share a part because they
-    keep the same bytes take turns to write it, by slot. Closes the pool.
+    It is not a backend, because the scheduler decides which block a slot holds: a store overwrites
+    whatever is in the slot, and there is no lookup or delete. Workers that keep the same bytes
+    share a part, and take turns to write it, by slot. The mover closes the pool.
     """
 
     memory_kinds = frozenset({"cpu", "cuda"})
@@ -60,7 +60,7 @@ class SlotMover(BlockMover, ImmediateMover):
         self._pool.attach(memory)
 
     def empty(self, slots: Sequence[int]) -> None:
-        """Empty this worker's part of slots: a store that fails must not leave what was there."""
+        """Empty this worker's part of slots, so that a failed store leaves no earlier block."""
         self._guard.check()
         self._pool.empty(list(filter(self._is_ours, slots)), self._part)
 
@@ -102,7 +102,7 @@ class SlotMover(BlockMover, ImmediateMover):
         return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
     async def aclose(self) -> None:
-        """See `BlockMover.aclose`; the pool stays mapped while a copy uses it that does not end."""
+        """See `BlockMover.aclose`. The pool stays mapped if a copy does not end."""
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
