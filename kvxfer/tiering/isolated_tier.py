@@ -28,7 +28,7 @@ from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, 
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
 LOOK_S = 0.1
-"""How often a request that waits for its turn looks whether the tier works."""
+"""How often a request that waits for its turn checks whether the tier is available."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,17 @@ class TierTimeouts:
     """Deadlines of a tier below the first, in seconds.
 
     Attributes:
-        lookup_s: For a lookup; after it every key is a miss there. None for no limit.
-        move_s: For moving one staging buffer of blocks, or for a delete, or until a buffer comes
-            back; for a store or load below the first tier as often as its blocks fill
-            a buffer. A disk that moves 2 MB/s is still in time.
-        close_s: For closing the tier, after which the call is abandoned; also for the last blocks
-            to be written back before, and for staging buffers in use to come back.
-        pause_s: Time that the tier is not used after it missed a deadline: whoever asks it waits
-            for the answer.
+        lookup_s: For a lookup, after which every key is a miss in the tier. None for no limit.
+        move_s: For moving one staging buffer of blocks, for a delete, or for a buffer to come back.
+            A store or load below the first tier has this time for each buffer that its blocks would
+            fill. A disk that moves 2 MB/s is still in time.
+        close_s: For closing the tier, after which the call is abandoned; also for the last write-
+            backs before, and for staging buffers in use to come back.
+        pause_s: How long the tier is not used after it missed a deadline, as every caller would
+            wait for it.
 
     Raises:
-        InvalidArgumentError: A time is negative or not a number, or None where a limit must be.
+        InvalidArgumentError: A time is negative or not a number, or None except for `lookup_s`.
     """
 
     lookup_s: float | None = 2.0
@@ -67,11 +67,11 @@ class TierTimeouts:
 class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
-    Errors of the backend are logged and not raised. After a missed deadline the backend is not
-    called for a while, see `Suspension`, nor before its late calls have ended, nor after each of
-    its staging buffers has been drained for longer than `TierTimeouts.move_s`: it waits for none
-    that the others need. It may use `num_buffers` of them at one time, and of the buffers that
-    callers have as many as `bound_callers` says. The fastest tier has index 0.
+    Errors of the backend are logged and not raised. The backend is not called for a while after a
+    missed deadline, see `Suspension`, nor before its late calls have ended, nor while all staging
+    buffers of its share have been draining for longer than `TierTimeouts.move_s`: it must not wait
+    for buffers that other tiers need. Its share is `num_buffers` staging buffers, and as many
+    buffers of callers as `bound_callers` says. The fastest tier has index 0.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class IsolatedTier:
         self._suspension = Suspension(self.name, timeouts.pause_s)
         self._staging = staging
         self._share = Share(num_buffers)
-        self._callers: Share | None = None  # of callers that have buffers; None for others
+        self._callers: Share | None = None  # of the buffers of callers; None if they have none
         self._requests: dict[asyncio.Future[None], Descriptors] = {}  # that may touch such a buffer
         self._settling: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._num_given_up = 0  # stores that may still put blocks there until `drain`
+        self._num_given_up = 0  # stores that may still add blocks until `drain`
         self._num_drained = 0
 
     def observe(self, reports: Reports) -> None:
-        """Tell these reports what is moved, and let the backend tell what it knows."""
+        """Report moves to `reports`, and let the backend report what it observes."""
         self.reports = reports
         if (observable := self.backend.provide(Observable)) is not None:
             observable.observe(reports)
@@ -108,16 +108,16 @@ class IsolatedTier:
 
     @property
     def is_available(self) -> bool:
-        """Whether the backend may be called: not suspended, no late call, a share not spent."""
+        """Whether the backend may be called: not suspended, no late call, and no share spent."""
         is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
         spent_s = self._share.spent_s
         if self._callers is not None:
             spent_s = max(spent_s, self._callers.spent_s)
-        is_spent = spent_s > self._timeouts.move_s  # a tier that works drains them in a moment
+        is_spent = spent_s > self._timeouts.move_s  # a working tier drains buffers in a moment
         return not (is_late or is_spent)
 
     async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
-        """Look up which of `keys` are present; None when the backend fails or is late."""
+        """Look up which of `keys` are present; None if the backend fails or is late."""
         if not keys:
             return set()
         if not self._may_call(Operation.LOOKUP, keys):
@@ -135,25 +135,25 @@ class IsolatedTier:
         return there
 
     async def _look_up(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        found = await self.backend.lookup(keys)  # below, what is no answer for each key raises
+        found = await self.backend.lookup(keys)  # a wrong number of answers raises in `zip`
         return {key for key, is_there in zip(keys, found, strict=True) if is_there}
 
     def moving(self, operation: Operation, cause: Cause = Cause.REQUEST) -> Move:
-        """Make a store or load of the backend; every block is `FAILED` when the backend fails.
+        """Return a function that stores or loads; every block is `FAILED` if the backend fails.
 
-        Copies between tiers, and requests below the first tier, have a deadline, after which every
-        block is `TIMED_OUT`: keys are locked meanwhile, or a further tier has the blocks, too.
+        Copies between tiers, which lock keys, and requests below the first tier, whose blocks other
+        tiers may have, get a deadline, after which every block is `TIMED_OUT`.
         """
         if self._callers is not None and cause is Cause.REQUEST:
             return partial(self._move_in_share, self._callers, operation)
         return partial(self._move_in_time, operation, cause)
 
     def bound_callers(self, num_buffers: int) -> None:
-        """Let requests of so many buffers be in the tier at one time, those of drains included."""
+        """Limit how many buffers of callers the tier may have at one time, draining ones too."""
         self._callers = Share(num_buffers)
 
     async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `delete_from`; every block may stay when the backend fails or is late."""
+        """See `delete_from`; every block may stay if the backend fails or is late."""
         deleted = None
         if self._may_call(Operation.DELETE, keys):
             what, timeout_s = f"delete of {len(keys)} blocks", self._timeouts.move_s
@@ -162,7 +162,7 @@ class IsolatedTier:
         return deleted or (set(), set(keys))
 
     async def purge(self, prefix: bytes) -> bool:
-        """Delete blocks as `Purgeable.purge` does; whether the backend could do so in time."""
+        """Delete blocks as `Purgeable.purge` does; return whether the backend did so in time."""
         purgeable = self.backend.provide(Purgeable)
         if purgeable is None or not (self.is_available and (prefix or can_purge_all(purgeable))):
             return False
@@ -175,7 +175,7 @@ class IsolatedTier:
         return True
 
     async def _when_quiet(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call that removes blocks, once no store that was given up can bring them back."""
+        """Make a call that removes blocks, once no abandoned store can bring them back."""
         num_given_up = self._num_given_up
         if num_given_up > self._num_drained:
             await self.backend.drain()
@@ -188,18 +188,18 @@ class IsolatedTier:
         await self.backend.drain()
 
     async def drain_of(self, blocks: Descriptors) -> None:
-        """Wait until no request touches the buffer of a caller that has these blocks.
+        """Wait until no request touches the caller's buffer that these blocks are in.
 
-        A `BackendUnavailableError` if the tier may touch it for ever.
+        Raises `BackendUnavailableError` if the tier may never stop touching it.
         """
-        if self._callers is None:  # nobody counts the requests
+        if self._callers is None:  # requests are not counted
             await self.drain()
         for ended, others in list(self._requests.items()):
             if overlap(blocks, others):
                 await asyncio.shield(ended)
 
     async def wait_for_requests(self) -> None:
-        """Wait until nothing in a closed tier touches the buffer of a caller."""
+        """Wait until nothing in the closed tier touches a buffer of a caller."""
         if self._settling:
             await asyncio.wait(self._settling)
 
@@ -217,7 +217,7 @@ class IsolatedTier:
     ) -> AbstractAsyncContextManager[StagedBlocks]:
         """Hold a staging buffer for blocks on their way from or to this tier.
 
-        A `TimeoutError` if none came back within `TierTimeouts.move_s`, in which each should.
+        Raises `TimeoutError` if no buffer came back within `TierTimeouts.move_s`.
         """
         return self._staging.hold(sizes, starts, share=self._share, timeout_s=self._timeouts.move_s)
 
@@ -225,7 +225,7 @@ class IsolatedTier:
         return {Gauge.SUSPENDED: not self.is_available}
 
     def _may_call(self, operation: Operation, keys: Sequence[BlockKey]) -> bool:
-        """Whether the backend may be called; tells that a call is skipped."""
+        """Return whether the backend may be called; report a call that is skipped."""
         is_available = self.is_available
         if not is_available:
             self.reports.skipped(operation, keys)
@@ -238,7 +238,7 @@ class IsolatedTier:
         if self._may_call(operation, keys):
             return None
         unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
-        # What is to be written back is there, only not to be had.
+        # A block to be written back is there, but cannot be read: that is no miss.
         is_miss = operation is Operation.LOAD and cause is not Cause.WRITE_BACK
         return [MISSING if is_miss else unavailable] * len(keys)
 
@@ -252,10 +252,10 @@ class IsolatedTier:
         *,
         keeps_caller: bool = False,
     ) -> T | None:
-        """Await an answer; None when the backend fails or is late.
+        """Await an answer; None if the backend fails or is late.
 
-        A lookup goes on to its deadline, so that a tier that hangs is found out although no caller
-        waits so long. `keeps_caller` as of `Calls.wait_for`.
+        A lookup goes on until its deadline when its caller is cancelled, so that a hanging tier is
+        noticed even if no caller waits that long. `keeps_caller` as in `Calls.wait_for`.
         """
         is_late = False
 
@@ -276,16 +276,16 @@ class IsolatedTier:
         except Exception as exc:
             if timeout_s is None or type(exc) is not TimeoutError:
                 logger.warning("%s: %s failed", self.name, what, exc_info=True)
-            elif not is_late:  # it is the backend's own
+            elif not is_late:  # the backend's own `TimeoutError`
                 note_late()
         return None
 
     async def _move_in_share(
         self, share: Share, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move blocks of a caller's buffer, which counts until nothing here touches it.
+        """Move blocks of a caller's buffer, which uses the share until nothing here touches it.
 
-        Waits for a turn as long as the tier works: each move before it has a deadline.
+        Waits for a turn while the tier is available; each move before it has a deadline.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests[ended], is_quiet = blocks, True
@@ -315,7 +315,7 @@ class IsolatedTier:
             self._end_request(ended)
         else:
             ended.set_exception(BackendUnavailableError(f"{self.name} may still touch a buffer"))
-            ended.exception()  # to be fetched by `drain_of`, or by nobody
+            ended.exception()  # mark it as fetched: maybe no `drain_of` awaits it
 
     def _end_request(self, ended: asyncio.Future[None]) -> None:
         del self._requests[ended]
@@ -330,7 +330,8 @@ class IsolatedTier:
             if not self.index:
                 return await call
             timeout_s *= max(-(-blocks.num_bytes // self._staging.buffer_bytes), 1)
-        # A load writes to the caller's memory, and a store may bring back what is deleted after it.
+        # A cancelled caller waits, too: a load writes to its memory, and a late store may bring
+        # back blocks that are deleted after it.
         is_kept = cause is Cause.REQUEST or (cause, operation) == (Cause.PROMOTION, Operation.STORE)
         outcomes = await self._await_answer(
             operation, what, keys, timeout_s, call, keeps_caller=is_kept
@@ -342,7 +343,7 @@ class IsolatedTier:
     async def _move(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors, cause: Cause
     ) -> list[Outcome]:
-        """Move a batch and log its failures once; after a missed deadline every load is a miss."""
+        """Move a batch, and log its failures once; see `_skip` for an unavailable tier."""
         is_store = operation is Operation.STORE
         if (skipped := self._skip(operation, keys, cause)) is not None:
             return skipped

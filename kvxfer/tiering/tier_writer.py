@@ -1,4 +1,4 @@
-"""Writer of one tier: copies blocks of the tiers above there, in the background."""
+"""Writer of one tier: copies blocks from the tiers above to it, in the background."""
 
 import asyncio
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Block that a tier, the source, has stored, and that the tiers below are to get.
+    """Block that tier `source` has stored, and that is to be copied to the tiers below.
 
-    It is new if the tiers below are known not to have it; tiers `may_have` it that had the chunk
-    before, or did not say whether.
+    It `is_new` if the tiers below are known not to have it. `may_have` lists the tiers that had the
+    chunk before, or did not answer.
     """
 
     source: int
@@ -38,7 +38,7 @@ class StoredBlock:
     may_have: frozenset[int] = field(default=frozenset(), compare=False)
 
     def covers(self, other: "StoredBlock") -> bool:
-        """Whether it has all bytes of a block that was stored later, and its tier may have it."""
+        """Whether this has all bytes of `other`, stored later, and its source may still have it."""
         ends_at = self.start + self.num_bytes
         covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
         is_there = self.source == other.source and not other.is_new
@@ -46,10 +46,10 @@ class StoredBlock:
 
 
 class TierWriter:
-    """Writer of one tier: copies the blocks of its queue there, a staging buffer at a time.
+    """Writer of one tier: copies the blocks of its queue to it, a staging buffer at a time.
 
-    Blocks that their tier evicts before their turn are not copied. Each key is locked while it is
-    copied. A block of fewer bytes than a chunk of its group may grow after that, and is then copied
+    Blocks that their source evicts before their turn are not copied. A key is locked while its
+    block is copied. A block that is only a part of its chunk may grow later, and is then copied
     again. Owned by one event loop.
     """
 
@@ -67,8 +67,8 @@ class TierWriter:
         self._staging = staging
         self._locks = locks
         self._chunk_sizes = chunk_sizes
-        self._in_part: dict[BlockKey, None] = {}  # what the target got a part of, oldest first
-        self._held_back: list[bytes] = []  # beginnings of keys
+        self._in_part: dict[BlockKey, None] = {}  # keys that the target got in part, oldest first
+        self._held_back: list[bytes] = []  # prefixes of keys
         self._is_closed = False
         self._worker: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
@@ -77,7 +77,7 @@ class TierWriter:
         self._ended = asyncio.Event()  # set for a moment whenever blocks have left the queue
 
     def observe(self) -> None:
-        """Tell the reports of the tier how many blocks wait for it."""
+        """Report how many blocks wait to be written to the tier."""
         self._target.reports.watch(self._gauges)
 
     def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
@@ -96,11 +96,11 @@ class TierWriter:
                 self._settled.clear()
 
     async def settle(self) -> None:
-        """Wait until the queue is empty, or its blocks are only tried again later."""
+        """Wait until the queue is empty, or all its blocks wait for a retry."""
         await self._settled.wait()
 
     async def flush(self) -> None:
-        """Wait until no block of now waits or is being copied, however many are added since."""
+        """Wait until the blocks queued now are copied or given up, whatever is added meanwhile."""
         mark = self.queue.mark()
         while self.queue.has_older(mark):
             self._run()
@@ -123,13 +123,13 @@ class TierWriter:
             await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
 
     def drop(self, prefix: bytes = b"") -> None:
-        """Drop the queue, of keys that begin with a prefix; what is being copied goes on."""
+        """Drop queued blocks whose keys begin with a prefix; copies under way go on."""
         self._target.reports.not_written_back(self.queue.clear(prefix))
         self._tell_ended()
 
     @contextmanager
     def hold_back(self, prefix: bytes) -> Iterator[None]:
-        """Drop the queue as `drop` does, and begin no copy of such keys before the context ends."""
+        """Drop queued blocks as `drop` does, and begin no copy of such keys in the context."""
         self.drop(prefix)
         self._held_back.append(prefix)
         try:
@@ -151,7 +151,7 @@ class TierWriter:
         self._ended.clear()
 
     async def _copy_all(self) -> None:
-        """Copy until the queue is empty; whatever ends the copy of a batch ends only that."""
+        """Copy until the queue is empty; an error ends only the copy of its batch."""
         try:
             while len(self.queue):
                 if self.queue.pause_s(runtime.monotonic()):
@@ -174,7 +174,7 @@ class TierWriter:
             self._tell_ended()
 
     async def _copy_taken(self, taken: Mapping[BlockKey, StoredBlock]) -> None:
-        """Copy blocks by way of a buffer, which is held before their keys are locked."""
+        """Copy blocks through a staging buffer, which is taken before their keys are locked."""
         if not self._target.is_available:
             self.queue.give_back(runtime.monotonic(), taken)
             return
@@ -194,7 +194,7 @@ class TierWriter:
     async def _copy(
         self, batch: Mapping[BlockKey, StoredBlock], staged: StagedBlocks, buffer: Descriptors
     ) -> None:
-        """Copy the blocks of a batch that their tier still has and the target does not have."""
+        """Copy the blocks of a batch that the source still has and the target does not."""
         old = [key for key, block in batch.items() if not (block.is_new or key in self._in_part)]
         known = await self._target.ask(old) or set()
         wanted = [index for index, key in enumerate(batch) if key not in known]
@@ -221,7 +221,7 @@ class TierWriter:
             self._note_parts({keys[at]: batch[keys[at]] for at in positions_done(stored)})
 
     def _note_parts(self, stored: Mapping[BlockKey, StoredBlock]) -> None:
-        """Note which blocks the target has a part of, whose lookup does not say what is missing."""
+        """Note the keys of which the target has only a part, as a lookup there does not tell."""
         for key, block in stored.items():
             self._in_part.pop(key, None)
             if block.num_bytes < self._chunk_sizes[group_of(key)]:
@@ -230,7 +230,7 @@ class TierWriter:
             del self._in_part[key]
 
     def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
-        """End the blocks that were not read: those that are gone, those that are tried again."""
+        """End the blocks that were not read: report those that are gone, retry the others later."""
         gone = [k for k, each in zip(keys, loaded, strict=True) if each.status is Status.MISSING]
         self._target.reports.not_written_back(gone)
         lost = {*gone}
@@ -246,14 +246,14 @@ class TierWriter:
         self._give_up(self.queue.end(runtime.monotonic(), stored=stored, failed=failed))
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        """Tell of blocks that were tried often enough."""
+        """Log and report blocks that are not retried."""
         if keys:
             text = "tier %d: %d blocks are not written back there after %d attempts"
             logger.warning(text, self._target.index, len(keys), MAX_ATTEMPTS)
             self._target.reports.not_written_back(keys)
 
     async def _pause(self) -> None:
-        """Wait until blocks may be taken again, or there are others, which may not have to wait."""
+        """Wait until blocks may be taken again, or others are added, which may be taken at once."""
         self._settled.set()
         self._added.clear()
         with suppress(TimeoutError):

@@ -44,7 +44,7 @@ from kvxfer.tiering.isolated_tier import IsolatedTier, TierTimeouts
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 
 PRELOADED_BLOCKS = 64
-"""Blocks that are brought up at one time."""
+"""Blocks that `preload` promotes at a time."""
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def observe(backend: Backend, reports: Reports) -> Backend:
-    """Let reports be told of a backend, or of each tier of several; return what is to be used."""
+    """Attach reports to a backend, or to each of its tiers; return the backend to use instead."""
     if isinstance(backend, TieredBackend):
         backend.observe(reports)
         return backend
@@ -60,14 +60,14 @@ def observe(backend: Backend, reports: Reports) -> Backend:
 
 
 def tiers_of(backend: Backend) -> list[Backend]:
-    """List the tiers of a backend, fastest first; one of another class is its only tier."""
+    """List the tiers of a backend, fastest first; a backend that has none is its own only tier."""
     return backend.tiers if isinstance(backend, TieredBackend) else [backend]
 
 
 class _Batch:
-    """Batch whose blocks are tried in one tier after the other.
+    """Batch of blocks that are tried in one tier after the other.
 
-    The outcome of each is the most informative so far, as memory-safe as the last tier says.
+    The outcome of a block is the most informative one so far, with `memory_safe` of the last one.
     """
 
     def __init__(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
@@ -85,7 +85,7 @@ class _Batch:
             self.outcomes[index] = pick_outcome(old, new, memory_safe=new.memory_safe)
 
     def still_open(self, chosen: Sequence[int]) -> list[int]:
-        """Return those of the indices that may be tried elsewhere: not done, and memory-safe."""
+        """Return the indices of blocks that another tier may try: not done, and memory-safe."""
         outcomes = self.outcomes
         return [i for i in chosen if outcomes[i].memory_safe and not outcomes[i].done]
 
@@ -93,32 +93,32 @@ class _Batch:
 class TieredBackend(TellsKept):
     """Backend of several tiers: blocks in the first, and copies of them in the tiers below.
 
-    A store ends when one tier has the block: the first, or the next one that has room. From
-    there it is written back to the tiers below in the background, through staging buffers, unless
-    it is evicted before its turn. A load tries one tier after the other, each straight into the
-    described memory, so a corrupt copy is no loss where another tier has an intact one.
+    A store ends when one tier has the block: the first, or the next one that has room. The block is
+    then written back to the tiers below in the background, through staging buffers, unless it is
+    evicted before its turn. A load tries one tier after the other, each straight into the described
+    memory, so a corrupt copy does no harm if another tier has an intact one.
 
-    A key that any tier has is not stored again: no two tiers hold different bytes of one key,
-    as long as every tier answers lookups, and the first evicts nothing between its answer and the
-    store right after it, as `host://` does not.
+    A key that any tier has is not stored again: no two tiers hold different bytes of one key, as
+    long as every tier answers lookups, and the first tier evicts nothing between its answer and the
+    store right after it; `host://` never does.
 
-    While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
-    A lookup in a hanging tier ends after `timeouts.lookup_s`, and the tier is not used for a while.
-    Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
-    above still has them.
+    While a tier raises, or a lower tier hangs, every key is a miss in it; the other tiers keep
+    working. A lookup in a hanging tier ends after `timeouts.lookup_s`, and the tier is not used for
+    a while. Blocks that it missed meanwhile are written back when it works again, if the tier above
+    still has them.
 
-    A store is `DONE` when one tier has the block: a machine that stops loses what was not written
-    back yet; `flush` waits for it. A cancelled store waits for lower tiers until their deadline, so
+    A store is `DONE` when one tier has the block: a crash loses blocks that were not written back
+    yet; `flush` waits for them. A cancelled store waits for lower tiers until their deadline, so
     that a delete after it leaves no block.
 
-    Chunks of which only a part was stored are found and loaded in any tier, but a lookup does not
-    verify them below the first, as it does whole chunks: neither keys nor the answer of a backend
-    say which part there is.
+    Chunks that were stored only in part are found and loaded in any tier. Below the first tier, a
+    lookup verifies whole chunks, but not these: neither keys nor answers of a backend say which
+    part is there.
 
     Args:
         tiers: The backends, fastest first; closed with this one.
         namespace: Namespace of the tiers; gives the size of a chunk.
-        staging_bytes: Bound on the staging buffers between tiers; raised to two of the largest
+        staging_bytes: Limit of the staging buffers between tiers; raised to two of the largest
             chunk, and to one for each lower tier.
         timeouts: Deadlines of the lower tiers; lookups in the first have none.
 
@@ -193,7 +193,7 @@ class TieredBackend(TellsKept):
             writer.observe()
 
     def provide(self, interface: type[T]) -> T | None:
-        """See `BlockMover.provide`: its reports, too."""
+        """See `BlockMover.provide`; also provides its `Reports`."""
         own: object = self._reports if interface is Reports else super().provide(interface)
         return own if isinstance(own, interface) else None
 
@@ -221,7 +221,7 @@ class TieredBackend(TellsKept):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first.
 
-        Those of which a part is stored stay where they are, and are verified when it is loaded.
+        Chunks that are stored in part stay where they are, and are verified when they are loaded.
         """
         self._guard.check_batch(keys)
         began = runtime.monotonic()
@@ -249,9 +249,9 @@ class TieredBackend(TellsKept):
     async def _store(
         self, batch: _Batch, chosen: Sequence[int], evicted: set[BlockKey]
     ) -> Sequence[int]:
-        """Store blocks; return which need another look: they moved, or the first evicted them.
+        """Store blocks; return those to try again: they moved, or the first tier evicted them.
 
-        A key joins `evicted` only once, and is looked up below from then on: the looks have an end.
+        A key is added to `evicted` only once, and then looked up in lower tiers, so this ends.
         """
         keys = [batch.keys[index] for index in chosen]
         answer = await self._first.ask(keys)
@@ -259,7 +259,7 @@ class TieredBackend(TellsKept):
         if moving := [key for key in keys if self._has_to_wait(key, there)]:
             await self._locks.wait_for_others(moving)
             return chosen
-        # The first tier has these, which are being written back, or about to be.
+        # The first tier has these; they are being written back, or about to be.
         busy = [
             at for at in chosen if (key := batch.keys[at]) in there and self._locks.is_wanted(key)
         ]
@@ -269,7 +269,7 @@ class TieredBackend(TellsKept):
             answer = await self._first.ask([key for key in keys if key in there])
             lost = set() if answer is None else there - answer
             evicted |= lost
-            # The first tier has the busy keys, but maybe not whole.
+            # The first tier has the busy keys, but perhaps only in part.
             kept = [i for i in sorted(left + busy) if batch.keys[i] not in lost]
             await self._store_in_first_with_room(batch, kept, there, silent)
         return [index for index in chosen if batch.keys[index] in lost]
@@ -288,7 +288,7 @@ class TieredBackend(TellsKept):
         return batch.outcomes
 
     def write_back(self, parts: BlockParts) -> None:
-        """Queue blocks for the lower tiers that others have put into the memory of the first."""
+        """Queue blocks, which another process put into the first tier, for the lower tiers."""
         require_instance("parts", parts, BlockParts)
         self._guard.check()
         require_parts_in_blocks(parts, self._guard.chunk_sizes)
@@ -298,7 +298,7 @@ class TieredBackend(TellsKept):
             writer.add(stored)
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """See `Retaining.retain`; copies that are made later take what is left of the wish."""
+        """See `Retaining.retain`; later copies take over what is left of the wish."""
         self._guard.check_batch(keys)
         require_instance("retention", retention, Retention)
         for tier in self.tiers:
@@ -310,9 +310,9 @@ class TieredBackend(TellsKept):
         return retentions_in(self._first.backend, keys)
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `TellsKept.delete_or_keep`. Waits until these keys are not moved between tiers.
+        """See `TellsKept.delete_or_keep`. Waits until these keys no longer move between tiers.
 
-        Once begun it goes on when its caller is cancelled, and what is stored then waits for it.
+        Once begun, it goes on if its caller is cancelled; later stores of these keys wait for it.
         """
         self._guard.check_batch(keys)
         async with AsyncExitStack() as held:
@@ -336,22 +336,22 @@ class TieredBackend(TellsKept):
         self._to_delete -= Counter(keys)
 
     async def purge(self, prefix: bytes = b"") -> None:
-        """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
+        """See `Purgeable.purge`. Tries every tier, then raises if one could not delete all."""
         require_instance("prefix", prefix, bytes)
         self._guard.check()
         left = []
         with ExitStack() as held:
             for writer in self._writers:
                 held.enter_context(writer.hold_back(prefix))
-            # Nothing goes down, and what goes up meanwhile comes before its tier's turn.
+            # No block moves down meanwhile, and one that moves up arrives before its tier's turn.
             wait_s = self._close_s
             for tier in reversed(self._tiers):
                 try:
                     async with asyncio.timeout(wait_s):
                         await self._locks.wait_for_others()
                     is_quiet = True
-                except TimeoutError:  # what still moves may come to this tier, or to a later one
-                    wait_s, is_quiet = 0.0, False  # all tiers together wait for it no longer
+                except TimeoutError:  # blocks on the move may reach this tier, or a later one
+                    wait_s, is_quiet = 0.0, False  # no later tier waits again
                 if not (await tier.purge(prefix) and is_quiet):
                     left.append(tier.name)
         if left:
@@ -363,14 +363,11 @@ class TieredBackend(TellsKept):
         await self._in_each(lambda tier: tier.drain_of(blocks) if tier.index else tier.drain())
 
     async def drain(self) -> None:
-        """See `Backend.drain`. Raises, after all others, what the drain of a tier raised."""
+        """See `Backend.drain`. Drains every tier, then raises the first error."""
         await self._in_each(IsolatedTier.drain)
 
     async def flush(self) -> None:
-        """See `Backend.flush`: every tier has all stored blocks, and has flushed them.
-
-        Raises, after all others, what the flush of a tier raised.
-        """
+        """See `Backend.flush`. Writes to every tier and flushes it, then raises the first error."""
 
         async def flush(tier: IsolatedTier) -> None:
             if tier.index:
@@ -380,7 +377,7 @@ class TieredBackend(TellsKept):
         await self._in_each(flush)
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
-        """Make a call in every tier at once: none waits for one that hangs or fails."""
+        """Make a call in all tiers at once, as one may hang; then raise the first tier's error."""
 
         async def call_one(tier: IsolatedTier) -> None:
             await await_call(call(tier))
@@ -392,8 +389,8 @@ class TieredBackend(TellsKept):
     async def aclose(self) -> None:
         """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.
 
-        Ends within `TierTimeouts.close_s` for what moves, for each tier and for staging buffers.
-        Blocks that were not written back are logged.
+        Waits at most `TierTimeouts.close_s` each for moving blocks, for every tier, and for staging
+        buffers. Logs how many blocks were not written back.
         """
         try:
             await self._guard.aclose(self._release)
@@ -423,7 +420,7 @@ class TieredBackend(TellsKept):
             await writer.settle()
 
     async def _close_staging(self) -> None:
-        """Wait for buffers in use; the memory of one used for longer stays with its user."""
+        """Wait for buffers in use; one that stays in use keeps its memory."""
         try:
             async with asyncio.timeout(self._close_s):
                 await self._staging.aclose()
@@ -433,7 +430,7 @@ class TieredBackend(TellsKept):
             logger.warning("staging memory is still in use after %g s", self._close_s)
 
     async def _find(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
-        """Find the keys that the first tier has, or a lower one, verified or in part; and which."""
+        """Find which tier has each key; a block below the first is verified, or stored in part."""
         found = dict.fromkeys(await self._first.ask(keys) or (), self._first.reports.tier)
         for tier in self._lower:
             below = await tier.ask([key for key in keys if key not in found]) or set()
@@ -442,7 +439,7 @@ class TieredBackend(TellsKept):
         return found
 
     async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Copy blocks to the first tier; return those that are intact, or stored in part."""
+        """Copy blocks to the first tier; return the keys of those intact, or stored in part."""
         verified: set[BlockKey] = set()
         sizes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
         for start, stop in self._staging.cut(sizes):
@@ -474,7 +471,7 @@ class TieredBackend(TellsKept):
         loaded = await staged.move(load, keys, blocks, drain=tier.drain)
         intact = positions_done(loaded)
         verified = [keys[index] for index in intact]
-        if intact:  # verified, also if the first tier has no room for them
+        if intact:  # verified, even if the first tier has no room for them
             store, drain = self._first.moving(Operation.STORE, Cause.PROMOTION), self._first.drain
             await staged.move(store, verified, blocks.take(intact), drain=drain)
         in_part = (key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL)
@@ -483,9 +480,9 @@ class TieredBackend(TellsKept):
     async def _store_where_found(
         self, batch: _Batch, left: Sequence[int], there: set[BlockKey], silent: set[int]
     ) -> list[int]:
-        """Store each block in the lower tier that has its key already, perhaps only a part of it.
+        """Store each block in the lower tier that has its key already, perhaps only in part.
 
-        Tiers that give no answer become `silent` ones. Returns the indices of `left` that no lower
+        Adds the tiers that do not answer to `silent`. Returns the indices of blocks that no lower
         tier has, or could store.
         """
         for tier in self._lower:
@@ -522,9 +519,9 @@ class TieredBackend(TellsKept):
         *,
         holder: int,
     ) -> None:
-        """Queue what a tier has stored for the tiers below, which may have the `old` keys.
+        """Queue the blocks that a tier stored for the tiers below, which may have the `old` keys.
 
-        The `holder` had these before, perhaps whole.
+        Tier `holder` had the `old` keys before, perhaps whole.
         """
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         stored, unanswered = {}, frozenset(silent)
@@ -543,27 +540,27 @@ class TieredBackend(TellsKept):
             left = batch.still_open(left)
 
     def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
-        """Whether a block is stored only after others: those who delete it, or move it up."""
+        """Whether a store has to wait for a delete of the block, or for its promotion."""
         return key in self._to_delete or (key in self._locks and key not in there)
 
 
 @runtime_checkable
 class RemembersUse(Protocol):
-    """Backend that knows which of its blocks were used last."""
+    """Backend that knows which of its blocks were used most recently."""
 
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
-        """Find the blocks that were used last, the very last one first."""
+        """Find the most recently used blocks, the latest first."""
 
 
 async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
-    """Bring the blocks used last into the first tier, the very last one first.
+    """Promote the most recently used blocks to the first tier, the latest first.
 
-    They are verified on their way; a corrupt one stays below, and the log says why. So do those for
-    which there is no time. They may be no more than the first tier has room for, or the first ones
-    would be evicted for the last ones.
+    They are verified on their way; a corrupt one stays below, and the log says why. Blocks that
+    `timeout_s` is too short for stay below, too. `num_blocks` must not exceed the room of the first
+    tier, or the latest blocks would be evicted for older ones.
 
     Returns:
-        Number of blocks that are in the first tier.
+        Number of these blocks that are in the first tier.
     """
     began = runtime.monotonic()
     first, *lower = tiers_of(backend)
@@ -583,7 +580,7 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
     except TimeoutError:
         logger.warning("preloading was cut off after %g s", timeout_s)
     if found and (lender := first.provide(Lender)) is not None:
-        lender.peek(found)  # counts as a use: the last one used is the last one to be evicted
+        lender.peek(found)  # counts as a use, so the latest block is evicted last
     text = "preloaded %d of the %d blocks used last in %.1f s"
     logger.info(text, len(found), len(known), runtime.monotonic() - began)
     return len(found)

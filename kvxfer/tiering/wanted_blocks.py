@@ -12,18 +12,18 @@ class Wanted:
     """Block that requests want."""
 
     num_requests: int = 0
-    waiting: dict[str, None] | None = None  # requests that asked the lower tier, in their order
-    is_asked: bool = False  # the lower tier was asked for it, or need not be
-    found: bool | None = None  # whether the lower tier has it; None while that is not known
+    waiting: dict[str, None] | None = None  # requests that asked the lower tier, in order
+    is_asked: bool = False  # the lower tier was asked, or need not be
+    found: bool | None = None  # whether the lower tier has the block; None while unknown
     slot: int | None = None  # in the first tier, pinned for the requests
-    checked: Outcome | None = None  # of the verification of that slot
+    checked: Outcome | None = None  # result of verifying that slot
 
 
 class WantedBlocks:
     """Blocks that requests want, from their first lookup until each request is released.
 
-    An answer of the lower tier is forgotten when the last request that wanted it is released. So a
-    waiting request gets the same answer until it is scheduled, and a later request asks again.
+    An answer of the lower tier is kept until the last request that wants the block is released. So
+    a waiting request gets the same answer until it is scheduled, and a later request asks again.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class WantedBlocks:
         return block
 
     def ask(self, key: BlockKey, req_id: str) -> bool | None:
-        """Whether the lower tier has a block; None if it is to be asked, or is being asked."""
+        """Return whether the lower tier has a block; None, with a lookup queued, while unknown."""
         block = self.want(key, req_id)
         if block.waiting is None:
             block.waiting = {}
@@ -53,15 +53,15 @@ class WantedBlocks:
         return block.found
 
     def ask_to_load(self, key: BlockKey) -> None:
-        """Note that a block is to be loaded that the lower tier has."""
+        """Queue the load of a block that the lower tier has."""
         self._open[key] = None
 
     def get(self, key: BlockKey) -> Wanted | None:
-        """Return a block that is wanted, or being looked up."""
+        """Return a block that is wanted or being looked up; None for any other."""
         return self._blocks.get(key)
 
     def found(self, key: BlockKey) -> bool | None:
-        """Whether the lower tier is known to have a block; None if that is not known."""
+        """Whether the lower tier has a block; None while that is unknown."""
         block = self._blocks.get(key)
         return None if block is None else block.found
 
@@ -71,7 +71,7 @@ class WantedBlocks:
         return list(self._open)
 
     def take_unasked(self) -> list[BlockKey]:
-        """Return the keys to be looked up now; nothing is open after it."""
+        """Return the keys to be looked up now; afterwards, no key is open."""
         keys = [key for key in self._open if not self._blocks[key].is_asked]
         self._open.clear()
         for key in keys:
@@ -79,7 +79,7 @@ class WantedBlocks:
         return keys
 
     def tell(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> None:
-        """Record answers of the lower tier, but for keys that were forgotten meanwhile."""
+        """Record answers of the lower tier, except for keys that were forgotten meanwhile."""
         for key, there in zip(keys, found, strict=True):
             block = self._blocks.get(key)
             if block is not None and block.is_asked and block.found is None:
@@ -87,7 +87,7 @@ class WantedBlocks:
                 self._drop_unwanted(key, block)
 
     def deny(self, keys: Iterable[BlockKey]) -> None:
-        """Turn blocks into misses for every waiting request: they cannot be loaded."""
+        """Turn blocks that cannot be loaded into misses for every waiting request."""
         for key in keys:
             if block := self._blocks.get(key):
                 block.is_asked, block.found = True, False
@@ -103,10 +103,10 @@ class WantedBlocks:
                 self._drop_unwanted(key, block)
 
     def release(self, req_id: str) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Note that a request wants no block any more; running lookups go on.
+        """Note that a request no longer wants any block; running lookups go on.
 
-        Returns the keys whose slots were pinned for it, in the order of its lookups, and those of
-        them that are pinned for no other request: the caller is to unpin these.
+        Returns the keys whose slots were pinned for the request, in the order of its lookups, and
+        those of them that no other request wants, which the caller must unpin.
         """
         used: list[BlockKey] = []
         unpinned: list[BlockKey] = []
@@ -122,7 +122,7 @@ class WantedBlocks:
             if block.slot is not None:
                 unpinned.append(key)
                 block.slot = block.checked = None
-            if not block.is_asked or block.found is not None:  # no lookup goes on
+            if not block.is_asked or block.found is not None:  # no lookup is running
                 self._open.pop(key, None)
                 del self._blocks[key]
         return used, unpinned

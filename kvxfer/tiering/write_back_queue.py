@@ -15,10 +15,10 @@ MAX_BLOCKS = 1 << 16
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-"""Pauses before a retry on a tier that failed; each is twice as long as the one before."""
+"""Pauses before a failed tier is tried again: the first one, doubled up to the longest."""
 
 MAX_ATTEMPTS = 10
-"""Attempts to copy one block while its tier works for other blocks."""
+"""Maximum attempts to copy one block while its tier stores other blocks."""
 
 T = TypeVar("T")
 
@@ -28,25 +28,25 @@ class _Entry(Generic[T]):
     """Block of the queue."""
 
     block: T
-    number: int  # smaller for a block that waits for longer, under whatever entries of its key
+    number: int  # place in the order of arrival, which a later entry of the same key takes over
     num_failures: int = 0  # while the tier worked for others; no retry from `MAX_ATTEMPTS` on
-    pause: Pause | None = None  # after it was put off
+    pause: Pause | None = None  # set when the block is put off
 
 
 class WriteBackQueue(Generic[T]):
     """Write-back queue of one tier: blocks that the tiers above have and this one is to get.
 
-    Policy only: the queue copies nothing, never waits, and is told the time. The caller takes
-    blocks, copies them, and then says of each what became of it.
+    Policy only: the queue copies nothing, never waits, and takes the time as an argument. The
+    caller takes blocks, copies them, and then reports how the copy of each ended.
 
     - A full queue drops its oldest blocks, which are the next to be evicted anyway.
-    - When all blocks that end together failed, the tier has failed: after a pause, twice as long
-      each time, a single block is tried, and the others go on once it was stored.
-    - A block that fails waits at the end, so that it delays no other. One that fails while its
-      tier works is given up after `MAX_ATTEMPTS`.
+    - If all blocks of a batch fail, the tier has failed: after a pause, which doubles each time, a
+      single block is tried, and the others follow once it is stored.
+    - A block that fails goes to the end of the queue, so that it delays no other. After
+      `MAX_ATTEMPTS` failures while its tier works, it is given up.
     - A block that cannot be read above is put off, with a pause of its own, and delays no other.
-    - A block that is added anew while an earlier copy of it is being made waits for the end of it.
-    - A block that `covers` another one that is added under its key is kept.
+    - A block that is added again while it is being copied waits for that copy to end.
+    - A block is kept if it `covers` one that is added under its key; else it is replaced.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class WriteBackQueue(Generic[T]):
         self._covers = covers
         self.max_blocks = max_blocks
         self.pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        # Oldest first; a dict finds its first only slowly when many were taken.
+        # Oldest first. In a plain dict, finding the first is slow after many were taken.
         self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}
         self._put_off: dict[BlockKey, _Entry[T]] = {}
         self._numbers = count()
-        self._due: list[tuple[float, BlockKey]] = []  # of those; some are there no more
+        self._due: list[tuple[float, BlockKey]] = []  # when put-off blocks are due; may be stale
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._taken) + len(self._put_off)
@@ -94,7 +94,7 @@ class WriteBackQueue(Generic[T]):
         return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
-        """Add blocks, in place of earlier ones that do not cover them; return what was dropped."""
+        """Add blocks in place of earlier ones that do not cover them; return the keys dropped."""
         number = next(self._numbers)
         for key, block in blocks.items():
             earlier = self._put_off.pop(key, None) or self._waiting.get(key)
@@ -108,7 +108,7 @@ class WriteBackQueue(Generic[T]):
         return dropped
 
     def forget(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Forget blocks that the tiers above lost; return those of them that waited."""
+        """Forget blocks that the tiers above lost; return the keys that were waiting."""
         waited = []
         for key in keys:
             if self._drop(key):
@@ -120,7 +120,7 @@ class WriteBackQueue(Generic[T]):
     def take(self, now: float, limit: int) -> dict[BlockKey, T]:
         """Take the oldest blocks to copy them now: at most `limit`, one if the tier has failed.
 
-        Each is to be ended by one of `end`, `give_back`, `put_off` and `skip`.
+        The caller must end each with `end`, `give_back`, `put_off` or `skip`.
         """
         if self.pause.is_on(now):
             return {}
@@ -133,10 +133,10 @@ class WriteBackQueue(Generic[T]):
         return {key: self._taken[key].block for key in keys}
 
     def claim(self, keys: Iterable[BlockKey]) -> dict[BlockKey, T]:
-        """Say which taken blocks are to be copied now, whose bytes are read only after this.
+        """Return the taken blocks that are still to be copied; call it before reading their bytes.
 
-        One that was added anew meanwhile, as it was, is copied for both. As another part of its
-        chunk it waits again, in the turn of this one.
+        If a block was added again meanwhile, unchanged, one copy serves both. If a different one
+        was added under its key, that one waits in its place, and the taken one is not copied.
         """
         claimed = {}
         for key in keys:
@@ -151,18 +151,18 @@ class WriteBackQueue(Generic[T]):
         return claimed
 
     def mark(self) -> int:
-        """Mark this moment, for `has_older`."""
+        """Return a mark of this moment, for `has_older`."""
         return next(self._numbers)
 
     def has_older(self, mark: int) -> bool:
-        """Whether a block waits, or is being copied, that was added before a moment."""
+        """Whether a block that was added before `mark` still waits or is being copied."""
         entries = chain(self._waiting.values(), self._taken.values(), self._put_off.values())
         return any(entry.number < mark for entry in entries)
 
     def end(
         self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]
     ) -> list[BlockKey]:
-        """End blocks that were tried together; return those that failed and are not retried."""
+        """End the blocks of a batch; return the keys that failed and are not retried."""
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
             self.pause.reset()
@@ -175,9 +175,9 @@ class WriteBackQueue(Generic[T]):
         return [key for key in failed if not self._retry(key)]
 
     def put_off(self, now: float, keys: Iterable[BlockKey], *, failed: bool) -> list[BlockKey]:
-        """End blocks that could not be read above, which says nothing of the tier; retry them.
+        """End blocks that could not be read above, which is no failure of this tier; retry them.
 
-        A read that `failed` counts as an attempt. Returns those that are not retried any more.
+        A read that `failed` counts as an attempt. Returns the keys that are no longer retried.
         """
         given_up = []
         for key in keys:
@@ -196,18 +196,18 @@ class WriteBackQueue(Generic[T]):
         return given_up
 
     def give_back(self, now: float, keys: Iterable[BlockKey]) -> None:
-        """End blocks that were not tried since the tier is not available; they are retried."""
+        """End blocks that were not tried because the tier is unavailable; they are retried."""
         self._pause(now)
         for key in keys:
             self._retry(key)
 
     def skip(self, keys: Iterable[BlockKey]) -> None:
-        """End blocks that need no copy any more; those that ended already stay as they are."""
+        """End blocks that need no copy; has no effect on those that have ended already."""
         for key in keys:
             self._taken.pop(key, None)
 
     def clear(self, prefix: bytes = b"") -> list[BlockKey]:
-        """Forget the blocks of a prefix, also those that are being copied; return their keys."""
+        """Forget the blocks of a prefix, even those being copied; return their keys."""
         known = self._put_off | self._waiting | self._taken
         forgotten = [key for key in known if key.startswith(prefix)]
         for key in forgotten:
@@ -216,16 +216,16 @@ class WriteBackQueue(Generic[T]):
         return forgotten
 
     def _retry(self, key: BlockKey) -> bool:
-        """Let a block wait again; False if it was tried often enough, and has ended."""
+        """Let a block wait again; return False if it has no attempts left, and has ended."""
         entry = self._taken.pop(key, None)
         if entry is None or entry.num_failures < MAX_ATTEMPTS:
             if entry is not None:
                 self._merge(self._waiting.setdefault(key, entry), entry)
             return True
-        return key in self._waiting  # added anew meanwhile
+        return key in self._waiting  # added again meanwhile
 
     def _merge(self, anew: _Entry[T] | None, earlier: _Entry[T] | None) -> None:
-        """Let a block that was added anew have the turn of an earlier one that is not copied."""
+        """Give a block that was added again the turn of the earlier one, which is not copied."""
         if anew is not None and earlier is not None:
             anew.number = min(anew.number, earlier.number)
 
@@ -234,18 +234,18 @@ class WriteBackQueue(Generic[T]):
         return found is not None
 
     def _bring_back(self, now: float) -> None:
-        """Let those wait again whose pause is over."""
+        """Let put-off blocks wait again once their pause is over."""
         while self._due and (self._due[0][0] <= now or not self._is_due(*self._due[0])):
             due_at, key = heappop(self._due)
             if self._is_due(due_at, key):
                 self._waiting[key] = self._put_off.pop(key)
 
     def _is_due(self, due_at: float, key: BlockKey) -> bool:
-        """Whether an element of `_due` is of a block that is still put off."""
+        """Whether an element of `_due` is current: its block is still put off until then."""
         entry = self._put_off.get(key)
         return entry is not None and entry.pause is not None and entry.pause.until == due_at
 
     def _pause(self, now: float) -> None:
-        """Pause after a failure of the tier, unless it was tried before the present pause."""
+        """Pause after a failure of the tier, unless the attempt began before the present pause."""
         if not self.pause.is_on(now):
             self.pause.begin(now)
