@@ -40,7 +40,7 @@ from kvxfer.storage.observer import Observer
 from kvxfer.tiering.tiered_backend import tiers_of
 
 PIN_S = 60.0
-"""Seconds after which an object that was found and never unlocked may be deleted all the same."""
+"""How long an object that was found, but never unlocked, is kept from being deleted."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,19 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     Configured as `lmcache server --l2-adapter '{"type": "plugin", "module_path":
     "kvxfer.integrations.lmcache", "class_name": "KVXferL2Adapter", "adapter_params": {"backend":
     "file:///var/cache/kv?capacity=200GiB", "revision": "..."}}'`. Every task is answered by its
-    deadline, also one that cannot be done; no method raises into LMCache's controllers. An object
-    that is corrupt, of another size, shape or type, or late is a miss.
+    deadline, even one that cannot be done; no method raises into LMCache's controllers. An object
+    that is corrupt, late, or of another size, shape or type is a miss.
 
     Args:
         params: The `adapter_params`, see `AdapterSettings`.
-        l1_memory_desc: LMCache's memory, or its first region: objects in host memory are stored and
-            loaded wherever they are.
+        l1_memory_desc: LMCache's memory, or its first region; unused, since objects are stored and
+            loaded wherever they are in host memory.
 
     Raises:
-        InvalidArgumentError: A parameter is missing, unknown or of no use.
-        CapacityError: There is not as much memory or disk as was configured.
+        InvalidArgumentError: A parameter is missing, unknown or invalid.
+        CapacityError: Less memory or disk is available than was configured.
         BackendUnavailableError: The backend cannot be opened.
-        UnsupportedEngineError: This release of LMCache wants methods that are not known.
+        UnsupportedEngineError: This release of LMCache requires methods that kvxfer does not have.
     """
 
     packages, supported = ("lmcache",), SUPPORTED
@@ -79,11 +79,11 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._settings = settings
         self._task_ids = itertools.count()
         self._submission = runtime.lock()
-        # How often, and until when; in that order.
+        # Number of pins, and until when they hold; the first to expire comes first.
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = runtime.lock()
         self._closed = False
-        self._ready = False  # to tell LMCache: an event has the adapter's name
+        self._ready = False  # to tell LMCache of objects: its events have the adapter's name
         with ExitStack() as opened:
             answers = [opened.enter_context(closing(Answers())) for _ in range(3)]
             self._stored, self._found, self._loaded = answers
@@ -95,17 +95,17 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._opened = opened.pop_all()
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
-        """Open the backend; for subclasses that have one of their own."""
+        """Open the backend; a subclass may open one of its own."""
         return open_backend(self._settings.backend, namespace, observers=observers)
 
     def set_backend_identity(self, name: str, shared: bool = False) -> None:  # noqa: FBT001, FBT002 - LMCache's signature
-        """Take the name that events have; what is there, such as old files, is told from now on."""
+        """Take the name for events; from now on, LMCache is told of objects, such as old files."""
         super().set_backend_identity(name, shared)
         self._ready = True
         self._wake()
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        """Register a listener; it is told of the objects that are there."""
+        """Register a listener, and tell it of the objects that are there."""
         register = super().register_listener
         tell = partial(_tell, listener.on_l2_keys_stored)
         self._residents.introduce(lambda: register(listener), tell)
@@ -123,7 +123,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return self._loaded.fd
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to store objects, each of which is stored or not, whatever becomes of others."""
+        """Begin to store objects; each is stored or fails by itself."""
         return self._submit(
             len(keys),
             self._stored,
@@ -140,10 +140,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         keys: list[ObjectKey],
         group_layout_descs: Mapping[int, MemoryLayoutDesc],  # noqa: ARG002 - LMCache's signature
     ) -> int:
-        """Begin to look up objects; LMCache itself deletes none of those found for `PIN_S`."""
+        """Begin to look up objects; `delete` spares those found until unlocked, or for `PIN_S`."""
 
         def answer(task: Task) -> Bitmap:
-            done = list(task.done)  # it may come to its end late
+            done = list(task.done)  # a late lookup may still change it
             self._pin([key for key, found in zip(keys, done, strict=True) if found])
             return _bitmap(done)
 
@@ -156,7 +156,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return self._found.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Let go of objects that were found."""
+        """Unlock objects that were found."""
         with self._pins_lock:
             for key in keys:
                 num_pins, until = self._pins.get(key, (0, 0.0))
@@ -180,7 +180,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return self._loaded.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete objects, those that somebody has found and not unlocked yet excepted."""
+        """Delete objects, except those that were found and are not unlocked yet."""
         try:
             with self._pins_lock:
                 self._drop_expired_pins()
@@ -198,7 +198,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """List the objects that are there and whose keys are known, in the order of their ids.
 
         Raises:
-            InvalidArgumentError: `page_size` is not positive, or `cursor` is none of ours.
+            InvalidArgumentError: `page_size` is not positive, or `cursor` is not of a page before.
         """
         page_size = require_positive("page_size", page_size)
         try:
@@ -211,7 +211,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return KeyListPage(entries, page[-1][0].hex() if len(left) > page_size else None)
 
     def report_status(self) -> dict[str, Any]:
-        """Report whether the backend can be used: it is not if it is late, or takes no blocks."""
+        """Report whether the backend is healthy: open, in time, and accepting blocks."""
         suspended, is_open = self._objects.is_suspended, self._residents.breaker_is_open
         return {
             "is_healthy": not (suspended or is_open or self._closed),
@@ -231,7 +231,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._opened.close()
 
     def _open_told(self) -> Backend:
-        """Open the backend, which tells what it has to LMCache."""
+        """Open the backend, whose tiers report to `Residents` which pieces they have."""
         backend = self.open_backend(self._settings.namespace, [self._residents])
         self._residents.num_tiers = len(tiers_of(backend))
         exact = (backend.provide(kind) for kind in (HostBackend, FileBackend))
@@ -249,10 +249,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         answer: Callable[[Task], object],
         work: Callable[[Task], Coroutine[Any, Any, None]],
     ) -> int:
-        """Begin a task; whatever goes wrong is an answer of which no key is done.
+        """Begin a task; if that fails, the answer is that no key is done.
 
-        LMCache's listeners are told on the event loop, before the answer. At the deadline the
-        answer comes without them: one that blocks keeps nobody waiting for longer.
+        LMCache's listeners are called on the event loop, before the answer. At the deadline, the
+        answer no longer waits for them, since one may block.
         """
         self._ready = True
         task_id = next(self._task_ids)
@@ -292,9 +292,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._pins.popitem(last=False)
 
     def _wake(self) -> None:
-        """Deliver what tiers told, and delete what is left of objects, on the event loop."""
+        """Deliver changes, and delete what is left of broken objects, on the event loop."""
         if self._ready:
-            with suppress(KVXferError):  # it was closed
+            with suppress(KVXferError):  # the store was closed
                 self._objects.call_soon(self._tidy)
 
     def _tidy(self) -> None:
@@ -309,7 +309,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
 
 def _tell(notify: Callable[..., object], *args: object) -> None:
-    """Tell LMCache's listeners; what one of them raises is its own failure."""
+    """Notify LMCache's listeners; what one of them raises is logged."""
     try:
         notify(*args)
     except Exception:
@@ -325,7 +325,7 @@ def _bitmap(done: Sequence[bool]) -> Bitmap:
 
 
 def _locate(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[StoredObject]:
-    """Find out where objects lie; those that have no bytes in host memory are left out."""
+    """Find objects in host memory; those elsewhere, or without bytes, are left out."""
     inside: list[StoredObject] = []
     for index, (key, memory) in enumerate(zip(keys, objects, strict=True)):
         device = getattr(getattr(memory, "raw_data", None), "device", None)

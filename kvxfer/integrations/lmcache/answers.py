@@ -1,4 +1,4 @@
-"""Answers to LMCache's controllers, which wait for an event file descriptor."""
+"""Answers to LMCache's controllers, which wait on an event file descriptor."""
 
 import logging
 from collections import deque
@@ -13,13 +13,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.25
-"""Time after a deadline in which whoever works on a task ends it first."""
+"""How long after its deadline a task may still end by itself, before `Deadlines` ends it."""
 
 
 class Answers:
     """Answers to the tasks of one kind, each taken once; thread-safe.
 
-    An answer is kept before the file descriptor is signalled, so that whoever is woken finds it.
+    An answer is kept before the file descriptor is signalled, so that the woken thread finds it.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class Answers:
 
 
 class Task:
-    """Task of a controller, which is answered once, whatever happens.
+    """Task of a controller; it is answered once, whatever happens.
 
     Attributes:
         done: Whether each of the keys is done.
         num_bytes: Bytes that were stored.
         num_asked: Calls of the backend that have not ended.
-        answered: Time since which the backend owes an answer, or that of the last one.
+        answered: When the backend last answered, or was asked while it owed no answer.
     """
 
     def __init__(self, num_keys: int, deadline: float, answer: "Callable[[Task], object]") -> None:
@@ -93,7 +93,7 @@ class Task:
     def touch(self, func: Callable[[], object]) -> bool:
         """Call a function that touches LMCache's memory, unless the task has ended.
 
-        LMCache reuses the memory once it has the answer: `end` waits for the function.
+        LMCache reuses the memory once it has the answer, so `end` waits for the function.
 
         Returns:
             Whether it was called.
@@ -104,7 +104,7 @@ class Task:
             return not self.ended
 
     def end(self) -> None:
-        """Answer with what is done by now, unless that was done before."""
+        """Answer with what is done so far, unless the task was answered before."""
         with self._lock:
             if self.ended:
                 return
@@ -116,7 +116,7 @@ class Task:
 
 
 class Deadlines:
-    """Thread that ends tasks at their deadline, also when an event loop is blocked."""
+    """Thread that ends tasks at their deadline, even if an event loop is blocked."""
 
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
@@ -125,7 +125,7 @@ class Deadlines:
         runtime.start_thread(self._run, name="kvxfer-lmcache-deadlines")
 
     def watch(self, task: Task) -> None:
-        """Watch a task; each has a later deadline than those before."""
+        """Watch a task, whose deadline must not be before those of earlier tasks."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()

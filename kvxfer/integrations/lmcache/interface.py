@@ -1,6 +1,6 @@
 """Interface of LMCache's L2 adapters: all imports from LMCache.
 
-A release is recognised by what it has, never by its version number.
+A release is recognised by its interface, never by its version number.
 """
 
 from kvxfer.errors import UnsupportedEngineError

@@ -1,7 +1,7 @@
 """Keys of LMCache's objects: every field of an `ObjectKey`, and the piece of the object.
 
-A key can be read, so that after a restart files tell which objects they are of. Where the names in
-it are too long for the name of a file, a digest of all fields takes their place.
+A key can be decoded, so that after a restart the files tell which objects they belong to. If its
+names are too long for the name of a file, a digest of all fields takes their place.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 
 MAX_ID_BYTES = 111
-"""Bytes of an object's id: with its piece and its group it has to fit into the name of a file."""
+"""Maximum bytes of an object's id, which has to fit into a file's name with its piece and group."""
 
 READABLE, DIGEST = b"\x01", b"\x00"
 
 TOLD = frozenset({"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"})
-"""Fields of a key that can be read; one that a later release adds goes into the digest."""
+"""Fields of a key that can be decoded; one that a later release adds goes into the digest."""
 
 _FIELDS = struct.Struct(">QIBB")
 """Rank, object group, bytes of the chunk's hash, bytes of the model's name."""
@@ -31,7 +31,7 @@ def object_id_of(key: ObjectKey) -> bytes:
     The chunk's hash comes first: folders are named after the first digits of a key.
     """
     chunk_hash: bytes = key.chunk_hash
-    model: bytes = key.model_name.encode(errors="surrogatepass")  # any text of a client's
+    model: bytes = key.model_name.encode(errors="surrogatepass")  # clients may send any text
     salt: bytes = key.cache_salt.encode(errors="surrogatepass")
     fields = (key.kv_rank, key.object_group_id, len(chunk_hash), len(model))
     try:
@@ -52,7 +52,7 @@ def object_id_of(key: ObjectKey) -> bytes:
 
 
 def object_key_of(object_id: bytes) -> ObjectKey | None:
-    """Read an object's key out of its id; None where that is a digest, or no id of this form."""
+    """Decode an object's key from its id; None if the id is a digest, or of another form."""
     tail = object_id[-_FIELDS.size - 1 :]
     if len(tail) <= _FIELDS.size or tail[-1:] != READABLE:
         return None
@@ -66,7 +66,7 @@ def object_key_of(object_id: bytes) -> ObjectKey | None:
             object_group_id=group,
             cache_salt=names[hash_bytes + model_bytes :].decode(errors="surrogatepass"),
         )
-    except (TypeError, ValueError):  # also of a key that has to say more
+    except (TypeError, ValueError):  # perhaps a later release requires more fields
         return None
 
 
@@ -76,6 +76,6 @@ def piece_key(object_id: bytes, index: int) -> BlockKey:
 
 
 def piece_of(key: BlockKey) -> tuple[bytes, int]:
-    """Read which piece a key names: the object's id and the index of the piece."""
+    """Decode a piece's key: the object's id and the index of the piece."""
     content = key[:-GROUP_INDEX_BYTES]
     return content[: -_PIECE.size], int.from_bytes(content[-_PIECE.size :], "big")

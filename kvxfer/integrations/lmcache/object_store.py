@@ -1,7 +1,7 @@
 """Object store: LMCache's objects, cut into pieces, in a backend.
 
-Bytes pass through buffers of our own. LMCache reuses the memory of an object as soon as it has an
-answer, and a transfer that missed its deadline may still read or write: only a buffer, then.
+Bytes pass through buffers of the store: LMCache reuses the memory of an object as soon as it has an
+answer, and a transfer that missed its deadline may still read or write.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 
 HEADER = struct.Struct(">8sQ16s")
-"""What precedes the bytes of a piece: form, bytes of the object, digest of its shapes and types."""
+"""Header of a piece: form, number of bytes of the object, digest of its shapes and types."""
 
 FORM = b"KVXLMC02"
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """Object of LMCache, where it lies in host memory."""
+    """Object of LMCache, and its place in host memory."""
 
     key: ObjectKey
     address: int
@@ -65,7 +65,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Piece of an object: `head`, and `num_bytes` of the object at `address`."""
+    """Piece of an object: its header `head`, and `num_bytes` of the object at `address`."""
 
     of: StoredObject
     key: BlockKey
@@ -76,22 +76,22 @@ class Piece:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are stored: whole units, zeros after the end of the object."""
+        """Bytes that are stored: whole units, padded with zeros."""
         return -(-(len(self.head) + self.num_bytes) // UNIT_BYTES) * UNIT_BYTES
 
 
 class ObjectStore:
     """Store of objects, on an event loop of its own. `begin` may be called on any thread.
 
-    An object is there if and only if its first piece is, which is stored last. It is no `RowStore`:
-    pieces of one batch have several sizes, which blocks of an engine do not, and nobody waits. The
-    backend is closed with the store, which tells `residents` what the backend does not.
+    An object is there if and only if its first piece is, which is stored last. This is no
+    `RowStore`: unlike an engine's blocks, the pieces of a batch differ in size, and no caller
+    waits. The store closes the backend, and tells `residents` what the backend does not report.
     """
 
     def __init__(
         self, open_it: Callable[[], Backend], settings: AdapterSettings, residents: Residents
     ) -> None:
-        allocate_aligned(settings.staging)  # what cannot be had is refused before a tier is opened
+        allocate_aligned(settings.staging)  # fails for too large a size before a tier is opened
         self._settings, self._residents = settings, residents
         self._staging: dict[Direction, StagingMemory] = {}
         self._loop = EngineLoop("LMCache's store")
@@ -100,21 +100,21 @@ class ObjectStore:
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
-        self._moved_s = runtime.monotonic()  # when the backend answered a store or load last
-        self._backend = open_it()  # last: an error of what comes after it would leave it open
+        self._moved_s = runtime.monotonic()  # when the backend last answered a store or load
+        self._backend = open_it()  # last, since an error after this would leave it open
         if (reports := self._backend.provide(Reports)) is not None:
             reports.watch(self._gauges)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the backend is not called, since it missed a deadline."""
+        """Whether the backend is not called for a while because it missed a deadline."""
         return self._suspension.is_on(runtime.monotonic())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.SUSPENDED: self.is_suspended}
 
     def start(self) -> None:
-        """Make buffers, and start the backend, to be closed also if that fails; blocks."""
+        """Create buffers, and start the backend; blocks. Must be closed even if this fails."""
         for each in Direction:
             num_bytes, piece_bytes = self._settings.staging // 2, self._settings.piece
             self._staging[each] = staging_of(self._backend, num_bytes, piece_bytes)
@@ -129,7 +129,7 @@ class ObjectStore:
             self._loop.submit(self._work(task, work))
 
     def ask(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        """Begin any other call; it, too, ends by the deadline."""
+        """Begin any other call, which has the same deadline."""
         return self._loop.submit(self._ask(call))
 
     def call_soon(self, func: Callable[[], object]) -> None:
@@ -137,7 +137,7 @@ class ObjectStore:
         self._loop.call_soon(func)
 
     def close(self) -> None:
-        """Close the backend, by the deadline for closing; blocks the thread."""
+        """Close the backend within the deadline for closing; blocks the thread."""
         self._loop.run_blocking(self._aclose())
         self._loop.stop()
         self._copies.close()
@@ -147,7 +147,7 @@ class ObjectStore:
         task.done[:] = await self._lookup(task, keys)
 
     async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
-        """Store the objects that are not there, once deletes of pieces of them have ended."""
+        """Store the objects that are not there, after deletes of their pieces have ended."""
         await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
         there = await self._lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
@@ -163,7 +163,7 @@ class ObjectStore:
         task.num_bytes = sum(new[key].num_bytes for key in stored)
 
     async def load(self, task: Task, objects: Sequence[StoredObject]) -> None:
-        """Load objects into their memory. What is corrupt or of another object is deleted."""
+        """Load objects into their memory; delete those with pieces corrupt or of another object."""
         pieces = [piece for each in objects for piece in each.cut(self._settings.piece)]
         statuses = await self._move_all(task, pieces, Direction.LOAD)
         bad = {piece.of.index for piece in pieces if statuses.get(piece) is not Status.DONE}
@@ -179,7 +179,7 @@ class ObjectStore:
         await self.delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
 
     async def delete_broken(self, broken: Sequence[BlockKey]) -> None:
-        """Delete what is left of objects that lost a piece; what cannot be is tried again."""
+        """Delete what is left of objects that lost a piece; failed deletes are tried again."""
         kept = set(broken)
         try:
             kept = await self.delete_pieces(broken)
@@ -209,9 +209,9 @@ class ObjectStore:
             await self._calls.wait_for(max(0.0, left), work())
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
-            # A task that waits for a buffer goes by what the backend answers to others.
+            # A task that waits for a buffer judges the backend by its answers to other tasks.
             since = task.answered if task.num_asked else max(task.answered, self._moved_s)
-            if now - since > timeout_s / 2:  # else it is slow, but it is there
+            if now - since > timeout_s / 2:  # else the backend is slow, but answers
                 self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
@@ -245,7 +245,7 @@ class ObjectStore:
     async def _move_all(
         self, task: Task, pieces: Sequence[Piece], direction: Direction
     ) -> dict[Piece, Status]:
-        """Move pieces; several windows of what fits into a buffer at a time."""
+        """Move pieces, several windows at a time; a window is what fits into one buffer."""
         staging = self._staging[direction]
         room = asyncio.Semaphore(staging.num_buffers)
 
@@ -263,7 +263,7 @@ class ObjectStore:
     async def _move(
         self, task: Task, pieces: Sequence[Piece], direction: Direction
     ) -> dict[Piece, Status]:
-        """Move pieces through one buffer, which goes back when nothing touches it any more."""
+        """Move pieces through one buffer, which goes back once nothing touches it."""
         keys = [piece.key for piece in pieces]
         sizes = [piece.stored_bytes for piece in pieces]
         async with self._staging[direction].hold(sizes, [0] * len(sizes)) as staged:
@@ -286,7 +286,7 @@ class ObjectStore:
         return statuses
 
     def _fill(self, task: Task, pieces: Sequence[Piece], staged: StagedBlocks) -> bool:
-        """Copy pieces to a buffer, unless their memory is LMCache's again."""
+        """Copy pieces to a buffer; return False if their memory is LMCache's again."""
         for piece, address in zip(pieces, staged.blocks.addresses.tolist(), strict=True):
             stop = len(piece.head) + piece.num_bytes
             ctypes.memmove(address, piece.head, len(piece.head))
@@ -296,7 +296,7 @@ class ObjectStore:
     def _empty(
         self, task: Task, statuses: dict[Piece, Status], staged: StagedBlocks
     ) -> dict[Piece, Status]:
-        """Copy pieces that have landed out of a buffer; return those that were not, and why."""
+        """Copy landed pieces out of a buffer; return a status for each that was not copied."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
         other = {
             piece: Status.CORRUPT
@@ -328,7 +328,7 @@ class ObjectStore:
 
 
 def _apart(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Part pieces so that no key is twice in one part: LMCache may ask twice for an object."""
+    """Divide pieces so that no key is twice in one part: LMCache may ask for an object twice."""
     parts: list[dict[BlockKey, Piece]] = []
     for piece in pieces:
         part = next((each for each in parts if piece.key not in each), None)

@@ -1,4 +1,4 @@
-"""Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
+"""Residents: which objects the backend has, as its tiers report, and what LMCache was told."""
 
 import sys
 from bisect import bisect_left, bisect_right
@@ -14,35 +14,35 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Added, AskGauges, Event, Gauge, Observer, Removed
 
 NOT_TOLD = ""
-"""Name for tiers that do not tell what comes and goes."""
+"""Name for tiers that do not report which pieces they add and remove."""
 
 MAX_AWAY = 1 << 14
-"""Most objects of which a piece was not found that are remembered, those of others, too."""
+"""Maximum objects with missing pieces that are remembered, including those of other processes."""
 
 MAX_GONE = 1 << 14
-"""Most objects that are gone and remembered: a lower tier may still be writing a piece of them."""
+"""Maximum lost objects that are remembered: a lower tier may still be writing a piece of them."""
 
 DELIVERY_S = 1.0
-"""Time for which a thread waits for its turn to tell LMCache."""
+"""How long a thread waits for its turn to tell LMCache."""
 
 Tell = Callable[[list[ObjectKey], list[int]], object]
-"""Tells LMCache of objects and their bytes."""
+"""Function that tells LMCache of objects and their numbers of bytes."""
 
 
 @dataclass(slots=True)
 class _Resident:
-    """Object of which the backend has some piece.
+    """Object of which the backend has, or had, a piece.
 
     Attributes:
-        away: Pieces that were not found lately, although nobody has said that they are gone.
+        away: Pieces that a recent call did not find, although no tier has reported them gone.
         lost: Pieces that are gone, and were neither found nor stored since.
-        added: Number of the `add` that named one of its pieces last.
+        added: Number of the last `add` of one of its pieces.
     """
 
-    key: ObjectKey | None  # None where nobody has told it
-    tiers: dict[int, set[str]] = field(default_factory=dict)  # that have each piece
-    num_bytes: int = 0  # 0 where only its pieces are known
-    told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
+    key: ObjectKey | None  # None while unknown
+    tiers: dict[int, set[str]] = field(default_factory=dict)  # tiers that have each piece
+    num_bytes: int = 0  # 0 while only its pieces are known
+    told_bytes: int = 0  # that LMCache was told; 0 if it does not know the object
     num_stores: int = 0  # that have not ended
     away: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
@@ -50,12 +50,12 @@ class _Resident:
 
     @property
     def is_known(self) -> bool:
-        """Whether some piece of it is there, is being stored or may come back."""
+        """Whether a piece of it is there, is being stored or may come back."""
         return bool(self.tiers or self.num_stores or self.away)
 
     @property
     def is_there(self) -> bool:
-        """Whether it counts as there: so it does while a tier that tells has what was not found."""
+        """Whether piece 0 is there and each piece that was not found is in a tier that reports."""
         untold = (index for index in self.away if self.tiers.get(index, set()) <= {NOT_TOLD})
         return 0 in self.tiers and next(untold, None) is None
 
@@ -64,19 +64,19 @@ class Residents(Observer):
     """Objects that the backend has. An object is there if its piece 0 is, which is stored last.
 
     A piece that is not found may only be away: its tier is paused, or the peer that has it is gone
-    for a while. So the object is not there until the piece is found or stored again, and nothing of
-    it is deleted: only what a tier tells to be gone is, where every tier tells what it has.
+    for a while. Until the piece is found or stored again, the object is not there, but nothing of
+    it is deleted. The rest of an object is deleted only if a piece is reported gone, and every tier
+    reports what it has.
 
-    Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
-
-    `wake` is called when there is something to deliver; it returns at once.
+    Tiers report pieces; LMCache is told of objects, by `deliver` and never from within a tier.
+    `wake` is called when there is something to deliver, and must return at once.
 
     Attributes:
         num_tiers: Tiers of the backend.
-        is_exact: Whether what a load does not find there is gone.
+        is_exact: Whether a piece that a load does not find is gone.
         num_objects: Objects that LMCache was told of.
-        num_adds: Calls of `add` so far. What a call of the backend finds to be missing may come
-            after an `add` since the call began, and then says nothing.
+        num_adds: Calls of `add` so far. A call of the backend that did not find a piece proves
+            nothing if the piece was added after the call began.
     """
 
     def __init__(self, piece_bytes: int, fingerprint: str, wake: Callable[[], object]) -> None:
@@ -87,10 +87,10 @@ class Residents(Observer):
         self.is_exact = False
         self.num_objects = self.num_adds = 0
         self._objects: dict[bytes, _Resident] = {}
-        self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
-        self._gone = OrderedDict[bytes, None]()  # objects that had no piece left, the latest last
+        self._away = OrderedDict[bytes, None]()  # objects with pieces away, the latest last
+        self._gone = OrderedDict[bytes, None]()  # objects without a piece left, the latest last
         self._telling: set[str] = set()
-        self._listed: list[bytes] = []  # ids in order, but for those below
+        self._listed: list[bytes] = []  # ids in order, except for those in `_relist`
         self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
         self._broken: dict[bytes, None] = {}
@@ -111,13 +111,13 @@ class Residents(Observer):
 
     @property
     def breaker_is_open(self) -> bool:
-        """Whether some tier takes no blocks at present, after errors."""
+        """Whether a tier refuses blocks at present, after errors."""
         return any(ask().get(Gauge.BREAKER_OPEN) for ask in list(self._asks))
 
     def add(self, keys: Iterable[BlockKey], *, tier: str = NOT_TOLD) -> None:
-        """Note pieces that a tier has from now on, or some tier, in case it does not tell it.
+        """Note pieces that a tier has from now on; by default, one that may not report them.
 
-        Where all tiers tell, the answer of a store may come after a piece is gone again.
+        If all tiers report, a piece may be gone again before the store is answered.
         """
         with self._lock:
             self.num_adds += 1
@@ -138,7 +138,7 @@ class Residents(Observer):
     def discard(
         self, keys: Iterable[BlockKey], *, tier: str | None = None, since: float = inf
     ) -> None:
-        """Note pieces that a tier no longer has; or none of the tiers, `since` as of `miss`."""
+        """Note pieces that `tier`, or every tier if None, no longer has; `since` as in `miss`."""
         with self._lock:
             for object_id, index in map(piece_of, keys):
                 resident = self._objects.get(object_id)
@@ -158,9 +158,9 @@ class Residents(Observer):
         self._wake()
 
     def miss(self, keys: Sequence[BlockKey], *, since: float, known: bool = True) -> None:
-        """Note pieces that were not found; a lookup notes those of known objects only.
+        """Note pieces that were not found; with `known`, only those of known objects.
 
-        `since` is `num_adds` before the call: no object counts that has come since.
+        `since` is `num_adds` before the call: objects that were added since are ignored.
         """
         with self._lock:
             for object_id, index in map(piece_of, keys):
@@ -169,7 +169,7 @@ class Residents(Observer):
                     self._note_away(object_id, index)
 
     def lose(self, keys: Sequence[BlockKey], *, since: float) -> None:
-        """Note pieces that a load did not find, `since` as of `miss`."""
+        """Note pieces that a load did not find; `since` as in `miss`."""
         if self.is_exact:
             self.discard(keys, since=since)
         else:
@@ -182,7 +182,7 @@ class Residents(Observer):
                 self._note_back(object_id, index)
 
     def look_for(self, object_id: bytes, key: ObjectKey) -> list[BlockKey]:
-        """Note the key of an object; list the pieces it lacks: gone, or not found lately."""
+        """Note the key of an object; list its pieces that are gone or were not found lately."""
         with self._lock:
             resident = self._objects.get(object_id)
             if resident is None:
@@ -209,14 +209,14 @@ class Residents(Observer):
         self._wake()
 
     def keys_of(self, object_id: bytes) -> list[BlockKey]:
-        """List the keys of the pieces that are known of an object, its first one in any case."""
+        """List the keys of an object's known pieces, always with the first."""
         with self._lock:
             resident = self._objects.get(object_id)
             known = {0} if resident is None else {0, *resident.tiers}
         return [piece_key(object_id, index) for index in sorted(known)]
 
     def take_broken(self) -> list[BlockKey]:
-        """Take what is left of objects that lost a piece, once they are no longer being stored."""
+        """Take what is left of objects that lost a piece and are not being stored."""
         with self._lock:
             known = {each: self._objects[each] for each in self._broken if each in self._objects}
             known = {each: resident for each, resident in known.items() if resident.lost}
@@ -229,7 +229,7 @@ class Residents(Observer):
             ]
 
     def put_back(self, broken: Iterable[BlockKey]) -> None:
-        """Put pieces back that were taken, and are not deleted."""
+        """Put back pieces that were taken, but not deleted."""
         with self._lock:
             for object_id, _ in map(piece_of, broken):
                 if object_id in self._objects and self._objects[object_id].tiers:
@@ -238,8 +238,8 @@ class Residents(Observer):
     def deliver(self, stored: Tell, deleted: Tell) -> None:
         """Tell LMCache which objects came and which are gone since the last call.
 
-        While a listener holds up another thread's call for longer than `DELIVERY_S`, the changes
-        wait for the next call.
+        If a listener holds up another thread's call for longer than `DELIVERY_S`, the changes wait
+        for the next call.
         """
         if not self._delivery.acquire(timeout=DELIVERY_S):
             return
@@ -252,7 +252,7 @@ class Residents(Observer):
             self._delivery.release()
 
     def introduce(self, register: Callable[[], object], tell: Tell) -> None:
-        """Register a listener between two deliveries, and tell it of the objects that there are."""
+        """Register a listener between two deliveries, and tell it of the objects that are there."""
         has_turn = self._delivery.acquire(timeout=DELIVERY_S)
         try:
             register()
@@ -265,9 +265,9 @@ class Residents(Observer):
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
     ) -> list[tuple[bytes, ObjectKey, int]]:
-        """List some objects of a model, or of any, that LMCache was told of: id, key and bytes.
+        """List objects that LMCache was told of, of one model or of all: id, key and bytes.
 
-        They are ordered by id, and begin after one.
+        They are ordered by id, and begin after the id `after`; at most `number`.
         """
         listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
@@ -291,7 +291,7 @@ class Residents(Observer):
         return self._objects[object_id]
 
     def _put_in_order(self) -> None:
-        """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
+        """Bring the list of ids up to date: insert a few changes, or sort it anew for many."""
         if len(self._relist) * 16 > len(self._listed):
             told = (each for each, resident in self._objects.items() if resident.told_bytes)
             self._listed = sorted(told)
@@ -308,7 +308,7 @@ class Residents(Observer):
         self._relist.clear()
 
     def _note_away(self, object_id: bytes, index: int) -> None:
-        """Remember that a piece was not found; of the objects that are remembered, the latest."""
+        """Remember that a piece was not found, for the latest `MAX_AWAY` objects."""
         self._changed.append(object_id)
         self._resident(object_id).away.add(index)
         self._away[object_id] = None
@@ -344,7 +344,7 @@ class Residents(Observer):
                 if resident.key is not None and resident.is_there:
                     num_bytes = resident.num_bytes or len(resident.tiers) * self._piece_bytes
                     if not resident.num_stores and num_bytes > resident.told_bytes:
-                        if resident.told_bytes:  # more of its files were listed
+                        if resident.told_bytes:  # more of its files have been listed
                             gone.append((resident.key, resident.told_bytes))
                         self.num_objects += not resident.told_bytes
                         resident.told_bytes = num_bytes
@@ -360,7 +360,7 @@ class Residents(Observer):
         return came, gone
 
     def _forget(self, object_id: bytes, resident: _Resident) -> None:
-        """Forget an object; the latest that lost their pieces are remembered."""
+        """Forget an object, but remember the latest `MAX_GONE` that lost their pieces."""
         if not resident.lost:
             del self._objects[object_id]
             return

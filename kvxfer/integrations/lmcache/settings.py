@@ -13,7 +13,7 @@ from kvxfer.units import MAX_DURATION_S, ByteSize
 LAYOUT = "LMCache objects in pieces, form 1"
 
 UNIT_BYTES = 4096
-"""Bytes that the last piece of an object is filled up to a multiple of."""
+"""The last piece of an object is padded to a multiple of this many bytes."""
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,15 +21,15 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         backend: URL or mapping of a backend, or several, fastest first.
-        revision: Name of the weights, and of all else that changes their keys and values: LMCache
-            tells the name of the model only.
+        revision: Name of the weights, and of all else that changes keys and values: LMCache passes
+            only the name of the model.
         timeout_s: Deadline of a store, a lookup or a load, in seconds.
-        pause_s: Time without calls of the backend after one of them missed the deadline.
+        pause_s: How long the backend is not called after a call missed the deadline, in seconds.
         piece: Bytes of the pieces that objects are stored in.
-        staging: Bytes of the buffers that pieces pass through, half of them for loads; two pieces
-            for each tier at least.
-        capacity: Bytes that LMCache may fill before it evicts globally; none by default: the
-            backend evicts by itself. Quotas of LMCache need none.
+        staging: Bytes of the buffers that pieces pass through, half of them for loads; at least two
+            pieces for each tier.
+        capacity: Bytes that LMCache may fill before it evicts globally; by default no limit, since
+            the backend evicts by itself. LMCache's quotas need no limit.
         close_timeout_s: Deadline of closing.
     """
 
@@ -44,10 +44,10 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> "AdapterSettings":
-        """Check the parameters that LMCache passes on.
+        """Read and check the parameters that LMCache passes on.
 
         Raises:
-            InvalidArgumentError: A parameter is missing, unknown or of no use.
+            InvalidArgumentError: A parameter is missing, unknown or invalid.
         """
         settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
