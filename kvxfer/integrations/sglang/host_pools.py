@@ -1,4 +1,4 @@
-"""Host pools of SGLang: the kinds that are known, and their pages as canonical caches."""
+"""Host pools of SGLang: the supported kinds, and their pages as canonical caches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ ATTENTION_LAYOUTS = {
     "page_head": "kv block head token layer dim",
     "page_unified": "block layer kv token head dim",
 }
-"""Axes of `kv_buffer` by SGLang's name of the layout, outermost first. In `page_unified` a page has
-several such blocks, each of a group of the heads.
+"""Axes of `kv_buffer` by SGLang's name of the layout, outermost first. In `page_unified`, a page
+has several such blocks, one for each group of heads.
 
 Source: `MHATokenToKVPoolHost.init_kv_buffer`, `PageUnifiedLayout.page_dims`.
 """
@@ -38,7 +38,7 @@ LATENT_LAYOUTS = {
     "page_first_direct": "block layer token dim",
     "page_unified": "block layer token dim",
 }
-"""The same of `MLATokenToKVPoolHost`."""
+"""The same for `MLATokenToKVPoolHost`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class HostPages:
 
     Attributes:
         caches: The pages as blocks of one group, over the pool's own memory.
-        rows_per_page: Indices of the pool that one page has, its tokens or one state.
-        num_kv_heads: KV heads of a rank; None where every rank of a model has the same bytes.
-        opaque: What must be equal, besides the rank, in engines that share pages whose bytes have
-            no meaning here; empty where they have one.
+        rows_per_page: Rows of the pool in one page: its tokens, or one state.
+        num_kv_heads: KV heads of a rank; None if every rank of a model has the same bytes.
+        opaque: For pages whose layout is not known, what must be equal, besides the rank, in
+            engines that share them; empty if the layout is known.
     """
 
     caches: CanonicalKVCaches
@@ -66,10 +66,10 @@ class HostPages:
 
 
 def read_pool(name: str, pool: Any) -> HostPages:
-    """Read the pages of a host pool, which has this name in SGLang.
+    """Read the pages of the host pool that SGLang calls `name`.
 
     Raises:
-        LayoutError: The pool is of a kind that is not known, or not as that kind is known.
+        LayoutError: The kind of the pool is not supported, or its layout is not that of its kind.
     """
     kind = type(pool).__name__
     if kind not in _KINDS or not type(pool).__module__.startswith("sglang."):
@@ -100,7 +100,7 @@ def _read_latents(name: str, pool: Any) -> HostPages:
 
 
 def _read_states(name: str, pool: Any) -> HostPages:
-    """Read states of recurrent layers, of which each rank has its own; one index is one page."""
+    """Read states of recurrent layers: each rank has its own, and each row is a page."""
     states = [pool.temporal_buffer, *pool.conv_buffer, *getattr(pool, "slot_state_buffers", ())]
     return _read_opaque(name, pool, [each for each in states if each.numel()], 1, 1)
 
@@ -118,7 +118,7 @@ _KINDS: Mapping[str, Callable[[str, Any], HostPages]] = {
     "MambaPoolHost": _read_states,
     "DSAIndexerPoolHost": _read_index_keys,
 }
-"""Kinds of pools by the names of their classes: a subclass keeps its bytes in another way."""
+"""Readers of pools by the pool's exact class name: a subclass may lay out its bytes differently."""
 
 
 def _read_axes(
@@ -126,7 +126,7 @@ def _read_axes(
 ) -> CanonicalKVCaches:
     """Read a pool of one buffer whose axes are known.
 
-    A page has `num_groups` groups of heads one after the other; each is read as a block.
+    A page has `num_groups` groups of heads, one after the other; each is read as a block.
     """
     if pool.layout not in layouts:
         known = ", ".join(layouts)
@@ -182,7 +182,7 @@ def _layer_names(pool: Any) -> tuple[str, ...]:
 def _read_opaque(
     name: str, pool: Any, buffers: list[torch.Tensor], rows_per_page: int, num_kv_heads: int | None
 ) -> HostPages:
-    """Read a pool of buffers whose pages are plain bytes, one row of each buffer a page."""
+    """Read a pool whose pages are opaque bytes: each page is one row of every buffer."""
     kind = type(pool).__name__
     if not buffers:
         raise LayoutError(f"host pool {name!r}, a {kind}, has no bytes on this rank")

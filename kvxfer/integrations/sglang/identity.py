@@ -18,15 +18,14 @@ FORMAT = 1
 """Version of what the plug stores under a key."""
 
 MODEL, DRAFT = "model", "spec"
-"""SGLang's groups of settings whose every setting counts, but for those that are listed here as
-harmless: one that a later release adds or renames counts, too, unless it is as that release
-declares it."""
+"""SGLang's groups of which every setting counts, except those that are listed here as harmless. One
+that a later release adds or renames counts, too, unless it has that release's default."""
 
 NAMED = frozenset({
     "weight_version", "revision", "json_model_override_args", "model_impl", "dtype", "quantization",
     "quantization_param_path", "kv_cache_dtype", "context_length", "load_format",
 })  # fmt: skip
-"""Settings that count as they are, also where a release declares another value."""
+"""Settings that count even with the release's default: another release may have another default."""
 
 LOADING = frozenset({
     "startup_weight_load_mode", "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints",
@@ -40,8 +39,8 @@ LOADING = frozenset({
     "modelopt_checkpoint_save_path", "modelopt_export_path", "weight_cache_mode",
     "weight_cache_socket", "weight_cache_timeout", "kt_cpuinfer", "kt_threadpool_count",
 })  # fmt: skip
-"""Harmless settings: how weights come to the engine, and who computes; which they are is named by
-`revision`."""
+"""Harmless settings: how weights get to the engine, and which processors compute. `revision` names
+the weights themselves."""
 
 PROPOSING = frozenset({
     "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
@@ -53,45 +52,46 @@ PROPOSING = frozenset({
     "speculative_skip_dp_mlp_sync", "speculative_adaptive", "speculative_adaptive_config",
     "spec_trace_dir", "_speculative_draft_quantization_explicitly_set",
 })  # fmt: skip
-"""Harmless settings of a draft model: how many tokens it proposes, which are accepted, kernels."""
+"""Harmless settings of a draft model: how many tokens it proposes, which of these are accepted, and
+kernels."""
 
 LOSSY_WORDS = frozenset({
     "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",
     "fp8", "int4", "int8", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "w4a4", "w4a8", "w4a16", "w8a8",
     "tf32", "kt", "dllm",
 })  # fmt: skip
-"""Words in the names of settings in other groups that make weights or states others: quantization,
-products in TF32, experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which
-compute the same but for the order of additions, do not count, as in every engine."""
+"""Words in the names of settings of other groups that change weights or states: quantization,
+products in TF32, experts with other weights (`kt`), diffusion (`dllm`). Names of kernels do not
+count, as in every engine: their results differ only in the order of additions."""
 
 DESCRIBED = frozenset({
-    # What mappings and shapes describe, or what is named.
+    # What mappings and shapes describe, or the namespace names.
     "tp_rank", "tp_size", "tp_lcm_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
     "dp_rank", "dcp_rank", "dcp_size", "logical_page_size", "is_mla_model", "model_name",
-    # How SGLang's own storages lay pages out, and settings.
+    # How SGLang's own storages lay out pages, and settings of storages.
     "is_page_first_layout", "should_split_heads", "enable_storage_metrics", "extra_config",
 })  # fmt: skip
-"""Fields of what SGLang knows of an engine; one that a later release adds counts, unless it is as
-that release declares it."""
+"""Fields of `HiCacheStorageConfig` that do not count. One that a later release adds counts, unless
+it has that release's default."""
 
 KERNEL = "_backend"
 LOSSY_KERNELS = frozenset({"flashmla_sparse_q8"})
-"""Kernels that count all the same: they compute attention in FP8, whatever the data type.
+"""Kernels that do count: they compute attention in FP8, whatever the data type.
 
 Source: `_validate_flashmla_sparse_q8_backend` of SGLang."""
 ADAPTERS = "lora_paths"
-"""The adapters that an engine was started with, of which SGLang's keys have name and path; those of
-one that is loaded later have a random id."""
+"""Setting with the adapters that an engine was started with: SGLang's keys have their name and
+path. Keys of an adapter that is loaded later have a random id."""
 
 
 def started_adapters() -> list[tuple[str, str]]:
     """Digest the adapters that the engine was started with, by their names.
 
-    To be called while it starts: later the files may be those of another training.
+    Call it while the engine starts: later, the files may be those of another training run.
 
     Raises:
-        UnsupportedEngineError: This release has its settings in another way.
-        InvalidArgumentError: An adapter is no folder whose files can be read.
+        UnsupportedEngineError: This release exposes its settings differently.
+        InvalidArgumentError: An adapter is not a folder with readable files.
     """
     settings = published_settings(MODEL, DRAFT)
     started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
@@ -107,13 +107,13 @@ def page_namespace(
     """Make the namespace of the pages of some host pools, without groups.
 
     SGLang's keys are hashes of the tokens up to the end of a page, with the salt and the adapter of
-    the request. Shapes, data types and layers of a page come with the groups. Ranks of a pipeline
-    have layers of their own, and ranks of context parallelism a part of each page's bytes, so
-    they are named here; what tensor parallelism divides the mappings describe. So are the pools: a
-    draft model may have layers of the same shape.
+    the request. Shapes, data types and layers of a page come with the groups. Each pipeline rank
+    has layers of its own, and each context-parallel rank a part of every page's bytes, so these
+    ranks are named here; mappings describe how tensor parallelism divides a page. The pools are
+    named, too: a draft model may have layers of the same shape.
 
     Raises:
-        UnsupportedEngineError: This release has its settings in another way.
+        UnsupportedEngineError: This release exposes its settings differently.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
@@ -137,7 +137,7 @@ def page_namespace(
 
 
 def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
-    """Choose the settings that change the values of a cache at equal tokens."""
+    """Choose the settings that change the values of a cache for equal tokens."""
     drafting = any(
         each.group == DRAFT and each.name == "speculative_algorithm" and each.value
         for each in settings

@@ -1,6 +1,6 @@
 """Interface of SGLang's storage backends: all imports from SGLang.
 
-What a release does not have is found out by looking for it, never by its version number.
+What a release lacks is found out by looking for it, never by its version number.
 """
 
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ except ImportError as exc:
 class PublishedSetting:
     """Setting of an engine, as SGLang resolved it."""
 
-    group: str  # such as `model`; of a group in a group the outer
+    group: str  # such as `model`; the outermost if groups are nested
     name: str
     value: Any
-    is_default: bool  # what the release declares where nobody asks for anything
+    is_default: bool  # whether the value is the release's default
 
 
 def published_settings(*required: str) -> list[PublishedSetting]:
     """List all settings of the engine of this process; none outside of an engine.
 
     Raises:
-        UnsupportedEngineError: The release lacks a group that is required, or does not tell its
-            settings in this way.
+        UnsupportedEngineError: The release lacks a required group, or exposes its settings
+            differently.
     """
     context = runtime_context.get_context()
     try:
@@ -77,7 +77,7 @@ def weight_version() -> Any:
 
 
 def _published(context: Any, name: str, place: str) -> Any:
-    """Read one setting, whose group may be in another one: `exec.moe`."""
+    """Read one setting, whose group may be nested, as in `exec.moe`."""
     group, *rooms = place.split(".")
     bag = context.config_bag(group)
     for room in rooms:

@@ -1,4 +1,4 @@
-"""Stores of the pages of SGLang's host pools in a backend: one of all pools that are known."""
+"""Stores of the pages of SGLang's host pools in a backend: one for all pools that are known."""
 
 import logging
 import math
@@ -30,18 +30,18 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
 LASTING = (InvalidArgumentError, UnsupportedEngineError)
-"""Errors of an opening that another attempt would end in, too."""
+"""Errors of an opening that another attempt would raise, too."""
 
 logger = logging.getLogger(__name__)
 
 
 class PageStore(RowStore):
-    """Store of the pages of host pools in a backend; a group for each pool.
+    """Store of the pages of host pools in a backend, with a group for each pool.
 
-    Loads and stores have rows of their own: SGLang has a thread for each.
+    Loads and stores have rows of their own, as SGLang has a thread for each.
 
-    The pools have one group each, and the namespace has none. The memory of the rows is bounded by
-    the settings, but there are two rows in each direction, and one more for each further tier.
+    Each pool has one group, and the namespace has none. The settings limit the memory of the rows,
+    but each direction has at least two rows, and one more for each further tier.
 
     Raises:
         Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
@@ -111,7 +111,7 @@ class PageStore(RowStore):
         return self.move(direction, keys, copy, deadline, group=group)
 
     def close(self) -> None:
-        """Close the backend; ends in time even if that hangs."""
+        """Close the backend; ends in time even if the backend hangs."""
         super().close()
         self._copy_engine.close()
 
@@ -120,11 +120,11 @@ class PoolStores:
     """Stores of the host pools of one engine, by SGLang's names of the pools.
 
     All pools that are known when the backend is opened share one store. It is opened on a thread of
-    its own, so whoever needs it waits no longer than its deadline. An opening that failed is tried
-    again after a pause, unless its error lasts. Thread-safe.
+    its own, so that no caller waits longer than its deadline. A failed opening is tried again after
+    a pause, unless its error is `LASTING`. Thread-safe.
 
     Attributes:
-        pools: Registered pools, and what their pages are in the backend.
+        pools: Registered pools, and the mappings of their pages to those in the backend.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
@@ -134,17 +134,17 @@ class PoolStores:
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
         self._adapters = started_adapters()
-        self._num_replaced = 0  # pools that were registered anew, over other memory
+        self._num_replaced = 0  # pools that were registered again, with other memory
         self._version: tuple[Any, int] = weight_version(), 0
         self._of_thread = threading.local()  # weights of the pages that each thread stores
-        self._lock = runtime.lock()  # held for a few lines, never while something is opened
+        self._lock = runtime.lock()  # held for a few lines, never while a store is opened
         self._opening: Future[None] | None = None
         self._is_late = False
         self._failed: set[str] = set()  # pools whose opening is tried again after the pause
         self._pause = Pause(settings.pause_s)
         self._closed = False
         self._num_purges = 0
-        self._purged: dict[str, int] = {}  # purges that are done in the store of a pool
+        self._purged: dict[str, int] = {}  # number of the last purge done in a pool's store
 
     def register(self, name: str, pool: Any) -> None:
         """Announce a pool; errors as `KVXferStorage.register_mem_pool_host`."""
@@ -166,10 +166,10 @@ class PoolStores:
             runtime.result(opening)
 
     def find(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
-        """Find the store of a pool, and its group there; None if there is none by the deadline.
+        """Find the store of a pool, and its group there; None if it is not open by the deadline.
 
-        Pools may come later than `open`, which some releases do not call. After a wait that was in
-        vain, nobody waits any more until the store is open. The deadline is on `runtime.monotonic`.
+        Pools may be registered after `open`, which some releases do not call. After one wait in
+        vain, no caller waits until the store is open. `deadline` is a time of `runtime.monotonic`.
         """
         while True:
             self._retire()
@@ -188,10 +188,10 @@ class PoolStores:
                 return None
 
     def find_to_store(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
-        """Find the store of a pool, as `find`, for pages of the calling thread.
+        """Find the store of a pool, as `find`, for pages that the calling thread stores.
 
-        After an update of the weights there is none: SGLang has queued pages for this thread that
-        were computed before. A flush of SGLang's cache drops them, and starts another thread.
+        After an update of the weights, there is none: SGLang has queued pages for this thread that
+        older weights computed. A flush of SGLang's cache drops them, and starts another thread.
         """
         thread = self._of_thread
         if not hasattr(thread, "weights"):
@@ -200,12 +200,12 @@ class PoolStores:
         with self._lock:
             weights, _ = self._version
         if weights != thread.weights and not thread.is_stale:
-            thread.is_stale = True  # also when another update brings the weights of before back
+            thread.is_stale = True  # even if another update brings the old weights back
             logger.warning("nothing is stored until SGLang's cache is flushed: the weights changed")
         return None if thread.is_stale else place
 
     def purge(self, deadline: float) -> None:
-        """Forget every page, also where the store is not open yet: none of before will be found."""
+        """Forget every page, even in stores that are not open yet: no earlier one will be found."""
         self._retire()
         with self._lock:
             self._num_purges += 1
@@ -215,7 +215,7 @@ class PoolStores:
             store.purge(deadline)
 
     def close(self) -> None:
-        """Close all stores; may be called again. Later there is no store of any pool."""
+        """Close all stores; may be called again. From then on, `find` returns None."""
         with self._lock:
             self._closed = True
         for store in self._open_stores():
@@ -235,7 +235,7 @@ class PoolStores:
         return rank
 
     def _map(self, pages: HostPages) -> PageMapping:
-        """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
+        """Map the pages of a pool to portable pages; a replicated page has one writer."""
         config = self._config
         shard, num_shards = WorkerShard(num_kv_heads=1), 1
         if pages.num_kv_heads is not None:
@@ -246,10 +246,10 @@ class PoolStores:
         return mapping
 
     def _begin_opening(self) -> Future[None] | None:
-        """Begin to open the store of the pools that have none, or find out that this has begun.
+        """Begin to open a store for the pools that have none, unless that has begun.
 
         Returns:
-            Its end; None where there is nothing to open.
+            The future of the opening; None if there is nothing to open.
         """
         with self._lock:
             names = [name for name in self.pools if name not in self._stores]
@@ -260,7 +260,7 @@ class PoolStores:
         return opening
 
     def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
-        """Wait until a store was opened or could not be; return whether to look for it again."""
+        """Wait for an opening to end; return whether to look for the store again."""
         try:
             runtime.result(opening, wait_s)
         except Exception as exc:
@@ -274,16 +274,16 @@ class PoolStores:
         return True
 
     def _open(self, names: list[str], opening: Future[None]) -> None:
-        """Open a store of pools; whoever waits gets its error, and there is no store after it.
+        """Open a store of pools; callers that wait for it get its error.
 
-        After an error that lasts there never is one. After any other one nobody waits for the next
-        attempt: it is the backend that lets them wait.
+        After a `LASTING` error, the pools never get a store. After any other error, no caller waits
+        for the next attempt, since the backend may take long again.
         """
         store: PageStore | None = None
         failure: BaseException | None = None
         version: Any = None
         try:
-            self._retire()  # before the namespace is made of the version
+            self._retire()  # before the namespace is made, which has the version of the weights
             with self._lock:
                 retired, self._retired, version = self._retired, [], self._version
             for each in retired:
@@ -305,9 +305,9 @@ class PoolStores:
     def _publish(
         self, names: list[str], store: PageStore | None, failure: BaseException | None, version: Any
     ) -> bool:
-        """End an opening; False if the store has to be purged first, as others were meanwhile.
+        """End an opening; return False if the store has to be purged first, for a purge meanwhile.
 
-        A store of weights, or of memory, that the engine has no more is closed by the next opening.
+        If the engine's weights or memory changed meanwhile, the next opening closes the store.
         """
         with self._lock:
             num_purges = min(self._purged.get(name, 0) for name in names)
@@ -330,10 +330,10 @@ class PoolStores:
         return True
 
     def _retire(self) -> None:
-        """Take the stores out of use once the engine has other weights, or a pool other memory.
+        """Retire the stores once the engine has other weights, or a pool other memory.
 
-        The next opening closes them first, and opens others in the namespace of these weights.
-        Where there was a purge, it is made in those, too.
+        The next opening closes them, and opens others in the namespace of the new weights; if there
+        was a purge, these are purged, too.
         """
         weights = weight_version()
         with self._lock:

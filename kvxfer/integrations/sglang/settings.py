@@ -1,4 +1,4 @@
-"""Settings of the storage: what `--hicache-storage-backend-extra-config` says."""
+"""Settings of the storage: the value of `--hicache-storage-backend-extra-config`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,11 +29,11 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         backend: A URL or a mapping, or several of them for tiers, as in `kvxfer.connect`.
-        revision: Revision of the weights, which SGLang does not tell; required for everything that
-            outlives the process.
-        timeout_s: Time for a call of SGLang's: a batch of pages, or a lookup.
-        pause_s: Time that the backend is not asked after a call that took longer.
-        staging: Memory that pages pass through on their way between host pools and backend.
+        revision: Revision of the weights, which SGLang does not pass on; required if pages outlive
+            the process.
+        timeout_s: Deadline of a call by SGLang, in seconds: of a batch of pages, or of a lookup.
+        pause_s: How long the backend is not called after a call missed its deadline, in seconds.
+        staging: Bytes of memory that pages pass through between host pools and backend.
     """
 
     backend: str | dict[str, Any] | list[str | dict[str, Any]]
@@ -47,8 +47,8 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
     """Read and check the settings.
 
     Raises:
-        InvalidArgumentError: `interface_v1` is not set, a setting is unknown or of no use, or
-            blocks outlive the process without a `revision`; the error names it.
+        InvalidArgumentError: `interface_v1` is not set, a setting is unknown or invalid, or blocks
+            outlive the process without a `revision`; the error names it.
     """
     given = dict(extra_config or {})
     if not given.get("interface_v1"):

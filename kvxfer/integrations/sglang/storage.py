@@ -30,8 +30,8 @@ KV = str(PoolName.KV)
 """Name of the pool that calls without a name mean."""
 
 BLOCK_GROUPS = "block_groups"
-"""Policy, from SGLang 0.5.23 on, of a second form of the pages: it never limits the hit. No pool of
-SGLang's has it yet."""
+"""Policy, since SGLang 0.5.23, of a second form of the pages, which never limits the hit. No pool
+of SGLang uses it yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +39,22 @@ logger = logging.getLogger(__name__)
 class KVXferStorage(Plug, HiCacheStorage):
     """Storage of SGLang's hierarchical cache in files, host memory, peers, or tiers of them.
 
-    Pages are portable: where SGLang's keys are the same, engines of another layout of the host
-    pools, or of another tensor parallelism, load them. Every page is verified, and has a result of
-    its own. No call raises, and each ends in time: SGLang computes what it does not get.
+    Pages are portable: an engine with the same keys can load them even if the layout of its host
+    pools, or its tensor parallelism, is another. Every page is verified, and has a result of its
+    own. No call raises, and each ends in time; SGLang computes the pages that it does not get.
 
-    Called by two threads of SGLang at the same time, one that stores and one that loads.
+    Two threads of SGLang may call it at the same time, one that stores and one that loads.
 
     Args:
         storage_config: What SGLang knows of the engine; `extra_config` has the settings, see
             `StorageSettings`.
-        kwargs: Nothing, in SGLang's releases up to now.
+        kwargs: Unused; empty in SGLang's releases so far.
 
     Raises:
-        InvalidArgumentError: A setting is missing, unknown or of no use; or an adapter that the
-            engine was started with is no folder whose files can be read.
-        UnsupportedEngineError: This release of SGLang wants methods that are not known, or tells
-            its settings in another way.
+        InvalidArgumentError: A setting is missing, unknown or invalid; or an adapter that the
+            engine was started with is not a folder with readable files.
+        UnsupportedEngineError: This release of SGLang requires methods that kvxfer does not have,
+            or exposes its settings differently.
     """
 
     packages, supported = ("sglang",), SUPPORTED
@@ -72,7 +72,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Announce the pool of the keys and values.
 
         Raises:
-            LayoutError: The pool is of a kind that is not known.
+            LayoutError: The kind of the pool is not supported.
             InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
         """
         super().register_mem_pool_host(mem_pool_host)
@@ -89,14 +89,14 @@ class KVXferStorage(Plug, HiCacheStorage):
 
         Raises:
             InvalidArgumentError: The backend cannot be opened for these pools.
-            CapacityError: There is not as much memory or disk as was configured.
+            CapacityError: Less memory or disk is available than was configured.
             BackendUnavailableError: The backend cannot start.
-            UnsupportedEngineError: This release of SGLang tells its settings in another way.
+            UnsupportedEngineError: This release of SGLang exposes its settings differently.
         """
         self._stores.open()
 
     def batch_exists(self, keys: list[str], *_: Any, **__: Any) -> int:
-        """Count the leading pages that are there: one question for all keys."""
+        """Count the leading pages that are there, with one lookup for all keys."""
         return count_leading(self._look_up(keys, [KV])[KV])
 
     def batch_get_v1(
@@ -153,7 +153,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def get(self, *_: Any, **__: Any) -> torch.Tensor | None:
-        """Return None: pages come by `batch_get_v1`, see `interface_v1`."""
+        """Return None: `batch_get_v1` loads pages, see `interface_v1`."""
         return None
 
     def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[torch.Tensor | None]:
@@ -161,7 +161,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         return [None] * len(keys)
 
     def set(self, *_: Any, **__: Any) -> bool:
-        """Return False: pages go by `batch_set_v1`, see `interface_v1`."""
+        """Return False: `batch_set_v1` stores pages, see `interface_v1`."""
         return False
 
     def batch_set(self, *_: Any, **__: Any) -> bool:
@@ -173,7 +173,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         self._stores.purge(self._deadline())
 
     def get_stats(self) -> StorageMetrics:
-        """Return the pages and GB/s of the calls since the last time, for SGLang's metrics."""
+        """Return the pages and GB/s of the moves since the previous call, for SGLang's metrics."""
         stats, self._stats = self._stats, StorageMetrics()
         return stats
 
@@ -185,7 +185,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         return runtime.monotonic() + self._settings.timeout_s
 
     def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """Look up all keys in some pools, with one question to the backend."""
+        """Look up all keys in some pools, with one lookup for each store."""
         found, deadline = {name: [False] * len(keys) for name in names}, self._deadline()
         asked: dict[PageStore, list[tuple[str, int]]] = {}
         try:
