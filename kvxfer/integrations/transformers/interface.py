@@ -1,4 +1,4 @@
-"""Interface of transformers: the only module that imports its caches, and checks what they have."""
+"""Interface of transformers: the only module that imports its caches, and checks how they work."""
 
 import inspect
 from typing import Any, TypeAlias
@@ -29,8 +29,8 @@ CACHE_ARGUMENT = "past_key_values" if "past_key_values" in _PARAMETERS else "cac
 """Argument of a model and of its `generate()` for the cache: `cache` from 5.24 on."""
 
 WHOLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers whose keys and values a `DynamicCache()` without a configuration keeps whole: the masks of
-the model see to the window."""
+"""Layers whose keys and values a `DynamicCache()` without a configuration keeps whole: the model's
+masks implement the window."""
 
 GENERATION_FIELDS = frozenset(
     name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"
@@ -39,7 +39,7 @@ GENERATION_FIELDS = frozenset(
 
 
 def require_interface() -> None:
-    """Check that caches have what is used of them, whatever the release is called."""
+    """Check that caches work as they are used here, whatever the release's version number."""
     detail = "DynamicCache does not go on from the keys and values that its layers were given"
     tokens = torch.arange(2.0, device="cpu").reshape(1, 1, 2, 1)
     try:

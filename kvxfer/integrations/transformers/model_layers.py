@@ -17,7 +17,7 @@ from kvxfer.integrations.transformers.interface import (
 )
 
 CHANGING_ROPES = ("dynamic", "longrope")
-"""Rotary embeddings that turn a token by the length of the whole sequence, which is not known yet.
+"""Rotary embeddings whose angles depend on the length of the whole sequence, not yet known.
 
 Source: `transformers/modeling_rope_utils.py`, `dynamic_rope_update`.
 """
@@ -27,7 +27,7 @@ WINDOW_MASKS = (
     "create_sliding_window_causal_mask",
     "sliding_window_causal_mask_function",
 )
-"""Functions of masks that see to a window; the modules of a model import one of them.
+"""Mask functions that implement a window; the modules of a model import one of them.
 
 Source: `transformers/masking_utils.py`.
 """
@@ -107,7 +107,7 @@ def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
 
 
 def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
-    """List what a model has that keeps a prefix from being stored, and what is expected."""
+    """List the properties of a model that rule out reuse of a prefix, and what is expected."""
     if getattr(config, "is_encoder_decoder", False):
         yield "an encoder and a decoder", "a decoder alone"
         return
@@ -115,7 +115,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     is_bidirectional = getattr(text, "use_bidirectional_attention", None) in {True, "all"}
     if is_bidirectional or any(map(_is_of_encoder, model.modules())):
         yield "attention to later tokens", "attention to earlier tokens only"
-    if getattr(text, "attention_type", None) == "block_sparse":  # of prompts that are long enough
+    if getattr(text, "attention_type", None) == "block_sparse":  # for prompts that are long enough
         yield "attention to blocks, later ones too", "attention to earlier tokens only"
     for kind in _rope_types(getattr(text, "rope_parameters", None)):
         if any(each in kind for each in CHANGING_ROPES):
@@ -131,16 +131,16 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     windows = [at for at, layer in enumerate(layers) if not is_whole(layer)]
     modules = {type(module).__module__ for module in model.modules()}
     masks = (hasattr(sys.modules.get(name), mask) for name in modules for mask in WINDOW_MASKS)
-    if windows and not any(masks):  # else these see to them, and a cache may keep every token
+    if windows and not any(masks):  # else masks implement them, and a cache may keep every token
         yield f"layer {windows[0]}: a window that only its cache sees to", wanted
 
 
 def _is_of_encoder(module: Any) -> bool:
-    """Whether a module keeps keys and values of a layer that attends to later tokens, too.
+    """Whether a module keeps keys and values of a layer that also attends to later tokens.
 
-    Source: `transformers/models/bert/modeling_bert.py`, and all models that are made like it.
+    Source: `transformers/models/bert/modeling_bert.py`, and all models that are derived from it.
     """
-    is_cached = isinstance(getattr(module, "layer_idx", None), int)  # not of towers of images
+    is_cached = isinstance(getattr(module, "layer_idx", None), int)  # not in vision towers
     return is_cached and getattr(module, "is_decoder", None) is False
 
 

@@ -1,7 +1,7 @@
-"""Code of modules: the functions that compute keys and values, and what they find by their names.
+"""Code of modules: the functions that compute keys and values, and what they look up by name.
 
-Functions of known packages are what their names say, as long as nothing was put in their place. Of
-other code the bytes count, and the constants that it reads.
+A function of a known package is identified by its name, unless it was replaced. Other code is
+identified by its bytes and the constants that it reads.
 """
 
 import dis
@@ -20,7 +20,7 @@ import torch
 from kvxfer.engine_side.weight_files import hash_text
 
 PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"})
-"""Packages whose functions are what their names say."""
+"""Known packages, whose functions are identified by their names."""
 ENTRIES = ("forward", "__call__")
 """Methods by which a module is called."""
 OF_TORCH: dict[str, Any] = {
@@ -28,15 +28,15 @@ OF_TORCH: dict[str, Any] = {
 }  # fmt: skip
 """Places of torch's functions."""
 OF_NO_VALUE = (logging.Logger, types.ModuleType, type(typing.Any), typing.TypeVar)
-"""Types of objects that code reads, and that change nothing which it computes."""
+"""Types of objects that code reads, but that do not change what it computes."""
 
 GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
-"""Operations of Python's code that look up a name."""
+"""Operations of Python's bytecode that look up a name."""
 
 
 class Unknown(Exception):  # noqa: N818 - found, not failed
-    """Part of a model that has no value that can be hashed."""
+    """Part of a model that cannot be hashed."""
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class Code:
     """Code that is run for a class of modules, or for a function.
 
     Attributes:
-        names: Functions that are not what their names say, and those of no known package, by place;
-            with what is there, or the hash of their bytes.
+        names: Functions that were replaced, and those of no known package, by place: the name of
+            what is there, or the hash of its bytes.
         values: Objects that functions of no known package read, by name.
-        links: What was looked up: in which namespace, by which name, and what was there.
+        links: Lookups: the namespace, the name, and what was there.
         bodies: Functions, and the code that each had.
     """
 
@@ -63,12 +63,12 @@ class Code:
 
 
 MAX_READ = 4096
-"""Classes and functions whose code is kept; what was looked up keeps them in memory."""
+"""Maximum entries of `_read`, which keep classes and functions in memory."""
 _read: dict[Any, Code] = {}
 
 
 def read_code(start: Any) -> Code:
-    """Read the code that runs for a class of modules, or for a function; it may be `Unknown`."""
+    """Read the code that runs for a class of modules, or for a function; may raise `Unknown`."""
     known = _read.get(start)
     if known is None or not known.is_same():
         known = _Walk(start).code
@@ -79,12 +79,12 @@ def read_code(start: Any) -> Code:
 
 
 def is_known(module: object) -> bool:
-    """Whether a module is that of a known package."""
+    """Whether a module belongs to a known package."""
     return str(module).partition(".")[0] in PACKAGES
 
 
 def where_written(function: Any) -> tuple[str, str]:
-    """Name the module and the name of a function's own code, whatever it was called since."""
+    """Return the module and name that a function's code was written in, whatever its name now."""
     code = getattr(function, "__code__", None)
     if code is None:
         return str(function.__module__ or "builtins"), str(function.__qualname__)
@@ -125,7 +125,7 @@ class _Walk:
         return found
 
     def _follow(self, place: str, name: str, value: Any) -> None:
-        """Follow what code finds by a name at a place."""
+        """Follow the value that code finds under a name at a place."""
         value = _function_of(value)
         if isinstance(value, types.FunctionType):
             self._follow_function(place, f"{place}.{name}", value)
@@ -143,7 +143,7 @@ class _Walk:
             self.code.values[f"{place}.{name}"] = value
 
     def _follow_function(self, home: str, called: str, function: Any) -> None:
-        """Follow a function, and those that it wraps, that the code of `home` calls by a name."""
+        """Follow a function, as the code of `home` names it, and the functions that it wraps."""
         module, name = where_written(inspect.unwrap(function))
         if f"{module}.{name}" != called:
             is_import = called == f"{home}.{name}" and not module.startswith("transformers.models.")
@@ -187,7 +187,7 @@ class _Walk:
     def _follow_names(
         self, module: str, variables: dict[str, Any], of_globals: list[str], attributes: list[str]
     ) -> None:
-        """Follow globals, methods of the class, and what other modules of the package have."""
+        """Follow globals, methods of the class, and names in other modules of the package."""
         modules: list[types.ModuleType] = []
         for name in filter(variables.__contains__, of_globals):
             found = self._look_up(variables, name)
@@ -201,7 +201,7 @@ class _Walk:
                     self._follow(other.__name__, name, found)
 
     def _check_torch(self, name: str) -> None:
-        """Check that torch has under a name what it is called."""
+        """Check that torch has the original under a name; note a replacement."""
         if ("torch", name) in self._seen:
             return
         self._seen.add(("torch", name))
@@ -220,12 +220,12 @@ class _Walk:
                 self.code.names[f"{place}.{name}"] = written
 
     def _is_own(self, module: object) -> bool:
-        """Whether a module is of the package that the walk began in, and no known one."""
+        """Whether a module is of the package that the walk began in, and that is no known one."""
         return not is_known(module) and str(module).partition(".")[0] == self._own
 
 
 def _function_of(value: Any) -> Any:
-    """Find the function of a method, of a property, or of what wraps one; else the value."""
+    """Find the function of a method, a property or a wrapper; return anything else as it is."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     elif isinstance(value, property):
@@ -245,7 +245,7 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def _read_bytes(code: types.CodeType) -> Iterator[Any]:
-    """Read what a function does, without where it stands."""
+    """Read what a function does, without its place in a file."""
     yield code.co_code
     yield code.co_names
     for each in code.co_consts:
@@ -255,7 +255,7 @@ def _read_bytes(code: types.CodeType) -> Iterator[Any]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
+    except ValueError:  # the variable has no value yet
         return None
 
 

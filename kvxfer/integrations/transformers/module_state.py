@@ -1,7 +1,7 @@
-"""State of modules: what decides on keys and values besides parameters, buffers and configuration.
+"""State of modules: what affects keys and values besides parameters, buffers and configuration.
 
-Attributes are a part of the digest of a model, whatever their names. What has no value that can be
-hashed, such as a hook, is an obstacle: as long as it is there, nothing is found and nothing stored.
+Attributes are a part of the digest of a model, whatever their names. A part that cannot be hashed,
+such as a hook, is an obstacle: while it is there, no page is found or stored.
 """
 
 import copy
@@ -24,44 +24,44 @@ from kvxfer.integrations.transformers.interface import Config, registered_functi
 from kvxfer.integrations.transformers.module_code import Unknown, is_known, read_code, where_written
 
 HARMLESS = frozenset({
-    # Of every module: weights, which are hashed apart; hooks, which are looked at apart; training.
+    # Of every module: weights and hooks, which are read elsewhere; but `training` counts.
     *vars(torch.nn.Module()).keys() - {"training"}, "_compiled_call_impl",
-    # How weights come to the model, how they are divided among devices, and what it is called.
+    # How weights get to the model and are divided among devices, and the model's name.
     "name_or_path", "loss_type", "loss_function", "hf_device_map", "all_tied_weights_keys",
     "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules",
     "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
     "_keys_to_ignore_on_save", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit",
     "_use_kernels", "use_kernels", "kernel_config",
-    # What is noted while it runs, and what is checked at each call of `generate()`.
+    # Noted while the model runs, or checked at each call of `generate()`.
     "generation_config", "warnings_issued", "_output_capturing_hooks_installed",
     # Of every tensor.
     "_is_buffer", "_is_param", "persistent",
     # How gradients are computed.
     "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
 })  # fmt: skip
-"""Attributes of modules that change no key and no value of a model in `eval()`."""
+"""Attributes of modules that do not change keys and values of a model in `eval()`."""
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-"""Modules whose hooks note outputs, or ask for gradients."""
+"""Modules of Python whose hooks only record outputs, or ask for gradients."""
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
 MOVER = "accelerate.hooks.AlignDevicesHook"
-"""Hook that moves what a module gets and its weights to a device. It notes addresses of weights."""
+"""Hook that moves a module's inputs and weights to a device. It keeps addresses of weights."""
 PROCESS = " process"
-"""Name of what is no module, and holds for all of them."""
+"""Name under which the state holds what is common to all modules; no module is called so."""
 MAX_DEPTH = 12
-"""Objects within objects that are looked into."""
+"""Maximum depth of nested objects."""
 
 
 def read_state(
     model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Read the state of a model's modules as it is now, with tensors that are no parameters.
+    """Read the present state of a model's modules, with tensors that are not parameters.
 
     Returns:
-        By the name of each module its type and every attribute that counts; and the first part that
-        cannot be hashed, in words.
+        The type and every attribute that counts of each module, by its name; and a description of
+        the first part that cannot be hashed, empty if there is none.
     """
     hooks = [getattr(torch_modules, name) for name in GLOBAL_HOOKS]
     calls = [where_written(vars(torch.nn.Module)[name])[0] for name in CALLS]
@@ -88,9 +88,9 @@ def read_state(
 
 
 def is_thread_altering(device: torch.device) -> bool:
-    """Whether the calling thread computes otherwise on a device: by autocast, or by modes of torch.
+    """Whether autocast or a mode of torch changes what the calling thread computes on a device.
 
-    Keys and values of such a thread have no name, so that they are neither found nor stored.
+    Keys and values of such a thread have no name, so they are neither found nor stored.
     """
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     modes = [*modes, *_get_current_dispatch_mode_stack()]
@@ -99,7 +99,7 @@ def is_thread_altering(device: torch.device) -> bool:
 
 
 def require_unchanged(model: Any) -> None:
-    """Check that the modules are those that the configuration alone makes: files name these."""
+    """Check that the modules are as the configuration makes them: engines' keys name no others."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config)).eval()
     kinds = {name: type(module) for name, module in model.named_modules()}
@@ -116,7 +116,7 @@ def require_unchanged(model: Any) -> None:
 
 
 class _Encoder:
-    """Encoder of attributes as JSON types, the same in every process; modules are named only."""
+    """Encoder of attributes as JSON types, the same in every process; modules are only named."""
 
     def __init__(
         self, names: Mapping[int, str], hash_tensor: Callable[[str, torch.Tensor], bytes]
@@ -159,7 +159,7 @@ class _Encoder:
             raise Unknown("objects within objects")
         kind = type(value)
         if kind is torch.device or f"{kind.__module__}.{kind.__qualname__}" == MOVER:
-            return "device"  # where the weights are is no property of them
+            return "device"  # the place of weights does not change them
         if isinstance(value, (bytes, complex, enum.Enum, np.generic, torch.dtype, range)):
             return repr(value)
         if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ class _Encoder:
         return [module, name, self._encode(cells, depth + 1), code]
 
     def _encode_config(self, config: Any) -> str:
-        """Hash a configuration; modules have one and the same, mostly."""
+        """Hash a configuration, each object once: modules mostly share one."""
         if id(config) not in self._configs:
             facts = config_facts(config)
             for name in ("_attn_implementation", "_experts_implementation"):
@@ -219,20 +219,20 @@ class _Encoder:
 
 
 def _is_of_a_text(deltas: object) -> bool:
-    """Whether the last call was of one text, or there was none; zeros of several fit no prompt."""
+    """Whether the deltas are unset or those of one text; zeros of several texts fit no prompt."""
     return deltas is None or (isinstance(deltas, torch.Tensor) and deltas.tolist() == [[0]])
 
 
 def _require_no_hooks(module: Any) -> None:
-    """Check that nothing alters what a module gets or returns: what a hook does is not known."""
+    """Check that no hook alters a module's inputs or outputs: what a hook does is not known."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        for hook in list(getattr(module, name).values()):  # of which another thread may add some
+        for hook in list(getattr(module, name).values()):  # another thread may add some
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
                 raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
 
 
 def _precision_of_products(model: Any) -> str:
-    """Say to what this process rounds float32 before products; empty where it does not matter."""
+    """Return the precision of float32 products in this process; empty if it does not matter."""
     if getattr(model, "dtype", None) is not torch.float32:
         return ""
     backends = torch.backends

@@ -22,10 +22,10 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagePool:
-    """Pool of pages in host memory, pinned for a GPU; a transfer that is late touches nothing else.
+    """Pool of pages in host memory, pinned for a GPU; late transfers touch no other memory.
 
     A page has the keys and values of `tokens_per_page` tokens of every layer. There are at least
-    `least` pages. Axes of keys, `k`, and of values, `v`, are `USUAL_AXES` unless they are given.
+    `least` pages. `axes` are those of keys, `k`, and of values, `v`; by default `USUAL_AXES`.
 
     Attributes:
         caches: The pool as KV caches, a block for each page.
@@ -88,9 +88,9 @@ class PagePool:
             self.mappings = map_caches(self.caches, shard, axes=axes)
 
     def take_in(self, past: Past, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy pages of a model's cache to the pool; `pages` count from the first token."""
+        """Copy pages of a model's cache, counted from its first token, to slots of the pool."""
         layers = [(layer.keys, layer.values) for layer in past.layers]
-        with torch.inference_mode():  # no gradients, and whatever mode the pool was made in
+        with torch.inference_mode():  # no gradients, whatever mode the pool was created in
             for ours, theirs in self._pairs(layers, pages, slots):
                 ours.copy_(theirs)
 

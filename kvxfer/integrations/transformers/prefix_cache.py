@@ -47,10 +47,10 @@ class _Loaded(NamedTuple):
 class PrefixCache:
     """Cache of prompts' keys and values in any backend, for `generate()` of one model.
 
-    `load` gives the longest stored prefix of a prompt as a `DynamicCache`, `store` keeps the pages
-    of a sequence that are complete, and `generate` does both around the model's own. A page that is
-    damaged, missing or late makes the prefix shorter: the model computes the rest. Pages are found
-    by their tokens and the bytes of the weights, in this and any later process.
+    `load` returns the longest stored prefix of a prompt as a `DynamicCache`, `store` keeps the
+    complete pages of a sequence, and `generate` does both around the model's own `generate`. A
+    damaged, missing or late page shortens the prefix, and the model computes the rest. Pages are
+    found by their tokens and the bytes of the weights, in this and any later process.
 
     May be called from several threads; a call waits within its deadline for memory that others use.
     A cache that `load` returned belongs to the caller alone.
@@ -58,19 +58,19 @@ class PrefixCache:
     Args:
         model: Model with `generate()`: a decoder with full or sliding-window attention.
         backend: URL or mapping of a backend, or several, fastest first, see `connect`.
-        tokens_per_page: Tokens stored under one key; 128, or those of the engine's pages.
-        revision: What the weights are called, besides their digest; with `engine_keys` the
+        tokens_per_page: Tokens stored under one key; 128 by default, or as in the engine's pages.
+        revision: Name of the weights, in addition to their digest; with `engine_keys`, the
             `--revision` of the engine.
-        engine_keys: Keys of an engine to share pages with, `"vllm"` or `VLLMKeys`; by default keys
-            of kvxfer's own.
-        namespace: Fingerprint of the engine's namespace, where the store has several of the model.
-        timeout_s: Deadline of calls without one of their own, None for no limit.
-        pool_bytes: Host memory that pages pass through; raised to two pages, one more per tier.
-        observers: Told what happens to pages, such as `kvxfer.telemetry.metrics.Metrics`.
+        engine_keys: Keys of an engine to share pages with, `"vllm"` or `VLLMKeys`; by default,
+            kvxfer's own keys.
+        namespace: Fingerprint of the engine's namespace, if the store has several of the model.
+        timeout_s: Deadline of calls without one of their own, in seconds; None for no limit.
+        pool_bytes: Host memory that pages pass through; raised to a page per tier, and one more.
+        observers: Observers of pages, such as `kvxfer.telemetry.metrics.Metrics`.
 
     Raises:
-        InvalidArgumentError: An argument is of no use, or the keys and values of the model's
-            prefixes cannot be kept; the error names the reason.
+        InvalidArgumentError: An argument is invalid, or prefixes of this model cannot be reused;
+            the error names the reason.
         UnsupportedEngineError: This release of transformers has another interface.
     """
 
@@ -99,7 +99,7 @@ class PrefixCache:
         self._layers = find_layers(model)
         self._weights = Weights(model)
         self._change: str | None = ""  # of the model, as of the last call
-        self._has_changed = False  # at any call
+        self._has_changed = False  # as of any call
         if engine_keys:
             keys = VLLMKeys() if engine_keys == "vllm" else engine_keys
             if not isinstance(keys, VLLMKeys):
@@ -141,7 +141,7 @@ class PrefixCache:
             describer=BlockDescriber(self._pool.caches),
         )
         self._guard = CallGuard("prefix cache")
-        self._ended = runtime.condition()  # of a call
+        self._ended = runtime.condition()  # notified when a call ends
         self._num_calls = 0
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
 
@@ -152,16 +152,16 @@ class PrefixCache:
 
         Args:
             input_ids: Token ids of the whole prompt, integers, `(1, num_tokens)`.
-            attention_mask: The mask that `generate` will be given, if any; all ones.
-            timeout_s: Deadline from now, instead of the cache's; what has not come by then is
-                computed.
+            attention_mask: Mask that `generate` will get, if any; must be all ones.
+            timeout_s: Deadline from now, instead of the cache's; what has not arrived by then is
+                left to the model.
 
         Returns:
-            A `DynamicCache` of the caller's own, for `past_key_values` or `cache`; empty: no hit.
+            A new `DynamicCache`, to pass as `past_key_values` or `cache`; empty if there is no hit.
 
         Raises:
-            InvalidArgumentError: There are several sequences, padding, or inputs that are no text;
-                or the model's `generation_config` computes whole prompts, as `use_cache=False`.
+            InvalidArgumentError: There are several sequences, padding, or inputs besides text; or
+                the model's `generation_config` computes whole prompts, as with `use_cache=False`.
             ClosedError: The cache was closed.
         """
         prompts.require_prefix_used({}, self._model)
@@ -171,7 +171,7 @@ class PrefixCache:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, settings, self._model)
-        is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
+        is_altered = is_thread_altering(self._model.device)  # differs from thread to thread
         with self._call(timeout_s) as deadline:
             expected = self._change
             finding = begin_aside("kvxfer-weights", self._weights.find_change)
@@ -203,22 +203,22 @@ class PrefixCache:
         return past
 
     def store(self, output: Any, past: Past, *, timeout_s: float | None = None) -> int:
-        """Store the pages of a sequence that are complete and not there yet.
+        """Store the complete pages of a sequence that are not there yet.
 
-        The last token that was sampled has no keys and values, so it is never stored.
+        The last sampled token has no keys and values, so it is never stored.
 
         Args:
             output: What `generate` returned: token ids `(1, num_tokens)`, or an output with
                 `sequences`.
-            past: The cache that it was given, which has the keys and values of these tokens.
+            past: The cache that `generate` was given, with the keys and values of these tokens.
             timeout_s: Deadline from now, instead of the cache's; the rest is not stored.
 
         Returns:
-            Tokens of the pages that were stored by this call.
+            Number of tokens in the pages that this call stored.
 
         Raises:
             InvalidArgumentError: There are several sequences or beams, the cache drops tokens or
-                is that of another model, or the tokens are not its tokens.
+                belongs to another model, or `output` has other tokens than the cache.
             ClosedError: The cache was closed.
         """
         self._guard.check()
@@ -263,22 +263,22 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: As `load`; or there are beams, several sequences, inputs besides
-                tokens, or settings that compute the whole prompt behind a prefix.
-            ClosedError: The cache was closed before.
+                tokens, or settings with which the whole prompt is computed after the prefix.
+            ClosedError: The cache was closed.
         """
         prompts.require_one_sequence(settings, self._model)
         prompts.require_tensor(input_ids)
         past = self._load(input_ids, settings, None)
         output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
-        if self._loaded[past].change is not None:  # else its shapes may be others, too
-            with suppress(ClosedError):  # meanwhile
+        if self._loaded[past].change is not None:  # else its shapes may have changed, too
+            with suppress(ClosedError):  # closed meanwhile
                 self.store(output, past)
         return output
 
     def close(self) -> None:
-        """Close the backend; what was stored is then in every tier. May be called again.
+        """Close the backend, which first writes stored pages to every tier; may be called again.
 
-        Waits for the calls of other threads, no longer than the deadline.
+        Waits for the calls of other threads, for at most `timeout_s`.
         """
         self._guard.close()
         with self._ended:
@@ -294,7 +294,7 @@ class PrefixCache:
 
     @contextmanager
     def _call(self, timeout_s: float | None) -> Iterator[float]:
-        """Count a call until it ends; yields its deadline."""
+        """Count a call until it ends; yield its deadline."""
         given = require_timeout("timeout_s", timeout_s)
         left_s = self._timeout_s if given is None else given
         with self._ended:
@@ -308,18 +308,18 @@ class PrefixCache:
 
     def _note(self, change: str | None) -> str | None:
         self._change = change
-        if change != "":  # without taking back what another thread notes
+        if change != "":  # never reset: another thread may have set it
             self._has_changed = True
         return change
 
     def _keys(self, tokens: Sequence[int], num_tokens: int, change: str | None) -> list[BlockKey]:
-        """Make the keys of the whole pages of the first tokens; none where nothing names them."""
+        """Make the keys of the whole pages of the first tokens; none if weights have no name."""
         if change is None:
             return []
         whole = max(0, num_tokens - num_tokens % self.tokens_per_page)
         if self._vllm is None:
             made = PromptKeys(tokens, scope=change.encode())
             return made.block_keys(0, self.tokens_per_page, whole)
-        if change:  # the engine's keys do not name its weights: these are no longer the same
+        if change:  # the engine's keys do not name the weights, which now differ from the engine's
             return []
         return self._vllm.page_keys(tokens[:whole])

@@ -15,14 +15,14 @@ from kvxfer.integrations.transformers.interface import (
 )
 
 TOKEN_FIELDS = re.compile(r"(.+)_token_(?:ids?|index|idx)")
-"""Names of fields of a configuration that name tokens, and for what they stand."""
+"""Names of configuration fields with token ids; the group is what the token stands for."""
 TEXT_TOKENS = frozenset({
     "assistant", "bos", "cls", "decoder_start", "eod", "eos", "forced_bos", "forced_eos", "im_end",
     "im_start", "mask", "pad", "sep", "system", "unk", "user",
 })  # fmt: skip
-"""What tokens of a text stand for. Every other one stands for an input that is no text."""
+"""What special tokens of text stand for. All others stand for inputs that are not text."""
 OF_SOUNDS = ("codebook_", "codec_", "t2u_", "tts_")
-"""Tokens of another vocabulary, whose numbers are those of words in a prompt."""
+"""Prefixes for tokens of another vocabulary, whose ids may be those of words in a prompt."""
 BEAMS = ("num_beams", "num_return_sequences")
 WHOLE_PROMPT: dict[str, object] = {
     "use_cache": True,
@@ -32,7 +32,7 @@ WHOLE_PROMPT: dict[str, object] = {
     "prefill_chunk_size": None,
 }
 """Settings of `generate()`, and the value of each with which it computes only what a cache lacks.
-With another value it computes the whole prompt behind the cache, and goes on with other tokens.
+With another value, it computes the whole prompt after the cached prefix, and gets other tokens.
 Source: transformers/generation/utils.py, `_prefill`, `_assisted_decoding`."""
 OWN_CACHE = "cache_implementation"
 HARMLESS = frozenset({
@@ -51,13 +51,13 @@ HARMLESS = frozenset({
     # What it returns.
     "output_attentions", "output_hidden_states", "output_scores", "output_logits",
     "return_dict_in_generate",
-    # Of caches that it does not make, and of assistants that it does not have.
+    # For caches that it does not create, and assistants that it does not have.
     "max_cache_len", "cache_config", "compile_config", "disable_compile", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
     "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size",
 })  # fmt: skip
-"""Arguments of `generate()` with which equal tokens have equal keys and values. `generate()` hands
-those that it does not know to the model, which may compute anything of them."""
+"""Arguments of `generate()` that do not change the keys and values of a token. `generate()` passes
+unknown arguments to the model, which may compute anything with them."""
 
 
 def read_tokens(name: str, ids: Any) -> list[int]:
@@ -73,7 +73,7 @@ def read_tokens(name: str, ids: Any) -> list[int]:
 
 
 def require_tensor(ids: Any) -> None:
-    """Check that token ids are as the model's `generate()` takes them, with a token at least."""
+    """Check that token ids are as the model's `generate()` takes them, at least one."""
     num_tokens = len(read_tokens("input_ids", ids))
     found = f"shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ids
     if not num_tokens or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -82,15 +82,15 @@ def require_tensor(ids: Any) -> None:
 
 
 def _as_tensor(given: Any) -> Any:
-    """Make a tensor of a list; what is none stays as it is."""
+    """Convert a list to a tensor; return anything else as it is."""
     try:
         return torch.as_tensor(given, device="cpu") if isinstance(given, (list, tuple)) else given
-    except (TypeError, ValueError, RuntimeError):  # ragged, of no numbers, too large
+    except (TypeError, ValueError, RuntimeError):  # ragged, not numbers, or too large
         return given
 
 
 def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> None:
-    """Check that a prompt is text without padding, so that its tokens say all about it.
+    """Check that a prompt is text without padding, so that its tokens determine keys and values.
 
     Tokens that the model has no embedding for may stand for an image or a sound.
     """
@@ -112,7 +112,7 @@ def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> Non
         raise InvalidArgumentError("input_ids", found, wanted)
     try:
         limit = int(model.get_input_embeddings().num_embeddings)
-    except (AttributeError, NotImplementedError):  # it may have any
+    except (AttributeError, NotImplementedError):  # no known limit
         limit = INT64_MAX
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < limit:
@@ -141,9 +141,9 @@ def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
-    """Check that `generate()` computes only what its cache lacks, by its arguments and the model's.
+    """Check that `generate()` computes only what its cache lacks, with these settings.
 
-    A setting that is not known to be harmless is refused.
+    Those left open are the model's. A setting that is not known to be harmless is refused.
     """
     given = settings.get("generation_config")
     if given is not None and not isinstance(given, GenerationConfig):
@@ -154,7 +154,7 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
         allowed = (harmless,) if name in settings else (harmless, None)
         _require_one_of(allowed, name, settings, model, wanted)
     wanted = "None: generate() goes on from the cache that it is given"
-    # Old checkpoints have "hybrid", with which generate() makes no cache.
+    # Old checkpoints have "hybrid", for which generate() creates no cache.
     _require_one_of((None, "hybrid"), OWN_CACHE, settings, model, wanted)
     wanted = "none: it is not known whether keys and values stay those of the tokens"
     for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
@@ -179,14 +179,14 @@ def _say(value: object) -> object:
 def _require_one_of(
     allowed: tuple[object, ...], name: str, settings: dict[str, Any], model: Any, wanted: str
 ) -> None:
-    """Check a setting. Values of other types are not compared: that may do anything."""
+    """Check a setting. Values of other types are not compared: their `==` may do anything."""
     value = _find_setting(name, settings, model)
     if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
         raise InvalidArgumentError(name, _say(value), wanted)
 
 
 def _find_setting(name: str, settings: dict[str, Any], model: Any) -> Any:
-    """Find a setting as `generate()` does: what a configuration leaves open is the model's."""
+    """Find a setting as `generate()` does: an argument, else as configured, else the model's."""
     value = getattr(settings.get("generation_config"), name, None)
     value = getattr(model.generation_config, name, None) if value is None else value
     return settings.get(name, value)

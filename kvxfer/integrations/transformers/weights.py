@@ -16,9 +16,9 @@ from kvxfer.runtime import DaemonThreads
 
 MAX_THREADS = 8
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
-"""Odd multipliers that make factors of places.
+"""Odd multipliers that turn places into factors.
 
-Source: SplitMix64, https://doi.org/10.1145/2714064.2660195, without the bit of the sign.
+Source: SplitMix64, https://doi.org/10.1145/2714064.2660195, without the sign bit.
 """
 
 logger = logging.getLogger(__name__)
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 class Weights:
     """Weights of a model: parameters, buffers, and the modules that they are in.
 
-    The digest is that of the bytes and of the modules' attributes, so weights that were fine-tuned,
-    merged or replaced have another one, and so have a model with an adapter or another `scaling`,
-    and one in training, whose dropout is random.
-    Hashing takes about as long as a decoded token on a CPU. Weights of a GPU are hashed once, and
-    later only their rows and columns are summed up there, which any training changes.
+    The digest is that of the bytes and of the modules' attributes. Weights that are fine-tuned,
+    merged or replaced have another one, as do a model with an adapter or another `scaling`, and one
+    in training, whose dropout is random. Hashing takes about as long as decoding a token on a CPU.
+    Weights on a GPU are hashed once; later, only sums of their rows and columns, which any training
+    changes, are computed there.
 
     Attributes:
-        digest: 32 hexadecimal digits, of the weights as they were at first.
+        digest: 32 hexadecimal digits, of the weights at the start.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = getattr(model, "_orig_mod", model)  # compiled, it computes the same
+        self._model = getattr(model, "_orig_mod", model)  # a compiled model computes the same
         self._threads = min(MAX_THREADS, runtime.num_cores())
         self._kind = self._find_kind()
         self._logged = ""
@@ -46,7 +46,7 @@ class Weights:
         self._mark, _ = self._hash(_sum_up)
 
     def find_change(self) -> str | None:
-        """Return the digest of the weights as they are now; empty if they are those of the start.
+        """Return the digest of the weights now; empty if they have not changed since the start.
 
         None while the model has a part that cannot be hashed, such as a hook; the log names it.
         """
@@ -59,7 +59,7 @@ class Weights:
         return getattr(self._model, "dtype", None), getattr(self._model, "device", None)
 
     def _hash(self, take: Callable[[str, torch.Tensor], bytes]) -> tuple[str, str]:
-        """Hash the model, with `take` for each tensor; also name what cannot be hashed, if any."""
+        """Hash the model, with `take` for each tensor; also name a part that cannot be hashed."""
         state, obstacle = read_state(self._model, take)
         if self._find_kind() != self._kind:
             obstacle = "a conversion or move of the model"
@@ -97,18 +97,18 @@ def _read(name: str, tensor: torch.Tensor) -> bytes:
 
 
 def _sum_up(name: str, tensor: torch.Tensor) -> bytes:
-    """Hash the bytes of a tensor on a CPU; of another one sum up its elements where it is."""
+    """Hash the bytes of a tensor on a CPU; sum up the elements of any other on its device."""
     if tensor.device.type in {"cpu", "meta"} or not tensor.numel():
         return _read(name, tensor)
     return sum_in_place(tensor)
 
 
 def sum_in_place(tensor: torch.Tensor) -> bytes:
-    """Sum up the bits of a tensor by row and by column, and these sums by their place.
+    """Sum up the bits of a tensor by row and by column, and these sums weighted by place.
 
-    Two passes over the tensor, on its device, and no copy of it. Whatever changes elements changes
-    the sums, whatever exchanges some, rows or columns, too; but for changes that cancel out in
-    every row and in every column. Another place in memory does not.
+    Takes two passes over the tensor, on its device, without a copy. The result changes if elements
+    change, or elements, rows or columns are exchanged, unless the changes cancel out in every row
+    and in every column. Another place in memory does not change it.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     rows = tensor.contiguous().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
@@ -118,7 +118,7 @@ def sum_in_place(tensor: torch.Tensor) -> bytes:
 
 
 def _by_place(sums: torch.Tensor) -> torch.Tensor:
-    """Sum up integers, each with a factor of its place, modulo 2**64."""
+    """Sum up integers, each times a factor of its place, modulo 2**64."""
     factors = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=sums.device)
     for multiplier in MIXING:
         factors = factors * multiplier
