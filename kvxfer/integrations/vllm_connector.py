@@ -1,4 +1,4 @@
-"""Hooks for a vLLM connector of one's own, under the path that connectors import."""
+"""Hooks for a custom vLLM connector, under the path that connectors import."""
 
 from kvxfer.integrations.vllm.common.kv_caches import KVCacheHooks
 
