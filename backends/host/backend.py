@@ -89,7 +89,7 @@ class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         integrity: object = self.integrity
-        if isinstance(integrity, Integrity):  # as other backends have it
+        if isinstance(integrity, Integrity):  # as for other backends
             integrity.require_keyless()
             integrity = MemoryIntegrity(integrity.value)
         if self.shared and integrity is MemoryIntegrity.FENCED:
@@ -314,7 +314,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             pinned, left = self._index.quarantine_all(prefix)
             self._reports.removed(pinned, Removal.DELETED)
             if left:
-                raise BackendUnavailableError("blocks are being stored")
+                text = "host memory keeps blocks that are being stored; purge it again"
+                raise BackendUnavailableError(text)
 
     def _remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Remove blocks that nobody uses; a reader that has their addresses fails its check."""
@@ -532,7 +533,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
             if outcome.status is not Status.CORRUPT:
                 continue
-            logger.warning("dropped a corrupt block: %s", outcome.reason)
+            logger.warning("host memory: dropped a corrupt block: %s", outcome.reason)
             with self._lock:
                 if key in self._index and self._index.slot_of(key) == slot:
                     self._index.quarantine(key)
@@ -552,7 +553,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self._index.quarantine(key)
             self._reports.removed(found, Removal.CORRUPT)
         for key in found:
-            logger.warning("dropped a corrupt block: %s has changed in memory", key.hex())
+            logger.warning("host memory: dropped a corrupt block: bytes of %s changed", key.hex())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         gauges = self._index.gauges(self.pool.shape.slot_size_bytes)
@@ -596,4 +597,4 @@ def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descript
 
 
 def _no_room(num_slots: int) -> Outcome:
-    return Outcome(Status.FAILED, reason=f"no room: {num_slots} slots, none can be evicted")
+    return Outcome(Status.FAILED, reason=f"no room: none of {num_slots} slots can be evicted")

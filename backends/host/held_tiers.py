@@ -100,7 +100,7 @@ class HeldTiers:
         tiers = tiers_of(self.backend)
         hosts = filter(None, (tier.provide(HostBackend) for tier in tiers))
         logger.info(
-            "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
+            "settled namespace %s of %r: %d slots of %s in host memory, %d tiers below",
             namespace.fingerprint,
             namespace.model,
             sum(host.num_slots for host in hosts),
@@ -136,7 +136,7 @@ async def drain_sessions(
     what: str, sessions: Callable[[], Sequence[Session]], timeout_s: float
 ) -> None:
     """Drain sessions, and wait until all are idle; log a warning if some are not in time."""
-    logger.info("draining: no new %s, %d are connected", what, len(sessions()))
+    logger.info("draining: no new %s are accepted, %d are connected", what, len(sessions()))
     for session in sessions():
         session.drain()
     try:
@@ -144,4 +144,4 @@ async def drain_sessions(
             while not all(each.is_idle for each in sessions()):  # noqa: ASYNC110 - once a life
                 await asyncio.sleep(DRAIN_POLL_S)
     except TimeoutError:
-        logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
+        logger.warning("%s: blocks are still in use after %g s; closing anyway", what, timeout_s)

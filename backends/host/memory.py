@@ -200,7 +200,7 @@ class SharedSegment(MappedMemory):
             try:
                 fd = os.open(self._path, flags, 0o600)
             except PermissionError as exc:  # usually another user's file
-                wanted = f"another one, or a {self._path} that this user may open"
+                wanted = f"another name, or a {self._path} that this user may open"
                 raise InvalidArgumentError("name", self.name, wanted) from exc
             try:
                 self._require_own(fd)
@@ -218,13 +218,13 @@ class SharedSegment(MappedMemory):
                 raise
             os.close(fd)
             runtime.sleep(CREATION_PAUSE_S)
-        text = f"another process has been creating it for {CREATION_TIMEOUT_S:g} s"
+        text = f"another process has been creating this segment for {CREATION_TIMEOUT_S:g} s"
         raise BackendUnavailableError(f"{self._path}: {text}")
 
     def _require_own(self, fd: int) -> None:
         """Check that this user owns the file: another owner could read, forge and truncate it."""
         if (user := os.fstat(fd).st_uid) != os.geteuid():
-            wanted = f"another one, or no {self._path} of user {user}"
+            wanted = f"another name, or no {self._path} of user {user}"
             raise InvalidArgumentError("name", self.name, wanted)
 
     def _require_same(self, fd: int, header: bytes, num_bytes: int) -> None:
@@ -303,6 +303,6 @@ def _remove_abandoned() -> None:
                 path.unlink()
                 logger.info("removed abandoned shared memory %s", path)
         except OSError as exc:  # another user's, writable by all
-            logger.info("abandoned shared memory %s stays: %s", path, exc)
+            logger.info("cannot remove abandoned shared memory %s: %s", path, exc)
         finally:
             os.close(fd)

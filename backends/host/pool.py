@@ -164,7 +164,7 @@ class HostPool:
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
         if (longest := int(np.maximum.reduce(stops))) > self.shape.part_size_bytes:
-            limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
+            limit = f"at most {self.shape.part_size_bytes}, the bytes of a slot's part"
             raise InvalidArgumentError("bytes of a block", longest, limit)
         self.empty(slots, part)
         target = self.describe(slots, starts, stops, part=part)
@@ -444,7 +444,7 @@ class HostPool:
         if first < start or stop < last:
             return PARTIAL
         if stop > self.shape.part_size_bytes or start > stop:
-            return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")
+            return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says bytes {start} to {stop}")
         return DONE
 
     def _verify_bytes(

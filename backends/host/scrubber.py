@@ -80,7 +80,7 @@ class Scrubber:
 
     def _run(self, starter: int) -> None:
         if threading.get_ident() == starter:  # no thread could be started; this would never return
-            logger.warning("blocks in host memory are not scrubbed: there is no thread for it")
+            logger.warning("host memory is not scrubbed: no thread could be started")
             return
         slots: Sequence[int] = ()
         while not self._stop.wait(BATCH_S if slots else ROUND_S):
@@ -90,7 +90,7 @@ class Scrubber:
             try:
                 slots = self._scrub(pool, slots or pool.occupied())
             except Exception:
-                logger.exception("blocks in host memory are not scrubbed any more")
+                logger.exception("host memory is no longer scrubbed: the scrubber failed")
                 return
             del pool
 
