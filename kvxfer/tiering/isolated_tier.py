@@ -170,7 +170,7 @@ class IsolatedTier:
         try:
             await self._calls.wait_for(self._timeouts.close_s, self._when_quiet(purge))
         except Exception as exc:
-            logger.warning("%s: not everything was deleted", self.name, exc_info=exc)
+            logger.warning("%s: could not delete every block", self.name, exc_info=exc)
             return False
         return True
 
@@ -210,7 +210,7 @@ class IsolatedTier:
         try:
             await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
-            logger.warning("%s: not closed after %g s", self.name, self._timeouts.close_s)
+            logger.warning("%s: did not close within %g s", self.name, self._timeouts.close_s)
 
     def hold(
         self, sizes: Sequence[int], starts: Sequence[int]
@@ -237,7 +237,7 @@ class IsolatedTier:
         """Return the outcomes of a move that is skipped; None if the backend may be called."""
         if self._may_call(operation, keys):
             return None
-        unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
+        unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} is not available")
         # A block to be written back is there, but cannot be read: that is no miss.
         is_miss = operation is Operation.LOAD and cause is not Cause.WRITE_BACK
         return [MISSING if is_miss else unavailable] * len(keys)

@@ -86,7 +86,7 @@ class TierWriter:
             self._target.reports.not_written_back([*blocks])
             return
         if dropped := self.queue.add(blocks):
-            text = "tier %d is too slow: %d blocks are not written back there"
+            text = "tier %d is too slow: %d blocks are not written back to it"
             logger.warning(text, self._target.index, len(dropped))
             self._target.reports.not_written_back(dropped)
         if len(self.queue):
@@ -115,7 +115,7 @@ class TierWriter:
         """
         self._is_closed = True
         if len(self.queue):
-            text = "tier %d: %d blocks were not written back there"
+            text = "tier %d: closing before %d blocks were written back to it"
             logger.warning(text, self._target.index, len(self.queue))
         self.drop()
         if self._worker is not None:
@@ -248,7 +248,7 @@ class TierWriter:
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Log and report blocks that are not retried."""
         if keys:
-            text = "tier %d: %d blocks are not written back there after %d attempts"
+            text = "tier %d: gave up writing back %d blocks after %d attempts"
             logger.warning(text, self._target.index, len(keys), MAX_ATTEMPTS)
             self._target.reports.not_written_back(keys)
 

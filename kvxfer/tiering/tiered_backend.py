@@ -355,7 +355,7 @@ class TieredBackend(TellsKept):
                 if not (await tier.purge(prefix) and is_quiet):
                     left.append(tier.name)
         if left:
-            raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
+            raise BackendUnavailableError(f"{', '.join(left)}: could not delete every block")
 
     async def drain_of(self, blocks: Descriptors) -> None:
         """See `SharesBuffers.drain_of`."""
@@ -411,7 +411,8 @@ class TieredBackend(TellsKept):
             await asyncio.wait([self._settling], timeout=self._close_s)
             if not self._settling.done():
                 self._settling.cancel()
-                logger.warning("blocks still move between tiers after %g s", self._close_s)
+                text = "closing: blocks still move between tiers after %g s"
+                logger.warning(text, self._close_s)
 
     async def _settle(self) -> None:
         while len(self._locks):
@@ -427,7 +428,7 @@ class TieredBackend(TellsKept):
                 for tier in self._lower:
                     await tier.wait_for_requests()
         except TimeoutError:
-            logger.warning("staging memory is still in use after %g s", self._close_s)
+            logger.warning("closing: staging memory is still in use after %g s", self._close_s)
 
     async def _find(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
         """Find which tier has each key; a block below the first is verified, or stored in part."""
@@ -445,11 +446,11 @@ class TieredBackend(TellsKept):
         for start, stop in self._staging.cut(sizes):
             batch = keys[start:stop]
             async with AsyncExitStack() as held:
-                try:  # not under the locks, which others wait for
+                try:  # before the locks, which other calls wait for
                     hold = tier.hold(sizes[start:stop], [0] * len(batch))
                     staged = await held.enter_async_context(hold)
                 except TimeoutError:
-                    logger.warning("%s: no staging buffer comes back in time", tier.name)
+                    logger.warning("%s: no staging buffer came back in time", tier.name)
                     break
                 await held.enter_async_context(self._locks.acquire(batch))
                 promoted = await self._first.ask(batch) or set()  # by another call meanwhile
@@ -578,9 +579,9 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
                         found += [key for key, each in zip(batch, there, strict=True) if each]
                     break
     except TimeoutError:
-        logger.warning("preloading was cut off after %g s", timeout_s)
+        logger.warning("preloading stopped at its deadline of %g s", timeout_s)
     if found and (lender := first.provide(Lender)) is not None:
         lender.peek(found)  # counts as a use, so the latest block is evicted last
-    text = "preloaded %d of the %d blocks used last in %.1f s"
+    text = "preloaded %d of the %d most recently used blocks in %.1f s"
     logger.info(text, len(found), len(known), runtime.monotonic() - began)
     return len(found)

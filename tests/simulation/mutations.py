@@ -69,11 +69,11 @@ TABLE = """
 @@ isolation 20 keys that are brought up are locked before there is a buffer
              async with AsyncExitStack() as held:
 +                await held.enter_async_context(self._locks.acquire(batch))
-                 try:  # not under the locks, which others wait for
+                 try:  # before the locks, which other calls wait for
                      hold = tier.hold(sizes[start:stop], [0] * len(batch))
                      staged = await held.enter_async_context(hold)
                  except TimeoutError:
-                     logger.warning("%s: no staging buffer comes back in time", tier.name)
+                     logger.warning("%s: no staging buffer came back in time", tier.name)
                      break
 -                await held.enter_async_context(self._locks.acquire(batch))
 @@ tiers 60 a delete does not wait for what moves
