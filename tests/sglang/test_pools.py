@@ -133,9 +133,9 @@ class MXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("__class__", MXFP8Host, "'kv' is a MXFP8Host, and known are"),
+        ("__class__", MXFP8Host, "'kv' is a MXFP8Host; supported kinds are"),
         ("page_num", NUM_PAGES + 1, "'kv', layout 'page_first', should have a buffer"),
-        ("layout", "page_first_kv_split", "'page_first_kv_split', and known are layer_first"),
+        ("layout", "page_first_kv_split", "'page_first_kv_split'; supported layouts are layer_f"),
     ],
 )
 def test_a_pool_of_another_kind_shape_or_layout_is_refused_by_name(

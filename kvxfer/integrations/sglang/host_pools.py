@@ -74,13 +74,13 @@ def read_pool(name: str, pool: Any) -> HostPages:
     kind = type(pool).__name__
     if kind not in _KINDS or not type(pool).__module__.startswith("sglang."):
         known = ", ".join(sorted(_KINDS))
-        raise LayoutError(f"host pool {name!r} is a {kind}, and known are {known}")
+        raise LayoutError(f"host pool {name!r} is a {kind}; supported kinds are {known}")
     if getattr(pool, "dcp_size", 1) > 1:
-        raise LayoutError(f"host pool {name!r} has the tokens of one of {pool.dcp_size} ranks")
+        raise LayoutError(f"host pool {name!r} has the tokens of only one of {pool.dcp_size} ranks")
     try:
         return _KINDS[kind](name, pool)
     except AttributeError as exc:
-        raise LayoutError(f"host pool {name!r}, a {kind}, is of another release: {exc}") from exc
+        raise LayoutError(f"host pool {name!r}, a {kind}, has another interface: {exc}") from exc
 
 
 def _read_attention(name: str, pool: Any) -> HostPages:
@@ -131,7 +131,7 @@ def _read_axes(
     if pool.layout not in layouts:
         known = ", ".join(layouts)
         raise LayoutError(
-            f"host pool {name!r} has the layout {pool.layout!r}, and known are {known}"
+            f"host pool {name!r} has the layout {pool.layout!r}; supported layouts are {known}"
         )
     layout, buffer, num_pages = layouts[pool.layout], pool.kv_buffer, pool.page_num
     group = replace(spec, num_kv_heads=spec.num_kv_heads // num_groups)
@@ -152,7 +152,7 @@ def _read_axes(
         or buffer.device.type != "cpu"
     ):
         found = getattr(buffer, "shape", type(buffer).__name__)
-        wanted = f"a buffer {tuple(shape)} of {pool.dtype} in host memory, and has {found}"
+        wanted = f"a buffer {tuple(shape)} of {pool.dtype} in host memory, but has {found}"
         raise LayoutError(f"host pool {name!r}, layout {pool.layout!r}, should have {wanted}")
     config = KVCacheConfig(num_pages * num_groups, (KVCacheGroup(group, _layer_names(pool)),))
     caches = canonicalize({name: buffer.view(shape)}, config, layouts={name: layout})
@@ -191,7 +191,7 @@ def _read_opaque(
     for index, buffer in enumerate(buffers):
         if len(buffer) != len(buffers[0]) or not buffer.is_contiguous():
             shape = f"{tuple(buffer.shape)}, strides {buffer.stride()}"
-            raise LayoutError(f"host pool {name!r} should have {len(buffers[0])} rows: {shape}")
+            raise LayoutError(f"host pool {name!r} should have {len(buffers[0])} rows, has {shape}")
         rows = buffer.reshape(len(buffer), -1).view(torch.int8)
         tensors.append(CanonicalKVCacheTensor(rows, rows.shape[1]))
         refs.append(CanonicalKVCacheRef(index, rows.shape[1], layer_names=(f"{name}.{index}",)))

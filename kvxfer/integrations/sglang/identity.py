@@ -52,8 +52,7 @@ PROPOSING = frozenset({
     "speculative_skip_dp_mlp_sync", "speculative_adaptive", "speculative_adaptive_config",
     "spec_trace_dir", "_speculative_draft_quantization_explicitly_set",
 })  # fmt: skip
-"""Harmless settings of a draft model: how many tokens it proposes, which of these are accepted, and
-kernels."""
+"""Harmless settings of draft models: how many tokens are proposed, which are accepted, kernels."""
 
 LOSSY_WORDS = frozenset({
     "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",

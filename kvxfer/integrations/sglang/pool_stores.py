@@ -177,7 +177,7 @@ class PoolStores:
                 if self._closed or name in self._stores:
                     return None if self._closed else self._stores[name]
                 if name not in self.pools:
-                    text = "nothing is stored of the pool %s, which was not registered"
+                    text = "no page of pool %s is stored or found: SGLang did not register the pool"
                     logger.error(text, name)
                     self._stores[name] = None
                     return None
@@ -201,7 +201,7 @@ class PoolStores:
             weights, _ = self._version
         if weights != thread.weights and not thread.is_stale:
             thread.is_stale = True  # even if another update brings the old weights back
-            logger.warning("nothing is stored until SGLang's cache is flushed: the weights changed")
+            logger.warning("no page is stored until SGLang's cache is flushed: the weights changed")
         return None if thread.is_stale else place
 
     def purge(self, deadline: float) -> None:
@@ -265,11 +265,11 @@ class PoolStores:
             runtime.result(opening, wait_s)
         except Exception as exc:
             if not opening.done():
-                text = "nothing of %s is stored or found: its store is still opening"
+                text = "no page of pool %s is stored or found: its store is still opening"
                 logger.log(logging.DEBUG if self._is_late else logging.WARNING, text, name)
                 self._is_late = True
                 return False
-            logger.exception("nothing is stored of the pool %s", name, exc_info=exc)
+            logger.exception("the store of pool %s cannot be opened", name, exc_info=exc)
             return name not in self._failed
         return True
 
@@ -354,4 +354,4 @@ def _close(store: PageStore) -> None:
     try:
         store.close()
     except Exception as exc:  # noqa: BLE001 - SGLang closes it while the process ends
-        logger.warning("the storage cannot be closed: %r", exc)
+        logger.warning("kvxfer's storage of SGLang cannot be closed: %r", exc)

@@ -52,7 +52,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
     """
     given = dict(extra_config or {})
     if not given.get("interface_v1"):
-        rule = "1: through SGLang's older interface every page would be copied once more"
+        rule = "1: with SGLang's older interface, every page would be copied once more"
         raise InvalidArgumentError("interface_v1", given.get("interface_v1"), rule)
     ours = {name: value for name, value in given.items() if name not in SGLANG_FIELDS}
     settings = convert_settings(

@@ -129,7 +129,8 @@ class KVXferStorage(Plug, HiCacheStorage):
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 fitting = _ends(there, max(1, len(transfer.keys or ())))
             else:
-                logger.warning("pool %s: unknown policy %s", transfer.name, transfer.hit_policy)
+                text = "no hit in pool %s: its hit policy %s is unknown"
+                logger.warning(text, transfer.name, transfer.hit_policy)
                 fitting = set()
             if fitting:
                 hits[transfer.name] = max(fitting)
@@ -198,7 +199,7 @@ class KVXferStorage(Plug, HiCacheStorage):
                 answers = iter(store.lookup(wanted, deadline))
                 found |= {name: list(islice(answers, len(keys))) for name, _ in members}
         except Exception:
-            logger.exception("a lookup of %d pages failed", len(keys))
+            logger.exception("lookup of %d pages failed, so they are misses", len(keys))
         return found
 
     def _move_all(
@@ -233,7 +234,7 @@ class KVXferStorage(Plug, HiCacheStorage):
             done = store.move_pages(direction, group, block_keys, pages, deadline)
             self._count(direction, name, sum(done), runtime.monotonic() - began)
         except Exception:
-            logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)
+            logger.exception("%s of %d pages of pool %s failed", direction.name, len(keys), name)
             return [False] * len(keys)
         return done
 
