@@ -190,7 +190,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 runtime.result(deleting, self._settings.timeout_s + 1)
             self._deliver()
         except Exception as exc:
-            logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
+            logger.warning("a delete of %d objects failed", len(keys), exc_info=exc)
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -204,7 +204,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         try:
             after = bytes.fromhex(cursor or "")
         except (TypeError, ValueError) as exc:
-            raise InvalidArgumentError("cursor", cursor, "the token of a page before") from exc
+            raise InvalidArgumentError("cursor", cursor, "a cursor of an earlier page") from exc
         left = self._residents.list_objects(after, page_size + 1, model_name)
         page = left[:page_size]
         entries = tuple(KeyEntry(key.to_encoded_object_key(), size) for _, key, size in page)
@@ -274,7 +274,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             else:
                 task.end()
         except Exception as exc:
-            logger.warning("a task of %d objects was not begun", num_keys, exc_info=exc)
+            logger.warning("a task of %d objects could not begin", num_keys, exc_info=exc)
             task.end()
         return task_id
 
@@ -313,7 +313,7 @@ def _tell(notify: Callable[..., object], *args: object) -> None:
     try:
         notify(*args)
     except Exception:
-        logger.exception("a listener of LMCache failed")
+        logger.exception("a listener of LMCache raised an error")
 
 
 def _bitmap(done: Sequence[bool]) -> Bitmap:
@@ -334,6 +334,6 @@ def _locate(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[Sto
             layout = str((meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]))
             inside.append(StoredObject(key, memory.data_ptr, size, layout, index, memory))
     if len(inside) < len(keys):
-        text = "%d of %d objects are not in host memory"
+        text = "%d of %d objects cannot be moved: they are not in host memory"
         logger.warning(text, len(keys) - len(inside), len(keys))
     return inside

@@ -112,7 +112,7 @@ class Task:
         try:
             self._answer(self)
         except Exception:
-            logger.exception("an answer to LMCache failed")
+            logger.exception("LMCache's controller cannot be answered")
 
 
 class Deadlines:

@@ -214,7 +214,7 @@ class ObjectStore:
             if now - since > timeout_s / 2:  # else the backend is slow, but answers
                 self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
-            logger.warning("%s failed", call, exc_info=exc)
+            logger.warning("LMCache's store: %s failed", call, exc_info=exc)
         finally:
             task.end()
 
@@ -323,7 +323,7 @@ class ObjectStore:
             await self._calls.wait_for(timeout_s, self._backend.aclose())
             await self._calls.wait_for(timeout_s / 2, self._calls.drain())
         except Exception as exc:
-            logger.warning("the backend was not closed within %g s", timeout_s, exc_info=exc)
+            logger.warning("LMCache's store did not close within %g s", timeout_s, exc_info=exc)
         await self._threads.aclose(1.0)
 
 

@@ -51,7 +51,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """
         settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
-            rule = "a name for the weights: their commit, quantization, overrides"
+            rule = "a name for the weights, such as their commit, quantization and overrides"
             raise InvalidArgumentError("revision", settings.revision, rule)
         for name in ("timeout_s", "pause_s", "close_timeout_s"):
             if not 0 < getattr(settings, name) <= MAX_DURATION_S:
@@ -60,7 +60,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if settings.piece % UNIT_BYTES:
             raise InvalidArgumentError("piece", settings.piece, f"a multiple of {UNIT_BYTES} bytes")
         if settings.staging < 4 * settings.piece:
-            wanted = f"at least {4 * settings.piece}, four pieces"
+            wanted = f"at least {4 * settings.piece} bytes, four pieces"
             raise InvalidArgumentError("staging", settings.staging, wanted)
         return settings
 
