@@ -491,7 +491,7 @@ def test_tokens_that_are_not_those_of_the_cache(tmp_path: Path) -> None:
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
         model(prompt, **with_cache(past))
-        with pytest.raises(InvalidArgumentError, match="tokens that begin otherwise"):
+        with pytest.raises(InvalidArgumentError, match="tokens with another beginning"):
             cache.store(prompt_of(40, seed=1), past)
         with pytest.raises(InvalidArgumentError, match="output is '39 tokens'"):
             cache.store(prompt[:, :39], past)
@@ -522,7 +522,7 @@ def test_a_release_whose_caches_count_their_tokens_themselves(
             return self.num_tokens
 
     monkeypatch.setattr(interface, "DynamicCache", CountingCache)
-    with pytest.raises(UnsupportedEngineError, match="does not go on from the keys and values"):
+    with pytest.raises(UnsupportedEngineError, match="does not continue from the keys and values"):
         open_cache(shared_model(), tmp_path)
 
 

@@ -82,9 +82,9 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "moshi": (
         "MoshiConfig",
         {"sliding_window": WINDOW, "ffn_dim": 96, "num_codebooks": 2, "audio_vocab_size": 32},
-        "layer 0: a window that only its cache sees to",
+        "layer 0: a window that only its cache implements",
     ),
-    "t5": ("T5Config", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "an encoder and a decoder"),
+    "t5": ("T5Config", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "an encoder-decoder model"),
 }  # fmt: skip
 
 

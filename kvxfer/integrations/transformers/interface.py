@@ -40,7 +40,7 @@ GENERATION_FIELDS = frozenset(
 
 def require_interface() -> None:
     """Check that caches work as they are used here, whatever the release's version number."""
-    detail = "DynamicCache does not go on from the keys and values that its layers were given"
+    detail = "DynamicCache does not continue from the keys and values that its layers were given"
     tokens = torch.arange(2.0, device="cpu").reshape(1, 1, 2, 1)
     try:
         past = DynamicCache(config=None)

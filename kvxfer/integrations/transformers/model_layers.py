@@ -52,7 +52,7 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     for reason, expected in _obstacles(model, config):
         raise InvalidArgumentError("model", f"{kind}, {reason}", expected)
     if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "weights that are in memory")
+        raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "all weights in memory")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
     with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
@@ -61,7 +61,7 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
         raise InvalidArgumentError("model", kind, f"keys and values kept in {CACHE_ARGUMENT}")
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
-        raise InvalidArgumentError("model", found, "keys and values of the prompt's tokens alone")
+        raise InvalidArgumentError("model", found, "keys and values of only the prompt's tokens")
     layers = enumerate(past.layers)
     return tuple(_shape_of(layer, f"{kind}, layer {at}", "model") for at, layer in layers)
 
@@ -109,14 +109,14 @@ def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
 def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     """List the properties of a model that rule out reuse of a prefix, and what is expected."""
     if getattr(config, "is_encoder_decoder", False):
-        yield "an encoder and a decoder", "a decoder alone"
+        yield "an encoder-decoder model", "a decoder-only model"
         return
     text = config.get_text_config(decoder=True)
     is_bidirectional = getattr(text, "use_bidirectional_attention", None) in {True, "all"}
     if is_bidirectional or any(map(_is_of_encoder, model.modules())):
         yield "attention to later tokens", "attention to earlier tokens only"
     if getattr(text, "attention_type", None) == "block_sparse":  # for prompts that are long enough
-        yield "attention to blocks, later ones too", "attention to earlier tokens only"
+        yield "attention to blocks, even later ones", "attention to earlier tokens only"
     for kind in _rope_types(getattr(text, "rope_parameters", None)):
         if any(each in kind for each in CHANGING_ROPES):
             yield f"rotary embedding {kind!r}", "positions that do not depend on later tokens"
@@ -132,7 +132,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     modules = {type(module).__module__ for module in model.modules()}
     masks = (hasattr(sys.modules.get(name), mask) for name in modules for mask in WINDOW_MASKS)
     if windows and not any(masks):  # else masks implement them, and a cache may keep every token
-        yield f"layer {windows[0]}: a window that only its cache sees to", wanted
+        yield f"layer {windows[0]}: a window that only its cache implements", wanted
 
 
 def _is_of_encoder(module: Any) -> bool:

@@ -156,7 +156,7 @@ class _Encoder:
         if value is None or type(value) in {bool, int, float, str}:
             return repr(value) if type(value) is float else value
         if depth > MAX_DEPTH:
-            raise Unknown("objects within objects")
+            raise Unknown("objects nested too deeply")
         kind = type(value)
         if kind is torch.device or f"{kind.__module__}.{kind.__qualname__}" == MOVER:
             return "device"  # the place of weights does not change them

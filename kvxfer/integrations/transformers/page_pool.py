@@ -60,7 +60,7 @@ class PagePool:
             rows = torch.empty(size, dtype=torch.uint8, device=HOST, pin_memory=pinned)
         except RuntimeError as exc:
             found = f"{self.num_pages} pages of {page_bytes:,} bytes"
-            raise InvalidArgumentError("pool_bytes", found, "memory that can be had") from exc
+            raise InvalidArgumentError("pool_bytes", found, "memory that is available") from exc
         self._views: list[KeysAndValues] = []
         start = 0
         for layer in layers:

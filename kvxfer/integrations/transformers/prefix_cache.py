@@ -233,8 +233,8 @@ class PrefixCache:
         if loaded is None:
             prompts.require_text(tokens, {}, self._model)
         elif tokens[: len(loaded.tokens)] != loaded.tokens:
-            wanted = "the prompt that past was loaded for, and what follows"
-            raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
+            wanted = "the prompt that past was loaded for, and the tokens after it"
+            raise InvalidArgumentError("output", "tokens with another beginning", wanted)
         with self._call(timeout_s) as deadline:
             change = self._note(self._weights.find_change())
             is_other = self._has_changed if loaded is None else loaded.change != change

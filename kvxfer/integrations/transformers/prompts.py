@@ -77,7 +77,7 @@ def require_tensor(ids: Any) -> None:
     num_tokens = len(read_tokens("input_ids", ids))
     found = f"shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ids
     if not num_tokens or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        wanted = "a tensor (1, num_tokens), with a token at least"
+        wanted = "a tensor (1, num_tokens), with at least one token"
         raise InvalidArgumentError("input_ids", found, wanted)
 
 
@@ -122,7 +122,7 @@ def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> Non
     for name, token in _input_tokens(model.config.to_dict()):
         if token in present:
             found = f"{name} {token} at {tokens.index(token)}"
-            raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
+            raise InvalidArgumentError("input_ids", found, "text: tokens identify no other input")
 
 
 def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -149,14 +149,14 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
     if given is not None and not isinstance(given, GenerationConfig):
         raise InvalidArgumentError("generation_config", _say(given), "a GenerationConfig, or None")
     for name, harmless in WHOLE_PROMPT.items():
-        wanted = f"{harmless}: it computes the whole prompt behind the prefix"
+        wanted = f"{harmless}; else generate() computes the whole prompt after the prefix"
         # As an argument, None is a value.
         allowed = (harmless,) if name in settings else (harmless, None)
         _require_one_of(allowed, name, settings, model, wanted)
-    wanted = "None: generate() goes on from the cache that it is given"
+    wanted = "None: generate() continues from the cache that it is given"
     # Old checkpoints have "hybrid", for which generate() creates no cache.
     _require_one_of((None, "hybrid"), OWN_CACHE, settings, model, wanted)
-    wanted = "none: it is not known whether keys and values stay those of the tokens"
+    wanted = "None: with another value, keys and values may not be those of the tokens"
     for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
         _require_one_of((None, False), name, settings, model, wanted)
 
@@ -165,7 +165,7 @@ def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
     """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone."""
     require_prefix_used(settings, model)
     for name in BEAMS:
-        wanted = "1: beams and several sequences are not kept"
+        wanted = "1: beams and several sequences are not supported"
         _require_one_of((None, 1), name, settings, model, wanted)
     for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
         if settings[name] is not None or name in {"past_key_values", CACHE_ARGUMENT}:

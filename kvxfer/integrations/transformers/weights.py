@@ -62,7 +62,7 @@ class Weights:
         """Hash the model, with `take` for each tensor; also name a part that cannot be hashed."""
         state, obstacle = read_state(self._model, take)
         if self._find_kind() != self._kind:
-            obstacle = "a conversion or move of the model"
+            obstacle = "another data type or device of the model"
         if obstacle and obstacle != self._logged:
             text = "prefixes are neither found nor stored: %s may change keys and values"
             logger.warning(text, obstacle)
