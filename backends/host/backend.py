@@ -177,7 +177,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         if plan.keys:
             with self._storing(plan.keys) as stored:
                 chosen = _chosen(plan.keys, keys, blocks)
-                if self._takes_thread(chosen):
+                if self._needs_thread(chosen):
                     await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
                     stored.extend(plan.keys)
                 else:
@@ -244,7 +244,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._begun |= dict.fromkeys(plan.keys, begun)
         return begun
 
-    def _takes_thread(self, blocks: Descriptors) -> bool:
+    def _needs_thread(self, blocks: Descriptors) -> bool:
         """Whether blocks are hashed, or one of them alone would hold up the event loop."""
         is_large = blocks.device == HOST and int(blocks.block_sizes.max()) > SLICE_BYTES
         return self._hashed or is_large
@@ -271,7 +271,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     ) -> list[Outcome]:
         """Load blocks, on a thread or slice by slice on the event loop."""
         self._guard.check_batch(keys, blocks)
-        if self._takes_thread(blocks):
+        if self._needs_thread(blocks):
             read = partial(self._begin_load, keys, blocks, is_use=is_use)
             return [*await self._threads.run(lambda: read().wait())]
         slices = list(_slices(blocks))
@@ -352,8 +352,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             with self._lock:
                 self._index.touch([found[row] for row in lent])
             fences = self.pool.generations.fences(chosen) if fenced else None
-            told = [] if fenced else checksums
-            yield LentBlocks(outcomes, blocks if lent else None, told, fences)
+            sums = [] if fenced else checksums
+            yield LentBlocks(outcomes, blocks if lent else None, sums, fences)
         finally:
             self.unpin(found)
 

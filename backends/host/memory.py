@@ -204,13 +204,13 @@ class SharedSegment(MappedMemory):
                 raise InvalidArgumentError("name", self.name, wanted) from exc
             try:
                 self._require_own(fd)
-                if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):
+                if _try_lock(fd, fcntl.LOCK_EX) and _is_file_at(fd, self._path):
                     _create(fd, self._path, header, num_bytes)
                 # Converting a lock is not atomic (flock(2)): between the two locks, another process
                 # may take the file for abandoned, but not once this one has the second lock. A
                 # file without a header was left by a process that was killed while creating it.
-                locked = _locked(fd, fcntl.LOCK_SH)
-                if locked and _is_at(fd, self._path) and any(os.pread(fd, HEADER_BYTES, 0)):
+                locked = _try_lock(fd, fcntl.LOCK_SH)
+                if locked and _is_file_at(fd, self._path) and any(os.pread(fd, HEADER_BYTES, 0)):
                     self._require_same(fd, header, num_bytes)
                     return fd
             except BaseException:
@@ -238,7 +238,7 @@ class SharedSegment(MappedMemory):
 
     def _release(self) -> None:
         """Close the file; remove it, which frees the memory, if no other process has it open."""
-        if _locked(self._fd, fcntl.LOCK_EX) and _is_at(self._fd, self._path):
+        if _try_lock(self._fd, fcntl.LOCK_EX) and _is_file_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
 
@@ -252,7 +252,7 @@ def _text(header: bytes) -> str:
     return header.rstrip(b"\0").decode(errors="replace")
 
 
-def _locked(fd: int, kind: int) -> bool:
+def _try_lock(fd: int, kind: int) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -260,7 +260,7 @@ def _locked(fd: int, kind: int) -> bool:
     return True
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def _is_file_at(fd: int, path: Path) -> bool:
     try:
         found = path.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -299,7 +299,7 @@ def _remove_abandoned() -> None:
         except OSError:
             continue  # gone, or another user's
         try:
-            if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, path):
+            if _try_lock(fd, fcntl.LOCK_EX) and _is_file_at(fd, path):
                 path.unlink()
                 logger.info("removed abandoned shared memory %s", path)
         except OSError as exc:  # another user's, writable by all

@@ -214,7 +214,7 @@ class HostPool:
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
         tags = self._tags[list(slots), part].tolist()
-        outcomes = list(map(self._judge, tags, slots, keys, starts.tolist(), stops.tolist()))
+        outcomes = list(map(self._check_tag, tags, slots, keys, starts.tolist(), stops.tolist()))
         if hashed:
             rows = zip(outcomes, tags, slots, keys, strict=True)
             outcomes = [
@@ -238,7 +238,7 @@ class HostPool:
         for part, tag in enumerate(self._tags[slot].tolist()):
             if tag[1]:
                 return PARTIAL
-            outcome = self._judge(tag, slot, key)
+            outcome = self._check_tag(tag, slot, key)
             if outcome.done and self.integrity is MemoryIntegrity.FULL:
                 outcome = self._verify_bytes(tag, slot, key, part)
             if not outcome.done:
@@ -290,7 +290,7 @@ class HostPool:
         tags = self._tags[list(slots), 0].tolist()
         for tag, slot, key, start, stop in zip(tags, slots, keys, starts, stops, strict=True):
             whole = (start, stop) == tag[1:3]
-            outcome = self._judge(tag, slot, key, start, stop)
+            outcome = self._check_tag(tag, slot, key, start, stop)
             if outcome.done and verifies and not whole:
                 outcome = self._verify_bytes(tag, slot, key, 0)
             outcomes.append(outcome)
@@ -429,7 +429,7 @@ class HostPool:
         self.tag(slots, keys, starts, stops, checksums, part=part)
         return checksums
 
-    def _judge(
+    def _check_tag(
         self,
         tag: tuple[int, int, int, int],
         slot: int,
@@ -481,13 +481,13 @@ class _SlotCopy(Copy):
 
     def __init__(self, lost: set[int], slots: Sequence[int], begin: Callable[[], Copy]) -> None:
         self._lost, self._slots = lost, slots
-        self._copy = self._noting(begin)
+        self._copy = self._call_noting_loss(begin)
 
     def has_ended(self) -> bool:
         """See `Copy.has_ended`."""
-        return self._noting(self._copy.has_ended)
+        return self._call_noting_loss(self._copy.has_ended)
 
-    def _noting(self, call: Callable[[], T]) -> T:
+    def _call_noting_loss(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except DeviceLostError:
