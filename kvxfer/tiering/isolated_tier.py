@@ -27,7 +27,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
-LOOK_S = 0.1
+CHECK_PAUSE_S = 0.1
 """How often a request that waits for its turn checks whether the tier is available."""
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class IsolatedTier:
                     outcomes = await self._move_in_time(operation, Cause.REQUEST, keys, blocks)
                     is_quiet = all(outcome.memory_safe for outcome in outcomes)
                     return outcomes
-                await asyncio.wait([turn], timeout=LOOK_S)
+                await asyncio.wait([turn], timeout=CHECK_PAUSE_S)
             return skipped
         finally:
             if not is_quiet:

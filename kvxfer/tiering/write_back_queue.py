@@ -140,14 +140,14 @@ class WriteBackQueue(Generic[T]):
         """
         claimed = {}
         for key in keys:
-            entry, anew = self._taken.get(key), self._waiting.get(key)
+            entry, newer = self._taken.get(key), self._waiting.get(key)
             if entry is None:
                 continue
-            if anew is None or anew.block == entry.block:
+            if newer is None or newer.block == entry.block:
                 self._waiting.pop(key, None)
                 claimed[key] = entry.block
             else:
-                self._merge(anew, entry)
+                self._merge(newer, entry)
         return claimed
 
     def mark(self) -> int:
@@ -224,10 +224,10 @@ class WriteBackQueue(Generic[T]):
             return True
         return key in self._waiting  # added again meanwhile
 
-    def _merge(self, anew: _Entry[T] | None, earlier: _Entry[T] | None) -> None:
+    def _merge(self, newer: _Entry[T] | None, earlier: _Entry[T] | None) -> None:
         """Give a block that was added again the turn of the earlier one, which is not copied."""
-        if anew is not None and earlier is not None:
-            anew.number = min(anew.number, earlier.number)
+        if newer is not None and earlier is not None:
+            newer.number = min(newer.number, earlier.number)
 
     def _drop(self, key: BlockKey) -> bool:
         found = self._waiting.pop(key, None) or self._put_off.pop(key, None)
