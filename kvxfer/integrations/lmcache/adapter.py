@@ -88,7 +88,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             answers = [opened.enter_context(closing(Answers())) for _ in range(3)]
             self._stored, self._found, self._loaded = answers
             self._residents = Residents(settings.piece, settings.namespace.fingerprint, self._wake)
-            self._objects = ObjectStore(self._open_told, settings, self._residents)
+            self._objects = ObjectStore(self._open_observed, settings, self._residents)
             opened.callback(self._close_store)
             self._deadlines = opened.enter_context(closing(Deadlines()))
             self._objects.start()
@@ -230,7 +230,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._closed = True
         self._opened.close()
 
-    def _open_told(self) -> Backend:
+    def _open_observed(self) -> Backend:
         """Open the backend, whose tiers report to `Residents` which pieces they have."""
         backend = self.open_backend(self._settings.namespace, [self._residents])
         self._residents.num_tiers = len(tiers_of(backend))

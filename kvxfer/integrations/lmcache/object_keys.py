@@ -16,7 +16,7 @@ MAX_ID_BYTES = 111
 
 READABLE, DIGEST = b"\x01", b"\x00"
 
-TOLD = frozenset({"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"})
+DECODED_FIELDS = frozenset({"chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"})
 """Fields of a key that can be decoded; one that a later release adds goes into the digest."""
 
 _FIELDS = struct.Struct(">QIBB")
@@ -35,16 +35,16 @@ def object_id_of(key: ObjectKey) -> bytes:
     salt: bytes = key.cache_salt.encode(errors="surrogatepass")
     fields = (key.kv_rank, key.object_group_id, len(chunk_hash), len(model))
     try:
-        told = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
+        readable = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
     except struct.error:  # a number out of range
-        told = b""
+        readable = b""
     others = [
         f"{each.name}={getattr(key, each.name)!r}".encode()
         for each in dataclasses.fields(key)
-        if each.name not in TOLD and getattr(key, each.name) != each.default
+        if each.name not in DECODED_FIELDS and getattr(key, each.name) != each.default
     ]
-    if told and len(told) <= MAX_ID_BYTES and not others:
-        return told
+    if readable and len(readable) <= MAX_ID_BYTES and not others:
+        return readable
     digest = hashlib.blake2b(digest_size=32)
     for field in (chunk_hash, model, salt, repr(fields[:2]).encode(), *others):
         digest.update(len(field).to_bytes(8, "big") + field)

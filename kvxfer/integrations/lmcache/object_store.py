@@ -100,7 +100,7 @@ class ObjectStore:
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
-        self._moved_s = runtime.monotonic()  # when the backend last answered a store or load
+        self._answered_at = runtime.monotonic()  # when the backend last answered a store or load
         self._backend = open_it()  # last, since an error after this would leave it open
         if (reports := self._backend.provide(Reports)) is not None:
             reports.watch(self._gauges)
@@ -210,7 +210,7 @@ class ObjectStore:
         except TimeoutError:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             # A task that waits for a buffer judges the backend by its answers to other tasks.
-            since = task.answered if task.num_asked else max(task.answered, self._moved_s)
+            since = task.answered if task.num_asked else max(task.answered, self._answered_at)
             if now - since > timeout_s / 2:  # else the backend is slow, but answers
                 self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
@@ -255,7 +255,7 @@ class ObjectStore:
 
         statuses: dict[Piece, Status] = {}
         async with asyncio.TaskGroup() as group:
-            for each in _apart(pieces):
+            for each in _split_repeated(pieces):
                 for start, stop in staging.cut([piece.stored_bytes for piece in each]):
                     group.create_task(move(each[start:stop]))
         return statuses
@@ -273,7 +273,7 @@ class ObjectStore:
             move = self._backend.store if is_store else self._backend.load
             since = self._residents.num_adds
             outcomes = await task.ask(staged.move(move, keys, staged.blocks))
-            self._moved_s = runtime.monotonic()
+            self._answered_at = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if is_store:
@@ -291,7 +291,7 @@ class ObjectStore:
             stop = len(piece.head) + piece.num_bytes
             ctypes.memmove(address, piece.head, len(piece.head))
             ctypes.memset(address + stop, 0, piece.stored_bytes - stop)
-        return task.touch(lambda: self._copies.copy(*_sides(pieces, staged)))
+        return task.touch(lambda: self._copies.copy(*_describe(pieces, staged)))
 
     def _empty(
         self, task: Task, statuses: dict[Piece, Status], staged: StagedBlocks
@@ -310,7 +310,7 @@ class ObjectStore:
             if statuses[piece] is Status.DONE and piece not in other
         ]
         if landed:
-            memory, buffer = _sides(pieces, staged)
+            memory, buffer = _describe(pieces, staged)
             if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):
                 other |= {pieces[index]: Status.TIMED_OUT for index in landed}
         return other
@@ -327,7 +327,7 @@ class ObjectStore:
         await self._threads.aclose(1.0)
 
 
-def _apart(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _split_repeated(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Divide pieces so that no key is twice in one part: LMCache may ask for an object twice."""
     parts: list[dict[BlockKey, Piece]] = []
     for piece in pieces:
@@ -338,7 +338,7 @@ def _apart(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return [list(part.values()) for part in parts]
 
 
-def _sides(pieces: Sequence[Piece], staged: StagedBlocks) -> tuple[Descriptors, Descriptors]:
+def _describe(pieces: Sequence[Piece], staged: StagedBlocks) -> tuple[Descriptors, Descriptors]:
     """Describe the bytes of pieces in LMCache's memory and in a buffer."""
     sizes = [piece.num_bytes for piece in pieces]
     memory = Descriptors.of_pieces(np.array([piece.address for piece in pieces], np.uint64), sizes)

@@ -13,7 +13,7 @@ from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of,
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Added, AskGauges, Event, Gauge, Observer, Removed
 
-NOT_TOLD = ""
+SILENT_TIER = ""
 """Name for tiers that do not report which pieces they add and remove."""
 
 MAX_AWAY = 1 << 14
@@ -56,7 +56,7 @@ class _Resident:
     @property
     def is_there(self) -> bool:
         """Whether piece 0 is there and each piece that was not found is in a tier that reports."""
-        untold = (index for index in self.away if self.tiers.get(index, set()) <= {NOT_TOLD})
+        untold = (index for index in self.away if self.tiers.get(index, set()) <= {SILENT_TIER})
         return 0 in self.tiers and next(untold, None) is None
 
 
@@ -89,7 +89,7 @@ class Residents(Observer):
         self._objects: dict[bytes, _Resident] = {}
         self._away = OrderedDict[bytes, None]()  # objects with pieces away, the latest last
         self._gone = OrderedDict[bytes, None]()  # objects without a piece left, the latest last
-        self._telling: set[str] = set()
+        self._reporting_tiers: set[str] = set()
         self._listed: list[bytes] = []  # ids in order, except for those in `_relist`
         self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
@@ -114,7 +114,7 @@ class Residents(Observer):
         """Whether a tier refuses blocks at present, after errors."""
         return any(ask().get(Gauge.BREAKER_OPEN) for ask in list(self._asks))
 
-    def add(self, keys: Iterable[BlockKey], *, tier: str = NOT_TOLD) -> None:
+    def add(self, keys: Iterable[BlockKey], *, tier: str = SILENT_TIER) -> None:
         """Note pieces that a tier has from now on; by default, one that may not report them.
 
         If all tiers report, a piece may be gone again before the store is answered.
@@ -123,16 +123,16 @@ class Residents(Observer):
             self.num_adds += 1
             for object_id, index in map(piece_of, keys):
                 resident = self._resident(object_id)
-                if tier == NOT_TOLD and index in resident.lost and self._all_tell:
+                if tier == SILENT_TIER and index in resident.lost and self._all_report:
                     continue
                 tiers, resident.added = resident.tiers, self.num_adds
-                if tier != NOT_TOLD or index not in tiers:
+                if tier != SILENT_TIER or index not in tiers:
                     tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
                 if resident.lost:
                     self._broken[object_id] = None
-            if tier != NOT_TOLD:
-                self._telling.add(tier)
+            if tier != SILENT_TIER:
+                self._reporting_tiers.add(tier)
         self._wake()
 
     def discard(
@@ -147,10 +147,10 @@ class Residents(Observer):
                 if index not in resident.tiers and (tier is not None or resident.num_stores):
                     continue
                 tiers = resident.tiers.get(index, set())
-                tiers -= tiers if tier is None else {tier, NOT_TOLD}
+                tiers -= tiers if tier is None else {tier, SILENT_TIER}
                 if not tiers:
                     resident.tiers.pop(index, None)
-                    if tier is None or self._all_tell:
+                    if tier is None or self._all_report:
                         self._note_back(object_id, index)
                         resident.lost.add(index)
                         self._broken[object_id] = None  # else a silent tier may have it
@@ -282,8 +282,8 @@ class Residents(Observer):
         return listed
 
     @property
-    def _all_tell(self) -> bool:
-        return len(self._telling) >= self.num_tiers
+    def _all_report(self) -> bool:
+        return len(self._reporting_tiers) >= self.num_tiers
 
     def _resident(self, object_id: bytes) -> _Resident:
         if object_id not in self._objects:
@@ -316,7 +316,7 @@ class Residents(Observer):
         if len(self._away) > MAX_AWAY:
             oldest, _ = self._away.popitem(last=False)
             forgotten = self._objects[oldest]
-            told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
+            told = {index: tiers - {SILENT_TIER} for index, tiers in forgotten.tiers.items()}
             forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
             forgotten.away.clear()
             self._changed.append(oldest)
