@@ -29,7 +29,7 @@ from kvxfer.storage.staging_memory import aligned, allocate_aligned
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
-LASTING = (InvalidArgumentError, UnsupportedEngineError)
+PERMANENT_ERRORS = (InvalidArgumentError, UnsupportedEngineError)
 """Errors of an opening that another attempt would raise, too."""
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class PoolStores:
 
     All pools that are known when the backend is opened share one store. It is opened on a thread of
     its own, so that no caller waits longer than its deadline. A failed opening is tried again after
-    a pause, unless its error is `LASTING`. Thread-safe.
+    a pause, unless its error is one of `PERMANENT_ERRORS`. Thread-safe.
 
     Attributes:
         pools: Registered pools, and the mappings of their pages to those in the backend.
@@ -136,7 +136,7 @@ class PoolStores:
         self._adapters = started_adapters()
         self._num_replaced = 0  # pools that were registered again, with other memory
         self._version: tuple[Any, int] = weight_version(), 0
-        self._of_thread = threading.local()  # weights of the pages that each thread stores
+        self._thread_state = threading.local()  # weights of the pages that each thread stores
         self._lock = runtime.lock()  # held for a few lines, never while a store is opened
         self._opening: Future[None] | None = None
         self._is_late = False
@@ -193,7 +193,7 @@ class PoolStores:
         After an update of the weights, there is none: SGLang has queued pages for this thread that
         older weights computed. A flush of SGLang's cache drops them, and starts another thread.
         """
-        thread = self._of_thread
+        thread = self._thread_state
         if not hasattr(thread, "weights"):
             thread.weights, thread.is_stale = weight_version(), False
         place = self.find(name, deadline)
@@ -276,8 +276,8 @@ class PoolStores:
     def _open(self, names: list[str], opening: Future[None]) -> None:
         """Open a store of pools; callers that wait for it get its error.
 
-        After a `LASTING` error, the pools never get a store. After any other error, no caller waits
-        for the next attempt, since the backend may take long again.
+        After one of `PERMANENT_ERRORS`, the pools never get a store. After any other error, no
+        caller waits for the next attempt, since the backend may take long again.
         """
         store: PageStore | None = None
         failure: BaseException | None = None
@@ -315,7 +315,7 @@ class PoolStores:
             if store is not None and is_current and num_purges < self._num_purges:
                 self._purged |= dict.fromkeys(names, self._num_purges)
                 return False
-            if store is None and isinstance(failure, LASTING):
+            if store is None and isinstance(failure, PERMANENT_ERRORS):
                 self._stores |= dict.fromkeys(names)
             elif store is not None and is_current:
                 self._stores |= {name: (store, group) for group, name in enumerate(names)}
