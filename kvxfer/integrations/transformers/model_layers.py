@@ -113,7 +113,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
         return
     text = config.get_text_config(decoder=True)
     is_bidirectional = getattr(text, "use_bidirectional_attention", None) in {True, "all"}
-    if is_bidirectional or any(map(_is_of_encoder, model.modules())):
+    if is_bidirectional or any(map(_attends_to_later_tokens, model.modules())):
         yield "attention to later tokens", "attention to earlier tokens only"
     if getattr(text, "attention_type", None) == "block_sparse":  # for prompts that are long enough
         yield "attention to blocks, even later ones", "attention to earlier tokens only"
@@ -135,7 +135,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
         yield f"layer {windows[0]}: a window that only its cache implements", wanted
 
 
-def _is_of_encoder(module: Any) -> bool:
+def _attends_to_later_tokens(module: Any) -> bool:
     """Whether a module keeps keys and values of a layer that also attends to later tokens.
 
     Source: `transformers/models/bert/modeling_bert.py`, and all models that are derived from it.

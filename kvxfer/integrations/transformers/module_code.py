@@ -23,11 +23,11 @@ PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"}
 """Known packages, whose functions are identified by their names."""
 ENTRIES = ("forward", "__call__")
 """Methods by which a module is called."""
-OF_TORCH: dict[str, Any] = {
+TORCH_NAMESPACES: dict[str, Any] = {
     "torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor,
 }  # fmt: skip
 """Places of torch's functions."""
-OF_NO_VALUE = (logging.Logger, types.ModuleType, type(typing.Any), typing.TypeVar)
+IGNORED_TYPES = (logging.Logger, types.ModuleType, type(typing.Any), typing.TypeVar)
 """Types of objects that code reads, but that do not change what it computes."""
 
 GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
@@ -139,7 +139,7 @@ class _Walk:
             for method, each in methods.items():
                 if isinstance(each, types.FunctionType):
                     self._follow(full, method, each)
-        elif not isinstance(value, OF_NO_VALUE):
+        elif not isinstance(value, IGNORED_TYPES):
             self.code.values[f"{place}.{name}"] = value
 
     def _follow_function(self, home: str, called: str, function: Any) -> None:
@@ -205,7 +205,7 @@ class _Walk:
         if ("torch", name) in self._seen:
             return
         self._seen.add(("torch", name))
-        for place, at in OF_TORCH.items():
+        for place, at in TORCH_NAMESPACES.items():
             found = self._look_up(vars(at), name)
             if isinstance(found, types.FunctionType):
                 module, written = where_written(inspect.unwrap(found))

@@ -46,7 +46,7 @@ HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
-MOVER = "accelerate.hooks.AlignDevicesHook"
+DEVICE_HOOK = "accelerate.hooks.AlignDevicesHook"
 """Hook that moves a module's inputs and weights to a device. It keeps addresses of weights."""
 PROCESS = " process"
 """Name under which the state holds what is common to all modules; no module is called so."""
@@ -139,7 +139,7 @@ class _Encoder:
             prefix + name: value
             for prefix, owner in owners
             for name, value in dict(getattr(owner, "__dict__", {})).items()
-            if name not in HARMLESS and not (name == "rope_deltas" and _is_of_a_text(value))
+            if name not in HARMLESS and not (name == "rope_deltas" and _is_of_one_text(value))
         }
         return self._encode_named(found)
 
@@ -158,7 +158,7 @@ class _Encoder:
         if depth > MAX_DEPTH:
             raise Unknown("objects nested too deeply")
         kind = type(value)
-        if kind is torch.device or f"{kind.__module__}.{kind.__qualname__}" == MOVER:
+        if kind is torch.device or f"{kind.__module__}.{kind.__qualname__}" == DEVICE_HOOK:
             return "device"  # the place of weights does not change them
         if isinstance(value, (bytes, complex, enum.Enum, np.generic, torch.dtype, range)):
             return repr(value)
@@ -218,7 +218,7 @@ class _Encoder:
         return self._configs[id(config)]
 
 
-def _is_of_a_text(deltas: object) -> bool:
+def _is_of_one_text(deltas: object) -> bool:
     """Whether the deltas are unset or those of one text; zeros of several texts fit no prompt."""
     return deltas is None or (isinstance(deltas, torch.Tensor) and deltas.tolist() == [[0]])
 

@@ -21,7 +21,7 @@ TEXT_TOKENS = frozenset({
     "im_start", "mask", "pad", "sep", "system", "unk", "user",
 })  # fmt: skip
 """What special tokens of text stand for. All others stand for inputs that are not text."""
-OF_SOUNDS = ("codebook_", "codec_", "t2u_", "tts_")
+AUDIO_PREFIXES = ("codebook_", "codec_", "t2u_", "tts_")
 """Prefixes for tokens of another vocabulary, whose ids may be those of words in a prompt."""
 BEAMS = ("num_beams", "num_return_sequences")
 WHOLE_PROMPT: dict[str, object] = {
@@ -135,7 +135,7 @@ def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
             found = TOKEN_FIELDS.fullmatch(str(name))
             if found is None:
                 yield from _input_tokens(value, f"{path}{name}.")
-            elif found[1] not in TEXT_TOKENS and not found[1].startswith(OF_SOUNDS):
+            elif found[1] not in TEXT_TOKENS and not found[1].startswith(AUDIO_PREFIXES):
                 several = value if isinstance(value, (list, tuple)) else (value,)
                 yield from ((f"{path}{name}", token) for token in several if type(token) is int)
 
