@@ -404,7 +404,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. The pool stays mapped if a copy or the scrubber does not end."""
+        """See `Backend.aclose`. The pool stays mapped if a copy or the scrubber still runs."""
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:

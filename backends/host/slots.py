@@ -102,7 +102,7 @@ class SlotMover(BlockMover, ImmediateMover):
         return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
     async def aclose(self) -> None:
-        """See `BlockMover.aclose`. The pool stays mapped if a copy does not end."""
+        """See `BlockMover.aclose`. The pool stays mapped if a copy still runs."""
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:

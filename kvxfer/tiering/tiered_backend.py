@@ -100,7 +100,7 @@ class TieredBackend(TellsKept):
 
     A key that any tier has is not stored again: no two tiers hold different bytes of one key, as
     long as every tier answers lookups, and the first tier evicts nothing between its answer and the
-    store right after it; `host://` never does.
+    store right after it; `host://` evicts nothing in between.
 
     While a tier raises, or a lower tier hangs, every key is a miss in it; the other tiers keep
     working. A lookup in a hanging tier ends after `timeouts.lookup_s`, and the tier is not used for

@@ -27,7 +27,7 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
 
 KV = str(PoolName.KV)
-"""Name of the pool that calls without a name mean."""
+"""Name of the pool that calls without a pool's name are for."""
 
 BLOCK_GROUPS = "block_groups"
 """Policy, since SGLang 0.5.23, of a second form of the pages, which never limits the hit. No pool

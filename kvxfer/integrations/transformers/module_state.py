@@ -42,7 +42,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Attributes of modules that do not change keys and values of a model in `eval()`."""
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-"""Modules of Python whose hooks only record outputs, or ask for gradients."""
+"""Python modules whose hooks only record outputs, or ask for gradients."""
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
