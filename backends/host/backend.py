@@ -339,7 +339,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self.pool.find, slots, found, starts, stops, hashed=not fenced)
             sizes = np.subtract(stops, starts).tolist()
-            num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
+            is_hashed = not fenced and self.pool.integrity is not MemoryIntegrity.OFF
+            num_hashed = self._count_hashed(found, slots, sizes) if is_hashed else 0
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
             self.drop_corrupt(found, slots, given)

@@ -169,6 +169,20 @@ async def test_a_store_ends_also_where_no_thread_can_be_started(memory: BlockMem
             assert await backend.lookup([key]) == [True]
 
 
+async def test_blocks_without_checksums_are_lent_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = BlockMemory([[3 << 20]], num_blocks=4)
+    config = HostConfig(capacity=ByteSize(16 << 20), integrity=MemoryIntegrity.OFF)
+    async with HostBackend(config, memory.namespace()) as backend:
+        key, payload = await store_one(memory, backend)
+        monkeypatch.setattr(backend._threads, "run", Mock(side_effect=AssertionError))
+        for num_bytes in (len(payload), 2 << 20):
+            async with backend.lend(BlockParts([key], [0], [num_bytes])) as lent:
+                assert [outcome.done for outcome in lent.outcomes] == [True]
+                assert lent.checksums == [0]
+
+
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
     memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
