@@ -265,10 +265,7 @@ class Residents(Observer):
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
     ) -> list[tuple[bytes, ObjectKey, int]]:
-        """List objects that LMCache was told of, of one model or of all: id, key and bytes.
-
-        They are ordered by id, and begin after the id `after`; at most `number`.
-        """
+        """List objects that LMCache was told of, in order, after the id `after`: id, key, bytes."""
         listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
             self._put_in_order()
