@@ -1,4 +1,4 @@
-"""KV-cache blocks of serving engines, moved to any medium, whatever their layout."""
+"""Move KV-cache blocks of serving engines to and from any medium, whatever their layout."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvxfer import engine_side as engine_side  # so that type checkers take it for public
+    from kvxfer import engine_side as engine_side  # the alias marks it as public
     from kvxfer import errors as errors
     from kvxfer import kvcache as kvcache
     from kvxfer import lending as lending
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Package that imports its public names at their first use; `kvxfer --help` needs none."""
+    """Package that imports its public names on first use: `kvxfer --help` does without torch."""
 
     def __getattr__(self, name: str) -> object:
         if name == "__version__":
@@ -38,7 +38,7 @@ class _Package(ModuleType):
         return self.__dict__[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        # `connect` stays the function, also after the module of that name was imported.
+        # Importing the module `kvxfer.connect` must not replace the function `connect`.
         if name != "connect" or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 

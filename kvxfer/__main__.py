@@ -1,4 +1,4 @@
-"""`python -m kvxfer`: the command `kvxfer`, where its folder is not on the path."""
+"""`python -m kvxfer`: the command `kvxfer`, for when its script is not on the PATH."""
 
 import sys
 

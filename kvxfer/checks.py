@@ -1,8 +1,8 @@
-"""Checks of arguments at the public boundary, where they become plain values.
+"""Checks of arguments at the public boundary, which also convert them to plain values.
 
-A computation in a caller's `np.int8` would overflow. So a number is converted here, once, and
-nothing behind a public function sees another type than `int`, `float` or an int64 array. What
-cannot be converted raises an `InvalidArgumentError` with the argument, its value and the rule.
+Arithmetic in a caller's `np.int8` would overflow. So numbers are converted here, once: behind a
+public function there are only `int`, `float` and int64 arrays. A value that cannot be converted
+raises an `InvalidArgumentError` that names the argument, the value and the rule.
 """
 
 import operator
@@ -26,7 +26,7 @@ INT64_MAX = int(np.iinfo(np.int64).max)
 def require_integer(
     name: str, value: object, *, minimum: int = 0, maximum: int = INT64_MAX, expected: str = ""
 ) -> int:
-    """Convert a whole number of any type, such as `np.int8(3)`; a bool is refused."""
+    """Convert an integer of any type, such as `np.int8(3)`; refuse a bool."""
     if type(value) is not int or not minimum <= value <= maximum:
         number = _index(value)
         if number is None or not minimum <= number <= maximum:
@@ -41,7 +41,7 @@ def require_positive(name: str, value: object) -> int:
 
 
 def set_counts(instance: object, *names: str, optional: bool = False) -> None:
-    """Convert fields of a frozen dataclass that are counts, or None if optional, in its making."""
+    """Convert count fields of a frozen dataclass in its `__post_init__`; `optional` allows None."""
     for name in names:
         value = getattr(instance, name)
         if value is not None or not optional:
@@ -49,13 +49,13 @@ def set_counts(instance: object, *names: str, optional: bool = False) -> None:
 
 
 def require_timeout(name: str, value: object) -> float | None:
-    """Convert a timeout in seconds; None stays None: no limit."""
+    """Convert a timeout in seconds; None, for no limit, stays None."""
     expected = "seconds, 0 or more, or None"
     return None if value is None else require_number(name, value, expected)
 
 
 def require_number(name: str, value: object, expected: str = "seconds, 0 or more") -> float:
-    """Convert a real number of at least 0; infinity becomes as long as the platform can wait."""
+    """Convert a real number of at least 0; cap it, even infinity, at `threading.TIMEOUT_MAX`."""
     number: Any = value if isinstance(value, Real) else -1
     if isinstance(value, bool) or not number >= 0:
         raise InvalidArgumentError(name, value, expected)
@@ -63,18 +63,18 @@ def require_number(name: str, value: object, expected: str = "seconds, 0 or more
 
 
 def require_text(name: str, value: object) -> str:
-    """Check a text, which must be encodable as UTF-8: without half of a surrogate pair."""
+    """Check that a value is text that UTF-8 can encode, i.e. without lone surrogates."""
     if not isinstance(value, str):
         raise InvalidArgumentError(name, value, "text")
     try:
         value.encode()
     except UnicodeEncodeError as exc:
         raise InvalidArgumentError(name, value, "text that can be written in UTF-8") from exc
-    return str.__str__(value)  # of a subclass, too, such as `np.str_`
+    return str.__str__(value)  # a plain `str` even of a subclass such as `np.str_`
 
 
 def require_texts(name: str, values: Any) -> tuple[str, ...]:
-    """Check a sequence of texts; a single text, a sequence of letters, is refused."""
+    """Check a sequence of texts; refuse a single text, although it is a sequence of letters."""
     require_sequence(name, values, "a sequence of texts")
     return tuple(require_text(f"{name}[{index}]", value) for index, value in enumerate(values))
 
@@ -103,7 +103,7 @@ def require_iterable(name: str, value: Iterable[T]) -> list[T]:
 def require_sequence(name: str, value: Any, expected: str = "a sequence") -> None:
     """Check that an argument is a sequence: its elements can be counted and read repeatedly.
 
-    A list, a tuple, an array; neither text nor a generator, which is empty after its first use.
+    Lists, tuples and arrays pass; text does not, nor does a generator, which can be read only once.
     """
     if isinstance(value, (list, tuple)):
         return
@@ -130,11 +130,11 @@ def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str 
 
 
 def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> NDArray[Any]:
-    """Convert a one-dimensional array of whole numbers to 64 bits; copies only if it must."""
+    """Convert a one-dimensional array of integers to `dtype`; copy only if necessary."""
     wanted = "integers in one dimension"
     try:
         array = np.asarray(values)
-    except Exception as exc:  # ragged lists, memory of a device, whatever `__array__` does
+    except Exception as exc:  # a ragged list, device memory, or any error of `__array__`
         raise InvalidArgumentError(name, values, wanted) from exc
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgumentError(name, values, f"{wanted}, not {array.ndim} of {array.dtype}")
@@ -147,17 +147,17 @@ def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> 
 
 
 def find_repeated(values: Iterable[T]) -> T | None:
-    """Find the first value that occurs more than once; None without one. Hashes each value once."""
+    """Find the first value that occurs more than once, else None; hash each value only once."""
     return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
 def _index(value: Any) -> int | None:
-    """Read a value as a whole number; None when it is not one."""
+    """Read a value as an integer; None if it is not one."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
         number = operator.index(value)
-    except Exception:  # noqa: BLE001 - whatever `__index__` does, this is no number
+    except Exception:  # noqa: BLE001 - if `__index__` raises, this is not a number
         return None
     return None if isinstance(number, bool) else int(number)
 

@@ -1,4 +1,4 @@
-"""Configurations: structs whose fields have the declared types, however a configuration is made."""
+"""Configurations: structs that check and convert their fields, however they are constructed."""
 
 import contextlib
 import enum
@@ -24,23 +24,23 @@ from kvxfer.text import find_control
 from kvxfer.units import ByteSize
 
 NUMBER = "0 or more, a number"
-LONGEST_S = (2**31 - 1) / 1000  # 24 days, that a socket can wait: milliseconds in an int of C
+LONGEST_S = (2**31 - 1) / 1000  # 24 days: the longest timeout of a socket, milliseconds in a C int
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the configurations of backends, which checks the type of each field.
+    """Base class of backend configurations, which checks the type of every field.
 
-    msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
-    Numbers of any type become those of the declared one; a float is not negative, a time-out
-    `LONGEST_S` at most, and infinity is none; text is no number, no member of an enumeration, and
-    has no control characters. A subclass that has a `__post_init__` of its own calls this first.
+    msgspec checks what it decodes, such as the parameters of a URL, but not values that Python code
+    passes. Numbers of any type are converted to the declared one. A float is finite and at least 0;
+    a timeout is capped at `LONGEST_S`. Text is accepted neither for a number nor for an enum
+    member, nor with control characters. A subclass with its own `__post_init__` calls this first.
 
     Raises:
-        InvalidArgumentError: A field is of another type; the error names it and its value.
+        InvalidArgumentError: A field has the wrong type; the error names it and its value.
     """
 
     def __post_init__(self) -> None:
-        """Convert every field to its declared type, or refuse it by name."""
+        """Convert every field to its declared type, or raise an error that names it."""
         for name, kind in _types_of(type(self)):
             msgspec.structs.force_setattr(self, name, _convert(name, getattr(self, name), kind))
 
@@ -73,7 +73,7 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
 
 def _number(name: str, value: Any) -> float:
     number = require_number(name, value, NUMBER)
-    with contextlib.suppress(OverflowError):  # of a number such as no float is
+    with contextlib.suppress(OverflowError):  # an int too large for a float
         if math.isfinite(value):
             return min(number, LONGEST_S if name.endswith("timeout_s") else TIMEOUT_MAX)
     raise InvalidArgumentError(name, value, NUMBER)

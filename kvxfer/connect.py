@@ -46,8 +46,8 @@ BACKENDS = {
     "pool": "kvxfer.backends.pool:PoolBackend",
     "s3": "kvxfer.backends.object:S3Backend",
 }
-"""Backends of kvxfer itself, found where it runs from a folder without being installed; its entry
-points are the same."""
+"""Built-in backends, the same as the entry points in `pyproject.toml`, so that kvxfer finds them
+when it runs from a folder without being installed."""
 
 BackendChoice: TypeAlias = str | Mapping[str, Any]
 """A backend and its parameters, as a URL or as a mapping with a `type`."""
@@ -84,9 +84,9 @@ def connect(
         backend: A URL such as `host://?capacity=4GiB`, or the same as a mapping:
             `{"type": "host", "capacity": "4GiB"}`. Several, fastest first, are the tiers of a
             `TieredBackend`.
-        caches: The caches to move blocks of.
-        namespace: Identity of the stored bytes. Its groups are taken from the caches when it has
-            none. Its revision may be empty with `host://` alone.
+        caches: The caches whose blocks are moved.
+        namespace: Identity of the stored bytes. The caches define its groups; if it has groups,
+            they must be the same. Its revision may be empty with `host://` alone.
         blocks_per_chunk: Blocks stored under one key.
         mappings: Page mappings from `map_caches`. With them each key names a portable page, which
             engines of another layout, block size or parallelism can load.
@@ -99,11 +99,11 @@ def connect(
         The engine, to be used as an asynchronous context manager or closed.
 
     Raises:
-        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; or blocks
-            outlive the process, and the namespace has no revision.
+        InvalidArgumentError: There is no backend, a backend or parameter is unknown or invalid, or
+            blocks outlive the process and the namespace has no revision.
         NamespaceMismatchError: The namespace's groups are not those of the caches.
         PageMappingError: This worker holds only a part of some shard of the portable pages.
-        CapacityError: There is not as much memory or disk as was configured.
+        CapacityError: Less memory or disk is available than was configured.
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
     require_instances("mappings", mappings, PageMapping)
@@ -118,10 +118,10 @@ def connect(
         opened = open_tiers(parsed, complete, observers)
         undo.callback(_close, [opened])
         if len(mappings):
-            # Staging is below: a shard has its own place, and is not copied if others store it.
+            # Stage below `PortableBackend`: a shard that another worker stores is then not copied.
             shard_bytes = max(complete.chunk_size_bytes(g) for g in range(len(complete.groups)))
             staged = stage(opened, caches, shard_bytes, undo, staging_bytes=staging_bytes)
-            if not _find_lasting(backend):  # nobody else stores what this worker looks for
+            if not _find_lasting(backend):  # no other worker stores into this process
                 mappings = [replace(each, num_writers=1, writer_index=0) for each in mappings]
             opened = PortableBackend(staged, mappings)
         engine = TransferEngine(
@@ -147,25 +147,25 @@ def exchange(
     advertise: str = "",
     observers: Sequence[Observer] = (),
 ) -> PromptExchange:
-    """Open an exchange of prompts between engines, one of which computes what another goes on with.
+    """Open an exchange of prompts: one engine computes their blocks, another continues from them.
 
     Args:
         backend: A URL such as `nixl://?listen=127.0.0.1:7100`, or the same as a mapping; without
             `listen` this engine only reads. See `NixlConfig`.
         caches: Caches of this worker, from `canonicalize` or `allocate_canonical`.
-        namespace: Identity of the model and of its weights, by their revision, without groups;
-            engines of another one are refused.
-        shard: Position of this worker in its model; by default it is the only one.
-        advertise: Host by which others reach `listen`; by default the one of `listen`.
-        observers: Asked for the state: leases, and peers that are connected.
+        namespace: Identity of the model and, by the revision, of its weights; without groups.
+            Engines with another namespace are refused.
+        shard: Position of this worker in its model; default: the only worker.
+        advertise: Host at which other engines reach `listen`; default: the host of `listen`.
+        observers: Told which blocks were fetched, and asked for leases and connected peers.
 
     Returns:
         The exchange, to be used as an asynchronous context manager.
 
     Raises:
-        InvalidArgumentError: The backend is not `nixl`, a parameter is of no use, or the namespace
+        InvalidArgumentError: The backend is not `nixl`, a parameter is invalid, or the namespace
             has no revision.
-        PageMappingError: It is not known what the bytes of a group mean.
+        PageMappingError: The meaning of a group's bytes is not known.
     """
     require_instances("observers", observers, Observer)
     _, config = parse_backend(backend)
@@ -192,8 +192,8 @@ def open_backend(
 ) -> Backend:
     """Open the backend that a URL or mapping names, or the tiers that several name.
 
-    Stores that were made without a revision can be opened, too; a warning says that blocks of other
-    weights of the model would be found there. Errors are those of `connect`; nothing is left open.
+    Unlike `connect`, this only warns if blocks outlive the process and the namespace has no
+    revision. Errors are those of `connect`, and leave nothing open.
     """
     require_instances("observers", observers, Observer)
     require_instance("namespace", namespace, Namespace)
@@ -209,11 +209,11 @@ def open_backend(
 def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType, msgspec.Struct]:
     """Find the backend that a URL or mapping names, and check its parameters.
 
-    Of several processes that get the same one, each that listens does so at a port of its own: that
-    of the first one and its `replica`, an index.
+    Processes that are given the same `backend` each listen at a port of their own: the configured
+    one plus `replica`, the index of the process.
 
     Raises:
-        InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
+        InvalidArgumentError: The backend is unknown, or a parameter is unknown or invalid.
     """
     name, parameters = _split_url(backend) if isinstance(backend, str) else _split(backend)
     backend_type = _find_backend(name)
@@ -239,10 +239,10 @@ def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType
 def require_revision(
     argument: str, revision: str, backend: BackendChoice | Sequence[BackendChoice]
 ) -> None:
-    """Check that the weights are named where others may load the blocks: later, or elsewhere.
+    """Check that the weights have a revision if other or later processes can load the blocks.
 
     Raises:
-        InvalidArgumentError: There is no revision, and a backend outlives the process.
+        InvalidArgumentError: `revision` is empty, and the blocks of a backend outlive the process.
     """
     if (lasting := _find_lasting(backend)) and not revision:
         kept = f"the blocks of {lasting!r} outlive the engine"
@@ -251,7 +251,7 @@ def require_revision(
 
 
 def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
-    """Find the first backend whose blocks outlive the process, to be shown; empty if none."""
+    """Name the first backend whose blocks outlive the process, without secrets; empty if none."""
     kinds = [(choice, parse_backend(choice)[0]) for choice in backend_choices(backend)]
     lasting = (shown(c) for c, kind in kinds if getattr(kind, "outlives_process", True))
     return str(next(lasting, ""))
@@ -260,7 +260,7 @@ def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
 def complete_namespace(
     namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
 ) -> Namespace:
-    """Complete a namespace with the groups of the caches; those that it has must be the same."""
+    """Give a namespace the groups of the caches; if it has groups already, they must be equal."""
     require_instance("namespace", namespace, Namespace)
     require_instance("caches", caches, CanonicalKVCaches)
     blocks_per_chunk = require_positive("blocks_per_chunk", blocks_per_chunk)
@@ -284,7 +284,7 @@ def open_tiers(
     namespace: Namespace,
     observers: Sequence[Observer] = (),
 ) -> Backend:
-    """Open backends, several as tiers; if one cannot be opened, the others are closed again."""
+    """Open backends, several of them as tiers; if one cannot be opened, close the others again."""
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
@@ -301,9 +301,9 @@ def open_tiers(
 def start_engine(
     backend: Backend, make: Callable[[Backend], TransferEngine], timeout_s: float | None = None
 ) -> TransferEngine:
-    """Make an engine over a backend that was just opened, and start the backend; blocks.
+    """Make an engine over a newly opened backend, and start the backend; blocks.
 
-    If `make` or the backend fails, or does not start in time, nothing is left open.
+    If `make` fails, or the backend fails or does not start within `timeout_s`, both are closed.
     """
     with ExitStack() as undo:
         undo.callback(_close, [backend])
@@ -316,7 +316,7 @@ def start_engine(
 
 
 def backend_choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:
-    """List the tiers that `connect` is given, a single backend or several."""
+    """List the tiers of a `backend` argument, which names a single backend or several."""
     if not isinstance(backend, Sequence) or isinstance(backend, (str, bytes, bytearray)):
         return [backend]
     if not backend:
@@ -325,7 +325,7 @@ def backend_choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequenc
 
 
 def _close(backends: Sequence[Backend]) -> None:
-    """Close backends that were not used yet; blocks the thread, also within an event loop."""
+    """Close unused backends; blocks the calling thread, even if it runs an event loop."""
 
     async def close() -> None:
         async with AsyncExitStack() as stack:
@@ -351,7 +351,7 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
         query = parse_qsl(
             parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), errors="strict"
         )
-    except UnicodeDecodeError:  # or different values would be the same
+    except UnicodeDecodeError:  # strict, or different values would decode alike
         raise InvalidArgumentError("backend", shown(url), "UTF-8 after each '%'") from None
     except ValueError:
         raise InvalidArgumentError("backend", shown(url), "parameters as name=value") from None
@@ -375,7 +375,7 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse credentials, where the environment has them; the error does not tell their values."""
+    """Refuse credentials, which belong in the environment; the error hides their values."""
     given = [repr(each) for each in parameters if is_credential(each)]
     given += ["a user"] if "@" in code_of(parameters.get("address")) else []
     if given:

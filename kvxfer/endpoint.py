@@ -1,4 +1,4 @@
-"""Endpoints: host and port of a process that listens, read from text and written as text."""
+"""Endpoints: host and port of a listening process, parsed from text and written as text."""
 
 import contextlib
 import ipaddress
@@ -14,10 +14,10 @@ from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
 
-ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - all addresses of a machine, that nobody connects to
+ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - addresses to listen at, not to connect to
 MAX_PORT = (1 << 16) - 1
 MAX_LABEL_CHARACTERS = 63
-"""Most characters between the dots of a host name, to be looked up. Source: RFC 1035, 2.3.4."""
+"""Maximum length of a label, the part of a host name between dots. Source: RFC 1035, 2.3.4."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,10 +34,10 @@ class Endpoint:
 
     @classmethod
     def parse(cls, argument: str, text: str) -> Self:
-        """Read an endpoint.
+        """Parse an endpoint.
 
         Args:
-            argument: Name of the parameter it comes from, for the error.
+            argument: Name of the parameter that `text` is from, for the error.
             text: The endpoint.
 
         Raises:
@@ -53,7 +53,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is surely on this machine: `localhost` or a loopback address."""
+        """Whether the host is certainly this machine: `localhost` or a loopback address."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
@@ -67,13 +67,13 @@ class Endpoint:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a URL as it stands, whose host may be a list of some, with commas between.
+    """Split a URL without altering it; its host may be a list of hosts, separated by commas.
 
-    `urlsplit` leaves out line ends, tabs, and what is in front, and knows of a single host: current
-    releases of Python refuse a list with an IPv6 address behind the first host.
+    `urlsplit` drops line ends, tabs and leading control characters, and expects one host: current
+    releases of Python refuse a list with an IPv6 address after the first host.
 
     Raises:
-        ValueError: It is no URL, has control characters in it, or begins or ends with a space.
+        ValueError: The URL is invalid, has control characters, or begins or ends with a space.
     """
     if url != url.strip() or find_control(url):
         raise ValueError("no control characters, and no spaces around it")
@@ -86,9 +86,9 @@ def split_url(url: str) -> SplitResult:
 
 
 def free_ports(number: int = 1) -> int:
-    """Find the first of so many free ports in a row, below those that outgoing connections get.
+    """Find `number` consecutive free ports below the ephemeral ones; return the first.
 
-    For the servers of benchmarks and tests: so no connection takes a port before its server does.
+    For servers in benchmarks and tests: no outgoing connection takes a port before its server does.
     """
     while True:
         first = runtime.random().randrange(10_000, 32_000)
@@ -109,7 +109,7 @@ def _is_host(text: str, *, bracketed: bool) -> bool:
             address = ipaddress.IPv6Address(text)
         except ValueError:
             return False
-        return address.scope_id is None or _is_name(address.scope_id)  # which may be any text
+        return address.scope_id is None or _is_name(address.scope_id)  # else it may be any text
     return _is_name(text)
 
 
@@ -122,11 +122,11 @@ def _is_name(text: str) -> bool:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove the socket that a dead process left at a path, if any, so that it can be bound.
+    """Remove the socket that a dead process left at a path, if any, so that the path can be bound.
 
     Raises:
-        FileExistsError: Something else is there, or a process listens.
-        OSError: It cannot be looked at or removed.
+        FileExistsError: The path is no socket, or a process listens at it.
+        OSError: The path cannot be examined or removed.
     """
     try:
         mode = path.lstat().st_mode
@@ -142,5 +142,5 @@ def remove_abandoned(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except BlockingIOError:
-            pass  # its queue is full
+            pass  # a process listens, and its queue is full
     raise FileExistsError(f"another process serves {path}")

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 MAX_SHOWN_CHARACTERS = 200
-"""Characters of a value in the error about it: a tensor, a prompt or a list of keys has more."""
+"""Maximum length of a value in an error: a tensor, a prompt or a list of keys is longer."""
 
 
 def code_of(value: object) -> str:
-    """Format a value as code; only its type where `repr` fails, as for a number of 5000 digits."""
+    """Format a value with `repr`, or show just its type if that fails, as for a 5000-digit int."""
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001 - whatever `__repr__` does, the argument is to be named
+    except Exception:  # noqa: BLE001 - even if `__repr__` raises, the error must name the argument
         return f"<{type(value).__name__}>"
 
 
 def _brief(code: str) -> str:
-    """Cut what is too long to be read in an error, and say so."""
+    """Truncate code that is too long for an error, and append its length."""
     if len(code) <= MAX_SHOWN_CHARACTERS:
         return code
     return f"{code[:MAX_SHOWN_CHARACTERS]}... ({len(code)} characters)"
@@ -130,8 +130,8 @@ class CacheMismatchError(LayoutError):
     """Caches of two engines that cannot exchange blocks.
 
     Attributes:
-        group: KV-cache group that differs; None where it is not one group.
-        field: What differs: a field of the caches' descriptions, or an axis of their pages.
+        group: KV-cache group that differs; None if the difference is not in one group.
+        field: Field of the caches' descriptions, or axis of their pages, that differs.
         ours: Value on this side.
         theirs: Value on the other side.
     """
@@ -180,7 +180,7 @@ class NamespaceMismatchError(KVXferError, ValueError):
 
 
 class CapacityError(KVXferError, MemoryError):
-    """Memory or disk of a backend's configured size that is not available."""
+    """Memory or disk that a backend was configured to use and that is not available."""
 
     def __init__(self, resource: str, needed_bytes: int, available_bytes: int) -> None:
         self.resource = resource
@@ -248,9 +248,9 @@ class DeviceError(KVXferError, RuntimeError):
 
 
 class DeviceLostError(DeviceError):
-    """GPU that this process cannot use any more; only a new process can.
+    """GPU that this process can no longer use; only a new process can.
 
-    Host memory that the GPU was copying to may still be written once more.
+    Host memory that the GPU was copying to may still be written once.
     """
 
 
@@ -299,7 +299,7 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class ProtocolError(PeerError):
-    """Message that breaks the protocol: cut, changed, repeated, too long or meaningless bytes."""
+    """Message that breaks the protocol: truncated, altered, repeated, too long or meaningless."""
 
 
 class HandshakeError(PeerError):
@@ -307,7 +307,7 @@ class HandshakeError(PeerError):
 
     Attributes:
         field: The field that differs.
-        ours: Value on this side; of a secret only whether there is one.
+        ours: Value on this side; for a secret, only whether there is one.
         theirs: Value on the other side.
     """
 

@@ -1,4 +1,4 @@
-"""Extras: which of them brings a package that is not installed, and which release is installed."""
+"""Extras: which of them provides a missing package, and which release of one is installed."""
 
 import contextlib
 import importlib.metadata
@@ -8,7 +8,7 @@ from kvxfer.errors import KVXferError
 
 
 class MissingExtraError(KVXferError, ModuleNotFoundError):
-    """Package of an extra that is not installed."""
+    """Missing package, which an extra of kvxfer provides."""
 
     def __init__(self, extra: str, package: str, what: str) -> None:
         self.extra = extra
@@ -30,14 +30,14 @@ def require_extra(extra: str, *packages: str, what: str = "") -> None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was put in place of the package, without a spec
+    except ValueError:  # a stand-in for the package, without a spec
         return True
-    except ModuleNotFoundError:  # a part of a package that is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def installed_version(*names: str) -> str:
-    """Version of the first package that is installed, or `(not installed)`."""
+    """Return the version of the first package that is installed, or `(not installed)`."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""Listener: accepts connections, serves each in a task, and bounds those that prove nothing."""
+"""Listener: accepts connections, serves each in a task, and limits unproven clients."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.runtime import end_tasks
 
 ACCEPT_PAUSE_S = 0.1
-"""Pause of a server that cannot accept a connection, for want of a descriptor."""
+"""Pause after an `accept` that failed, e.g. because no file descriptor was left."""
 
 BACKLOG = 128
-"""Connections that wait in the kernel's queue of a socket."""
+"""Length of a socket's queue, in the kernel, of connections not yet accepted."""
 
 Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
-"""Serves a connection, which does not block and which it owns; with the address of the client."""
+"""Serves a non-blocking connection, which it owns, from the client at an address."""
 
 
 async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
-    """Listen at every address here of an endpoint's host; port 0 becomes the real port."""
+    """Listen at every local address of an endpoint's host; port 0 becomes the real port."""
     found = await look_up(endpoint)
     with contextlib.ExitStack() as opened:
         listening = [opened.enter_context(each) for each in listen_here(found)]
@@ -32,7 +32,7 @@ async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
 
 
 async def look_up(endpoint: Endpoint) -> list[Any]:
-    """Find the addresses of an endpoint's host; an `OSError` also where no thread can do it."""
+    """Look up the addresses of an endpoint's host; an `OSError` also if no thread can do it."""
     loop, kind = asyncio.get_running_loop(), socket.SOCK_STREAM
     try:
         return await loop.getaddrinfo(
@@ -43,12 +43,12 @@ async def look_up(endpoint: Endpoint) -> list[Any]:
 
 
 def listen_here(found: Iterable[Any], *, backlog: int = BACKLOG) -> Iterator[socket.socket]:
-    """Listen at the addresses of a host, all at one port, but for those that this machine lacks.
+    """Listen at those addresses of a host that this machine has, all at the same port.
 
-    Names such as `localhost` have an address of IPv6 also where there is none, as in containers.
+    A name such as `localhost` has an IPv6 address even where IPv6 is off, as in containers.
 
     Raises:
-        OSError: No address is one of this machine, or one is in use.
+        OSError: This machine has none of the addresses, or one is in use.
     """
     port, missing = 0, None
     for family, *_, address in dict.fromkeys(found):
@@ -69,15 +69,16 @@ def listen_here(found: Iterable[Any], *, backlog: int = BACKLOG) -> Iterator[soc
 class Listener:
     """Listener that serves each connection to its sockets in a task of its own.
 
-    No task waits for a connection, since it could lose one when it is cancelled. Clients that may
-    not be accepted now stay in the kernel's queue.
+    A callback of the event loop accepts connections: a task that is cancelled in `accept` could
+    lose one. Clients that may not be accepted yet wait in the kernel's queue.
 
     Args:
-        max_unproven: Most clients at a time that have not called `prove`; at this limit a newcomer
-            waits until one has, or is gone, or until the oldest one had `prove_s` and is cut off.
-            So clients that come all at once do not cut each other off, and silent ones keep nobody
-            waiting for long.
-        prove_s: Time that each client has in any case.
+        note_failure: Called with the error of an `accept` that failed.
+        note_cut: Called with the address of a client that is disconnected to admit another.
+        max_unproven: Maximum number of clients for which `prove` was not called yet. At this limit,
+            a newcomer waits until one is proven or gone, or the oldest has had `prove_s` and is
+            disconnected: a burst of clients does not displace itself, nor do silent ones block it.
+        prove_s: Time that every client has to prove itself.
     """
 
     def __init__(
@@ -97,34 +98,34 @@ class Listener:
         self._listening: dict[socket.socket, Serve] = {}
 
     def add(self, listening: socket.socket, serve: Serve) -> None:
-        """Accept the connections to a socket that listens; it is owned by this from now on."""
+        """Accept connections to a listening socket, and own the socket from now on."""
         listening.setblocking(False)
         self._listening[listening] = serve
         self._look_at(listening)
 
     def stop(self, *listening: socket.socket) -> None:
-        """Close these sockets, or all, and accept no connection to them; may be called again."""
+        """Close these sockets, or all, and accept no more connections; may be called again."""
         for each in listening or list(self._listening):
             if self._listening.pop(each, None):
                 asyncio.get_running_loop().remove_reader(each)
                 each.close()
 
     def prove(self) -> None:
-        """Note that the client whose task is running has proven itself."""
+        """Note that the client of the current task has proven itself."""
         task = asyncio.current_task()
         assert task is not None
         self._leave(task)
 
     def cut_oldest(self) -> float:
-        """Cut off the oldest client that has not proven itself; return 0.
+        """Disconnect the oldest unproven client, if any, and return 0.
 
-        If it has not had its time yet, it stays; return the seconds that are left.
+        If it still has time to prove itself, it stays; return the seconds that are left.
         """
         for task, (since, address) in self.unproven.items():
             left_s = since + self._prove_s - runtime.monotonic()
             if left_s > 0:
                 return left_s
-            del self.unproven[task]  # its end takes a while
+            del self.unproven[task]  # now, since its task takes a while to end
             task.cancel()
             self._note_cut(address)
             break
@@ -133,7 +134,7 @@ class Listener:
     def close(self) -> None:
         """Stop, and begin to end every connection; may be called again."""
         self.stop()
-        # Not at once: a task that never began would leave its connection open.
+        # Not at once: a task cancelled before its first step would leave its connection open.
         asyncio.get_running_loop().call_soon(self._cancel_all)
 
     async def wait_closed(self) -> None:
@@ -165,7 +166,7 @@ class Listener:
         loop.call_later(pause_s, self._look_at, listening)
 
     def _leave(self, task: "asyncio.Task[None]") -> None:
-        """Let a newcomer in, for a client that has proven itself or is gone."""
+        """Admit a newcomer in place of a client that has proven itself or is gone."""
         if self.unproven.pop(task, None):
             for listening in self._listening:
                 self._look_at(listening)

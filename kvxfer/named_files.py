@@ -1,4 +1,4 @@
-"""Files that people name, such as secrets and configurations: read within bounds."""
+"""Files that users name, such as secrets and configurations, read within bounds."""
 
 import os
 import select
@@ -11,9 +11,9 @@ from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 
 MAX_BYTES = 16 << 20
-"""Bytes of such a file at most."""
+"""Maximum size of such a file."""
 TIMEOUT_S = 5.0
-"""Time in which a pipe, such as a shell makes of `<(command)`, has to have all of its bytes."""
+"""Deadline for all bytes of a pipe, such as the one that a shell opens for `<(command)`."""
 
 
 class NamedFile(NamedTuple):
@@ -24,11 +24,11 @@ class NamedFile(NamedTuple):
 
 
 def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
-    """Read a file, or a pipe that somebody writes to; blocks no longer than `TIMEOUT_S` for that.
+    """Read a file or a pipe; blocks until the end of a pipe, but at most `TIMEOUT_S`.
 
     Raises:
-        OSError: It cannot be read, nobody writes to the pipe, or it is too large.
-        ValueError: There is a NUL in the path.
+        OSError: The file cannot be read, is too large, or is a pipe that did not end in time.
+        ValueError: The path has a NUL.
     """
     stop_s = runtime.monotonic() + TIMEOUT_S
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,16 +47,16 @@ def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
 
 
 def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, key: str) -> None:
-    """Load PEM files: of an authority and, unless `cert` is empty, of a certificate and its key.
+    """Load an authority's certificate and, unless `cert` is empty, a certificate and its key.
 
     Raises:
-        InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read, or is
-            something else.
+        InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read or is not
+            such a PEM file.
     """
     try:
         if cert:
-            context.load_cert_chain(cert, key, password="")  # asks nobody
-    except OSError as exc:  # ssl.SSLError is one
+            context.load_cert_chain(cert, key, password="")  # without a prompt
+    except OSError as exc:  # includes `ssl.SSLError`
         wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
         raise InvalidArgumentError(f"{name}_cert, {name}_key", f"{cert}, {key}", wanted) from exc
     try:

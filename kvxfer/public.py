@@ -1,7 +1,7 @@
-"""Public names of the package, each available as `kvxfer.NAME`; `import kvxfer` imports none.
+"""Public names of the package, available as `kvxfer.NAME`; `import kvxfer` alone imports none.
 
-What fewer programs need is one level down: `kvxfer.kvcache`, `kvxfer.storage`, `kvxfer.tiering`,
-`kvxfer.transfer`, `kvxfer.lending`, `kvxfer.engine_side`, `kvxfer.errors`.
+Names that fewer programs need are one level down: `kvxfer.kvcache`, `kvxfer.storage`,
+`kvxfer.tiering`, `kvxfer.transfer`, `kvxfer.lending`, `kvxfer.engine_side`, `kvxfer.errors`.
 """
 
 from kvxfer.connect import connect, exchange

@@ -1,4 +1,4 @@
-"""Settings that people write: a mapping becomes a struct, or an error names what is wrong."""
+"""Settings that users write: converted from a mapping to a struct, or refused by name."""
 
 import enum
 import logging
@@ -22,14 +22,14 @@ VARIABLES = tuple(
 """Environment variables that kvxfer reads, all of them optional."""
 MISSPELT_VARIABLE_LIKENESS = 0.835
 OF_KUBERNETES = re.compile("_(PORT|SERVICE)(_|$)")
-"""Names of variables that Kubernetes sets for each service, also one called `kvxfer-metrics`."""
+"""Variables that Kubernetes sets for every service, even one called `kvxfer-metrics`."""
 
 HIDDEN = "..."
 CREDENTIAL = re.compile(
     "secret|token|passw|pwd|credential|signature|^sig$|^sas|key_?id"
     "|(access|account|api|private|sas|shared)_?key"
 )
-"""Names of parameters whose values no error tells, unless they are those of files."""
+"""Names of parameters whose values errors hide, unless the values are names of files."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ _WORDS: Mapping[str, str] = {
     "object": "a mapping",
     "null": "nothing",
 }
-"""Types of msgspec's errors, in words."""
+"""Words for the names of types in msgspec's errors."""
 
 
 def warn_of_misspelt_variables(environ: Iterable[str] = os.environ) -> None:
-    """Warn once in a process of each variable whose name is nearly one of `VARIABLES`."""
+    """Warn, once per process, of each variable whose name is nearly one of `VARIABLES`."""
     for name in [each for each in environ if each not in (*VARIABLES, *_warned_of)]:
         near = did_you_mean(name, VARIABLES, likeness=MISSPELT_VARIABLE_LIKENESS)
         if near and not OF_KUBERNETES.search(name):
@@ -69,17 +69,17 @@ def convert_settings(
     """Convert a mapping to a struct.
 
     Args:
-        argument: Name of the argument that it is.
+        argument: Name of the argument that the settings are from, for the error.
         given: The settings.
-        kind: Struct that has them as fields.
+        kind: Struct that has the settings as fields.
         what: Description of the settings, for the error.
-        shown_as: The argument as it was given; by default the mapping.
-        beside: Names of settings that the caller has taken out.
-        strict: Whether texts are no numbers.
+        shown_as: The argument as the user wrote it, for the error; default: the mapping.
+        beside: Names of valid settings that the caller has taken out, for suggestions.
+        strict: Whether to refuse text in place of a number.
 
     Raises:
-        InvalidArgumentError: A setting is missing, unknown or of no use; the error names it, and
-            tells no credential.
+        InvalidArgumentError: A setting is missing, unknown or invalid; the error names it, and
+            hides credentials.
     """
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode_size)
@@ -96,13 +96,13 @@ def problem_of(
     *,
     beside: Iterable[str] = (),
 ) -> str:
-    """Say in words what an error of msgspec is about.
+    """Describe an error of msgspec in words that users know.
 
     Args:
         error: The error.
-        given: Value that was to be converted; None where it is not known.
-        kind: Type that it was to become.
-        beside: Names that would be fields, too.
+        given: Value that msgspec refused; None if it is not known.
+        kind: Struct that the value was to be converted to.
+        beside: As for `convert_settings`.
     """
     said, _, place = str(error).partition(" - at `")
     name = place.rstrip("`").removeprefix("$").removeprefix(".")
@@ -114,7 +114,7 @@ def problem_of(
     if missing := re.fullmatch("Object missing required field `(.*)`", said):
         return f"{missing[1]} is missing"
     if isinstance(why := error.__cause__, InvalidArgumentError):
-        # Of a size, which does not know its name, or of the struct.
+        # Raised by `ByteSize.parse`, which does not know the field's name, or by the struct.
         return f"{name} is {code_of(why.value)}; expected {why.expected}" if name else str(why)
     if said.startswith("Invalid enum value"):
         said = "Expected " + (_allowed_values(fields.get(name)) or "another value")
@@ -129,7 +129,7 @@ def problem_of(
 
 
 def shown(given: Any) -> Any:
-    """Show settings, or what contains some, in an error: without what may be a credential."""
+    """Copy settings, or a value that contains some, for an error, hiding possible credentials."""
     if isinstance(given, Mapping):
         return {name: HIDDEN if is_credential(name) else shown(one) for name, one in given.items()}
     if isinstance(given, (list, tuple)):
@@ -148,7 +148,7 @@ def shown(given: Any) -> Any:
 
 
 def is_credential(setting: object) -> bool:
-    """Whether the value of a setting may be a credential, by its name."""
+    """Whether a setting may hold a credential, judging by its name."""
     name = str(setting).lower()
     return CREDENTIAL.search(name) is not None and not name.endswith("_file")
 

@@ -10,14 +10,14 @@ _NUMBER = r"\d{1,20}(?:\.\d{1,20})?"
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}B"] = 1000**_power
-    # A letter alone is binary, as Docker, systemd, Java and GNU's tools read it.
+    # A single letter is binary, as in Docker, systemd, Java and the GNU tools.
     for _name in (f"{_prefix}iB", f"{_prefix}i", _prefix, _prefix.lower()):
         _UNITS[_name] = 1024**_power
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 MAX_DURATION_S = 36500 * 86400.0
-"""A century, which every clock and lock can count."""
+"""A century: every clock and lock can represent it."""
 
 
 class ByteSize(int):
@@ -32,7 +32,7 @@ class ByteSize(int):
             number, unit = float(match[1]), _UNITS[match[2]]
             if match[1].isdigit():
                 size = cls(int(match[1]) * unit)
-            elif unit > 1 or number.is_integer():  # half a byte is a unit that was forgotten
+            elif unit > 1 or number.is_integer():  # half a byte means a forgotten unit
                 size = cls(number * unit)
         if not 1 <= size <= INT64_MAX:
             wanted = "a positive size such as '512MiB' or '4GiB', less than 8 EiB"
@@ -79,7 +79,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its largest whole unit: `3 d`; one that is not positive as `0 s`."""
+    """Format a duration in its largest whole unit, such as `3 d`; less than a second is `0 s`."""
     for unit, length in reversed(_SECONDS.items()):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
