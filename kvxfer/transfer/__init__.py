@@ -1,4 +1,4 @@
-"""Blocks on their way: the transfer engine, its polled face, and jobs."""
+"""Transfer of blocks: the transfer engine, its polled interface, and jobs."""
 
 from kvxfer.transfer.engine import PolledEngine, TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId

@@ -16,8 +16,8 @@ from kvxfer.kvcache.descriptors import StreamMark
 class CacheMemory:
     """Memory of caches: detects that it was freed or moved, and orders transfers after GPU work.
 
-    The storages are kept alive, but the engine can still resize or empty them: addresses that were
-    computed before then point to memory in other use, or unmapped.
+    The storages are kept alive, but the engine can still resize or empty them. Addresses computed
+    before then point to unmapped memory, or to memory in other use.
 
     Raises:
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
@@ -37,9 +37,9 @@ class CacheMemory:
             self._opened = stack.pop_all()
 
     def mark(self, device: torch.device) -> StreamMark | None:
-        """Mark the end of the work on this thread's current stream, which a transfer waits for.
+        """Mark the end of the work on this thread's current stream, for a transfer to wait for.
 
-        None without streams: in host memory.
+        None for host memory, which has no streams.
         """
         stream = self._streams.get(device)
         return None if stream is None else stream.mark()
@@ -66,7 +66,7 @@ class CacheMemory:
         self._opened.close()
 
     def _find(self) -> Iterator[tuple[int, int]]:
-        """List the address and the bytes of each storage."""
+        """List the address and the size of each storage."""
         addresses = map(torch.UntypedStorage.data_ptr, self._storages)
         return zip(addresses, map(torch.UntypedStorage.nbytes, self._storages), strict=True)
 

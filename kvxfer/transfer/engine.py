@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Submission:
-    """Submitted job that is moved on the engine's loop, kept until its result was taken."""
+    """Submitted job that is moved on the engine's loop; kept until its result is taken."""
 
     job: Job
     ended: Future[None] = field(default_factory=Future)
@@ -69,31 +69,31 @@ class _Submission:
 class PolledEngine(Generic[MoverT]):
     """Engine that stores and loads batches of blocks for a step loop, which polls it.
 
-    Jobs of host memory are moved on the threads that submit and poll them. All other work runs on
-    one event loop, by default one of its own, on a thread. See docs/architecture.md.
+    Jobs to and from host memory are moved on the threads that submit and poll them. All other work
+    runs on one event loop, by default the engine's own, on a thread. See docs/architecture.md.
 
-    A process that was forked cannot use the engine of its parent: it gets a `ForkedError`.
+    A forked process cannot use the engine of its parent: calls raise a `ForkedError`.
 
-    Loads go before stores, the bytes in flight are bounded, and a deadline includes the time a
+    Loads go before stores, the bytes in flight are bounded, and a deadline includes the time that a
     batch waits for its turn. A batch is cut into pieces, so that a large store does not hold up
     a load. Every block gets one outcome; no failure of a backend is raised.
 
-    Caches in the memory of a GPU are moved after all work that was on the calling thread's current
-    stream before the call. Where a backend reaches host memory only, blocks pass through staging
-    buffers. Blocks of caches whose memory the serving engine freed or resized are `FAILED`.
+    Caches in GPU memory are moved after all work that was on the calling thread's current stream
+    before the call. If a backend reaches only host memory, blocks pass through staging buffers.
+    Blocks of caches whose memory the serving engine freed or resized are `FAILED`.
 
     Args:
-        caches: The caches to move blocks of; kept alive.
+        caches: The caches whose blocks are moved; kept alive.
         backend: Backend that stores the blocks, or another mover; closed with the engine.
         blocks_per_chunk: Blocks stored under one key.
         mappings: Page mapping of each group, if portable pages are stored under the keys.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
         timeout_s: Deadline of calls without one of their own, None for no limit.
-        staging_bytes: Bound on the pinned host memory of staging buffers, where any are needed;
-            raised to two of the largest block.
-        close_timeout_s: Deadline of closing: of cancelled transfers, and of the backend.
-        observers: Told how batches end, and what the engine has in its queue; by default those
-            of the backend, see `open_backend`.
+        staging_bytes: Bound on the pinned host memory of staging buffers, if any are needed; raised
+            to two of the largest block.
+        close_timeout_s: Deadline for cancelled transfers to end and the backend to close.
+        observers: Told how batches end, and asked what is queued; by default those of the backend,
+            see `open_backend`.
 
     Attributes:
         backend: As given.
@@ -162,9 +162,9 @@ class PolledEngine(Generic[MoverT]):
     ) -> JobId:
         """Begin to copy blocks of the caches to the backend; `get_finished` reports the end.
 
-        To or from host memory no thread takes part: this moves the first slice, 4 MiB of a store.
-        With other backends it returns at once. The caller must not change the blocks before the
-        end, nor those whose outcome says that their memory is not safe while `may_touch`.
+        To or from host memory, the call itself moves the first slice, 4 MiB of a store; with other
+        backends it returns at once. The caller must not change the blocks before the job has ended,
+        nor after that, while `may_touch` is true, those whose outcome is not `memory_safe`.
 
         Args:
             keys: One per chunk, or portable page, group after group.
@@ -172,12 +172,12 @@ class PolledEngine(Generic[MoverT]):
             first_block_indices: For each group the index of its first block within the request;
                 0 by default. Matters only with several blocks per chunk.
             timeout_s: Deadline from now, instead of the engine's.
-            retention: Wish of how long the blocks are kept, for backends that take wishes.
+            retention: How long to keep the blocks; a wish, which not every backend heeds.
 
         Raises:
             InvalidArgumentError: The batch is invalid; subclasses say in which way. Nothing was
                 read or written.
-            ClosedError, EventLoopError: The engine was closed, or can start no thread.
+            ClosedError, EventLoopError: The engine was closed, or cannot start its thread.
         """
         return self._submit(
             self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s, retention)
@@ -191,7 +191,7 @@ class PolledEngine(Generic[MoverT]):
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> JobId:
-        """Begin to copy blocks of the backend to the caches; as `submit_store`, by 256 MiB.
+        """Begin to copy blocks of the backend to the caches, as `submit_store`; slices of 256 MiB.
 
         The bytes of blocks that are not `DONE` are undefined; the serving engine has to compute
         them.
@@ -215,8 +215,8 @@ class PolledEngine(Generic[MoverT]):
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never waits.
 
-        Jobs within host memory go on here: stores by 4 MiB (0.6 ms) at each call, or more after a
-        long pause, in 5 % of its time; loads by 256 MiB.
+        Jobs within host memory advance here: loads by 256 MiB, stores by 4 MiB (0.6 ms) per call,
+        or more after a long pause, for up to 5 % of the pause.
         """
         self._guard.require_same_process()
         self._mover.look()
@@ -230,20 +230,20 @@ class PolledEngine(Generic[MoverT]):
     def wait(
         self, job_ids: Collection[JobId], *, timeout_s: float | None = None
     ) -> list[FinishedJob]:
-        """Block until these jobs ended, and return them; they still appear in `get_finished`.
+        """Block until these jobs have ended, and return them; `get_finished` still returns them.
 
-        A step loop takes each job once from there, whoever waited for it. Unknown jobs, and those
-        that `get_finished` has returned, are not waited for.
+        So a step loop gets each job once from `get_finished`, no matter who waited for it. Unknown
+        jobs, and those that `get_finished` has returned, are not waited for.
 
         Args:
             job_ids: The jobs, in any order.
-            timeout_s: Longest time to wait; None for no limit but the deadlines of the jobs.
+            timeout_s: Maximum time to wait; None for no limit but the deadlines of the jobs.
 
         Returns:
             Those that ended in time, in the order of `job_ids`.
 
         Raises:
-            EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
+            EventLoopError: The calling thread runs the engine's event loop, or the loop stopped.
         """
         self._guard.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
@@ -256,14 +256,14 @@ class PolledEngine(Generic[MoverT]):
     def cancel(self, job_id: JobId) -> None:
         """Cancel a submitted job; its blocks without an outcome become `CANCELLED`.
 
-        Without effect on an unknown or ended job.
+        Has no effect on an unknown or ended job.
         """
         self._guard.require_same_process()
         job_id = JobId(require_integer("job_id", job_id))
         self._mover.cancel(job_id)
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
-            with suppress(ClosedError):  # the end of the engine ends the job
+            with suppress(ClosedError):  # closing the engine ends the job
                 self._loop.call_soon(submission.cancel)
 
     def may_touch(self, job_id: JobId) -> bool:
@@ -272,13 +272,13 @@ class PolledEngine(Generic[MoverT]):
         return self._mover.may_touch(JobId(require_integer("job_id", job_id)))
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
-        """Wait until no transfer touches the caches any more, abandoned ones included.
+        """Wait until no transfer, abandoned ones included, touches the caches.
 
-        With `blocks` of the caches it waits for what may touch these, and no other tier.
+        With `blocks` of the caches, wait only for transfers and tiers that may touch these.
 
         Raises:
             BackendUnavailableError: The backend cannot be drained: memory may still be in use, and
-                `may_touch` says of which jobs.
+                `may_touch` tells of which jobs.
         """
         self._guard.require_same_process()
         if blocks is not None:
@@ -289,7 +289,7 @@ class PolledEngine(Generic[MoverT]):
         """Close the engine as `aclose` does, without an event loop; blocks the thread.
 
         Raises:
-            EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
+            EventLoopError: The calling thread runs the engine's event loop, or the loop stopped.
         """
         self._loop.close(self._guard, self._shut_down)
 
@@ -328,7 +328,7 @@ class PolledEngine(Generic[MoverT]):
         return job
 
     def _submit(self, job: Job) -> JobId:
-        """Begin a job and return at once; on this thread, where that takes no event loop."""
+        """Begin a job, on this thread if that takes no event loop, and return at once."""
         if self._may_begin(job) and self._mover.begin(job):
             return job.job_id
         with self._adding:
@@ -343,7 +343,7 @@ class PolledEngine(Generic[MoverT]):
         return job.job_id
 
     def _wait_for(self, job_ids: Sequence[JobId], end: float) -> None:
-        """Block until these jobs ended, or until a time; unknown ones count as ended."""
+        """Block until these jobs have ended, or until a time; unknown ones count as ended."""
         while begun := self._mover.choose_begun(job_ids):
             if runtime.monotonic() >= end:
                 return
@@ -378,9 +378,9 @@ class PolledEngine(Generic[MoverT]):
         await self._mover.drain_begun()
 
     def _cancel_all(self) -> None:
-        """Cancel every job and take no more; to be called on the engine's loop, which stops then.
+        """Cancel every job and take no more; to be called on the engine's loop as it closes.
 
-        Jobs that it has not started yet end here: it may stop before it would.
+        Jobs that the loop has not started end here, since it may stop before it starts them.
         """
         with self._adding:
             self._takes_no_more = True
@@ -390,7 +390,7 @@ class PolledEngine(Generic[MoverT]):
                 self._end(submission)
 
     def _may_begin(self, job: Job) -> bool:
-        """Whether no job on the loop has to go first, and the caller may block."""
+        """Whether the calling thread may move a job: it may block, and no other job goes first."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -430,7 +430,7 @@ class TransferEngine(PolledEngine[Backend]):
     The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
     the polled ones, those of `PolledEngine`, need none. Inside `async with engine` all work runs on
     the running loop. Arguments, guarantees and errors are those of `PolledEngine`, which is a class
-    of its own because it may have a mover that knows no lookups.
+    of its own because its mover need not have lookups.
     """
 
     kind = Backend
@@ -454,17 +454,17 @@ class TransferEngine(PolledEngine[Backend]):
     def submit_lookup(
         self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
     ) -> Future[list[bool]]:
-        """Begin what `lookup` does, and return at once; for engines with a step loop.
+        """Begin a `lookup` and return at once; for engines with a step loop.
 
         Returns:
             A future of one answer for each key, in order, or of an error of `lookup`. Closing the
-            engine cancels it. On the engine's own event loop its `result` never blocks: it raises
-            an `EventLoopError` before the end.
+            engine cancels it. On the engine's own event loop its `result` never blocks: until the
+            answer is there, it raises an `EventLoopError`.
 
         Raises:
             ClosedError: The engine was closed.
         """
-        asked = keys.copy() if isinstance(keys, list) else keys  # that the caller may change now
+        asked = keys.copy() if isinstance(keys, list) else keys  # so the caller may change its list
         return self.submit_call(self.lookup(asked, timeout_s=timeout_s))
 
     async def store(
@@ -478,8 +478,8 @@ class TransferEngine(PolledEngine[Backend]):
     ) -> list[Outcome]:
         """Copy blocks of the caches to the backend; arguments and errors as `submit_store`.
 
-        The caller must not change the blocks until this returns, nor those whose outcome says
-        that their memory is not safe until `drain` returns.
+        The caller must not change the blocks until this returns, nor those whose outcome is not
+        `memory_safe` until `drain` returns.
 
         Returns:
             One outcome per key, in order.
@@ -499,7 +499,7 @@ class TransferEngine(PolledEngine[Backend]):
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> list[Outcome]:
-        """Copy blocks of the backend to the caches, as `submit_load`; all else as `store`."""
+        """Copy blocks of the backend to the caches, as `submit_load`; otherwise as `store`."""
         job = self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
         return await self._loop.run(self._mover.move(job))
 
@@ -522,7 +522,7 @@ class TransferEngine(PolledEngine[Backend]):
     async def aclose(self) -> None:
         """Cancel waiting jobs, wait for moving ones, close the backend. May be called again.
 
-        Ends within `close_timeout_s`; transfers that are abandoned then are logged.
+        Ends within `close_timeout_s`, and logs how many transfers it abandons then.
         """
         await self._loop.aclose(self._guard, self._shut_down)
 

@@ -1,4 +1,4 @@
-"""Event loop of a transfer engine: the one that all its work runs on."""
+"""Event loop of a transfer engine: its own, on a thread, or the caller's."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ from kvxfer.runtime import LoopThread, end_tasks, run_aside
 from kvxfer.storage.call_guard import CallGuard
 
 LIVENESS_S = 0.5
-"""Interval at which a caller that waits for another event loop checks that it still runs."""
+"""Interval at which a caller that waits for another event loop checks that the loop still runs."""
 
 T = TypeVar("T")
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Event loop of an engine: its own, on a thread, or a running one of the caller.
+    """Event loop of an engine: its own, on a thread, or one that the caller runs.
 
-    A loop that the caller runs may stop at any time, and then work on it never ends. So an engine
-    uses such a loop only when asked to, between `use_running_loop` and its end, and callers that
-    wait for work there check that it still runs, and get an `EventLoopError` if not. A call after
-    the end gets a `ClosedError`. Thread-safe.
+    A loop of the caller may stop at any time, and then work on it never ends. So an engine uses one
+    only after `use_running_loop`, and callers that wait for work on it check that the loop still
+    runs, and get an `EventLoopError` if not. Once the engine's own loop has ended, calls get a
+    `ClosedError`. Thread-safe.
     """
 
     def __init__(self, what: str) -> None:
@@ -38,7 +38,7 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
         self._stopping = False
-        self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # and not done
+        self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # work that has not ended
         self._submitted: set[asyncio.Task[Any]] = set()
 
     def require_other_thread(self, verb: str) -> None:
@@ -48,7 +48,7 @@ class EngineLoop:
             raise EventLoopError(self._what, detail)
 
     def use_running_loop(self) -> None:
-        """Use the running event loop, unless there is one already."""
+        """Use the running event loop from now on, unless the engine has a loop already."""
         loop = asyncio.get_running_loop()
         with self._lock:
             self._loop = self._loop or loop
@@ -70,7 +70,7 @@ class EngineLoop:
     def submit(self, work: Coroutine[Any, Any, T], guard: CallGuard | None = None) -> Future[T]:
         """Begin a coroutine on this loop and return at once; `end_submitted` cancels it.
 
-        One that a guard refuses never begins.
+        If the guard refuses the call, the coroutine is closed and never begins.
         """
         try:
             if guard is not None:
@@ -82,11 +82,11 @@ class EngineLoop:
 
     @property
     def num_submitted(self) -> int:
-        """Calls that were submitted and have not ended; on this loop."""
+        """Number of submitted calls that have not ended; to be asked on this loop."""
         return sum(not task.done() for task in self._submitted)
 
     async def end_submitted(self, timeout_s: float) -> None:
-        """Cancel, on this loop, what was submitted; log how many calls outlast the time."""
+        """Cancel the submitted calls, on this loop; log how many still run after `timeout_s`."""
         await end_tasks(self._submitted, timeout_s)
         if left := self.num_submitted:
             logger.warning("%s: %d calls outlast %g s and are left", self._what, left, timeout_s)
@@ -116,8 +116,8 @@ class EngineLoop:
     def run_blocking(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on this loop and block until its end.
 
-        At the end of the interpreter, where no thread can be started, the caller's runs it. After
-        `timeout_s` an error is raised, and the work may still go on.
+        At the end of the interpreter, when no thread can be started, the caller's thread runs it.
+        After `timeout_s` an `EventLoopError` is raised, and the work may still go on.
         """
         try:
             self._open()
@@ -132,7 +132,7 @@ class EngineLoop:
         return future.result()
 
     def close(self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Release by a guard on this loop, and stop it; blocks, also beside another such call."""
+        """Have the guard release on this loop, then stop it; blocks, as does a concurrent close."""
         self.require_other_thread("close")
         with _releasing(guard) as is_first:
             if is_first:
@@ -152,7 +152,7 @@ class EngineLoop:
     def stop(self) -> None:
         """Stop the loop's own thread, if it has one; may be called again.
 
-        Work that has not ended is cancelled: who waits for it gets an error.
+        Work that has not ended is cancelled; callers that wait for it get a `ClosedError`.
         """
         if self._thread is not None:
             self._stopping = True
@@ -162,7 +162,7 @@ class EngineLoop:
     def _give(
         self, work: Coroutine[Any, Any, T], among: "set[asyncio.Task[Any]] | None" = None
     ) -> Future[T]:
-        """Give work to the loop, which keeps its task in a set as long as it runs."""
+        """Give work to the loop; the set `among`, if any, has its task as long as it runs."""
         future: Future[T] = _WorkFuture(self)
         try:
             self.call_soon(self._begin, work, future, among)
@@ -181,7 +181,7 @@ class EngineLoop:
         future: Future[T],
         among: "set[asyncio.Task[Any]] | None",
     ) -> None:
-        """Begin work on the running loop; what cancels the future cancels the work."""
+        """Begin work on the running loop; cancelling the future cancels the work."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)
         if among is not None:
@@ -197,7 +197,7 @@ class EngineLoop:
         future.add_done_callback(cancel)
 
     def _hand_over(self, future: Future[T], task: asyncio.Task[T]) -> None:
-        """Give the end of work to those who wait for it: that of the loop is `ClosedError`."""
+        """Pass the result of work to its future: a `ClosedError` if it ended with the loop."""
         if task.cancelled() and not self._stopping:
             future.cancel()
         error = ClosedError(self._what) if task.cancelled() else task.exception()
@@ -241,7 +241,7 @@ class EngineLoop:
 
 
 class _WorkFuture(Future[T]):
-    """Future of work on a loop; on the loop itself, a wait for its end is an `EventLoopError`."""
+    """Future of work on an engine's loop; to block on it there raises an `EventLoopError`."""
 
     def __init__(self, loop: EngineLoop) -> None:
         super().__init__()
@@ -262,10 +262,10 @@ class _WorkFuture(Future[T]):
 
 @contextmanager
 def _releasing(guard: CallGuard) -> Iterator[bool]:
-    """Refuse later calls; yield whether to release, which another call may do meanwhile."""
+    """Refuse later calls; yield whether to release. A concurrent close may do so first."""
     guard.close()
     try:
         yield not guard.released
-    except ClosedError:  # the other call has stopped the loop
+    except ClosedError:  # a concurrent close has stopped the loop
         if not guard.released:
             raise

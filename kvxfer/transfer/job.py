@@ -30,7 +30,7 @@ class Direction(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """Result of a submitted job; reported exactly once for each.
+    """Result of a submitted job.
 
     Attributes:
         job_id: As returned when it was submitted.
@@ -54,7 +54,7 @@ class FinishedJob:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Run of a job's blocks that is passed to the backend in one call."""
+    """Consecutive blocks of a job, which are passed to the backend in one call."""
 
     start: int
     stop: int
@@ -63,13 +63,13 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Batch of blocks and its outcomes so far; owned by the engine's event loop.
+    """Batch of blocks and its outcomes so far; owned by the engine's loop, or by the mover's lock.
 
     Attributes:
         deadline: Deadline on the clock of `runtime.monotonic`, None for no limit.
-        retention: Wish for the blocks of a store.
-        in_backend: Per block, whether it was passed to the backend.
-        outcomes: Per block, None until it has one.
+        retention: Retention of the blocks of a store.
+        in_backend: For each block, whether it was passed to the backend.
+        outcomes: For each block, its outcome, None until it has one.
         waited_s: Longest time that a piece waited for its turn.
     """
 
@@ -92,14 +92,14 @@ class Job:
 
     @property
     def key_set(self) -> frozenset[BlockKey]:
-        """The keys, to look them up; made when they are first asked for."""
+        """The keys as a set, made at first use."""
         if not self._key_set:
             self._key_set = frozenset(self.keys)
         return self._key_set
 
     @property
     def ended(self) -> bool:
-        """Whether every block has an outcome; looks at each once, however often it is asked."""
+        """Whether every block has an outcome; repeated calls look at each block once in all."""
         done = self._num_done
         while done < len(self.outcomes) and self.outcomes[done] is not None:
             done += 1
@@ -107,7 +107,7 @@ class Job:
         return done == len(self.outcomes)
 
     def cut(self, max_bytes: int) -> list[Piece]:
-        """Cut the job into runs of blocks of at most `max_bytes` each, or of one block."""
+        """Cut the job into pieces of at most `max_bytes`, or of one block if that is larger."""
         blocks = self.blocks
         if blocks.num_bytes <= max_bytes:
             return [Piece(0, len(self.keys), blocks.num_bytes)]
@@ -115,9 +115,9 @@ class Job:
         return [Piece(start, stop, int(sizes[start:stop].sum())) for start, stop in cuts]
 
     def meets(self, other: "Job") -> bool:
-        """Whether one of two jobs writes what the other one reads or writes.
+        """Whether one of two jobs writes what the other reads or writes.
 
-        Stores write under their keys, and only read the blocks; loads write the blocks.
+        A store reads blocks and writes keys; a load reads keys and writes blocks.
         """
         is_store, other_is_store = (each.direction is Direction.STORE for each in (self, other))
         if (is_store or other_is_store) and not self.key_set.isdisjoint(other.keys):
@@ -125,9 +125,9 @@ class Job:
         return not (is_store and other_is_store) and overlap(self.blocks, other.blocks)
 
     def end(self, status: Status, reason: str) -> list[BlockKey]:
-        """Set the outcome of blocks that have none, and return these.
+        """Set the outcome of the blocks that have none, and return their keys.
 
-        Memory that was passed to the backend is not safe.
+        Memory of blocks that were passed to the backend is not safe.
         """
         left = [index for index, outcome in enumerate(self.outcomes) if outcome is None]
         for index in left:
@@ -136,14 +136,14 @@ class Job:
         return [self.keys[index] for index in left]
 
     def tell(self, reports: Reports) -> None:
-        """Tell observers that the job has ended, and how."""
+        """Tell the observers how the job has ended."""
         if reports:
             ended, operation = self.finished(), Operation[self.direction.name]
             times = ended.seconds, self.waited_s
             reports.tell(Ended(operation, self.keys, ended.outcomes, ended.num_bytes, *times))
 
     def retain_in(self, mover: BlockMover) -> None:
-        """Note the wish for the blocks that are done, if there is one; a failure is logged."""
+        """Pass on the retention, if any, of the blocks that are done; a failure is logged."""
         if self.retention is None:
             return
         pairs = zip(self.keys, self.outcomes, strict=True)
@@ -171,8 +171,8 @@ def describe_batch(
 ) -> Descriptors:
     """Describe the blocks of a batch, group after group, one entry for each key.
 
-    A block belongs to one group at a time: where groups share memory, a batch that uses one block
-    for two of them is refused. Only the null block may be in several groups; loads refuse it.
+    A block belongs to one group at a time: a batch that uses it for two groups which share memory
+    is refused. Only the null block may be in several groups; no load may write to it.
     """
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
@@ -212,7 +212,7 @@ def describe_batch(
 def _require_apart(
     groups: Sequence[int], used: Mapping[int, NDArray[np.int64]], null: int | None
 ) -> None:
-    """Check that no block but the null block is used by two of these groups."""
+    """Check that no two of these groups use the same block, other than the null block."""
     if len(groups) < 2:
         return
     counts = np.bincount(np.concatenate([used[group] for group in groups]))

@@ -1,4 +1,4 @@
-"""Load or compute: whether loading blocks is faster than computing them, from what both took."""
+"""Load or compute: whether loading blocks is faster than computing them, by recent speeds."""
 
 import math
 
@@ -9,15 +9,15 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Ended, Event, Observer, Operation
 
 STALE_S = 30.0
-"""Seconds without a load after which the bandwidth is unknown again, so that a store that was slow
-is tried anew."""
+"""How long without a load until the bandwidth is unknown again, so that a slow tier is tried
+again."""
 
 HALF_LIFE_S = 2.0
-"""Seconds of loading, or of computing, after which a measurement counts half."""
+"""Time spent loading, or computing, after which an earlier measurement counts half."""
 
 
 class _Speed:
-    """Speed of late, in units per second: sums that decay, so that large batches count more."""
+    """Recent speed in units per second, of decaying sums, in which large batches weigh more."""
 
     def __init__(self) -> None:
         self._units = 0.0
@@ -36,19 +36,18 @@ class _Speed:
 
 
 class LoadOrCompute(Observer):
-    """Decision whether to load blocks or to compute them, by what both took lately.
+    """Decision whether to load blocks or to compute them, by the recent speed of both.
 
-    Loading takes the time of what is queued before it and of its own bytes, at the bandwidth of
-    the last loads. Where that is more than `max_load_ratio` times the time of computing the tokens
-    at the measured speed, it does not pay. Without a measurement of both it pays: so nothing is
-    decided on no data, and a tier that was slow is tried again after a while.
+    The time of a load is that of the bytes queued before it and of its own, at the bandwidth of
+    recent loads. Loading pays unless that is more than `max_load_ratio` times the time to compute
+    the tokens at the measured speed. It also pays while either speed is unknown: a decision needs
+    data, and a tier that was slow is tried again after a while.
 
-    An observer of the engine that loads: it measures every batch that ends. Thread-safe.
+    An observer of the engine that loads, which measures every load that ends. Thread-safe.
 
     Args:
-        max_load_ratio: Largest time of a load, as a multiple of that of computing.
-        prefill_tokens_per_s: Speed of computing prompts, where it is stated; by default it is what
-            `computed` measures.
+        max_load_ratio: Maximum time of a load, as a multiple of the time to compute.
+        prefill_tokens_per_s: Speed of computing prompts; by default `computed` measures it.
 
     Raises:
         InvalidArgumentError: A number is not positive.
@@ -66,14 +65,14 @@ class LoadOrCompute(Observer):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bandwidth of late loads; None when there were none for `STALE_S`."""
+        """Bandwidth of recent loads; None after `STALE_S` without a load."""
         with self._lock:
             self._forget_old(runtime.monotonic())
             return self._bandwidth.value
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Speed of computing, as stated or measured; None before the first measurement."""
+        """Speed of computing prompts, given or measured; None before the first measurement."""
         with self._lock:
             return self._stated or self._prefill.value
 
@@ -86,9 +85,9 @@ class LoadOrCompute(Observer):
             self.loaded(event.num_bytes, event.seconds)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that ends now, so many seconds after it was submitted.
+        """Note a load that ends now, `seconds` after it was submitted.
 
-        Of loads at the same time each moment counts once.
+        Time in which several loads overlap counts once.
         """
         num_bytes = require_integer("num_bytes", num_bytes)
         seconds = require_number("seconds", seconds)
@@ -99,16 +98,16 @@ class LoadOrCompute(Observer):
             self._loaded_s = now
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Note a step of the engine that computed these tokens of prompts."""
+        """Note a step of the engine that computed so many tokens of prompts."""
         num_tokens = require_integer("num_tokens", num_tokens)
         seconds = require_number("seconds", seconds)
         with self._lock:
             self._prefill.add(num_tokens, seconds)
 
     def pays(self, num_bytes: int, num_tokens: int, *, queued_bytes: int = 0) -> bool:
-        """Whether to load blocks, and not to compute their tokens.
+        """Whether to load blocks rather than compute their tokens.
 
-        The `queued_bytes` are those of loads that were submitted before and have not ended.
+        The `queued_bytes` are those of loads that were submitted earlier and have not ended.
         """
         num_bytes = require_integer("num_bytes", num_bytes)
         num_tokens = require_integer("num_tokens", num_tokens)

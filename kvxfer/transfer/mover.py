@@ -1,4 +1,4 @@
-"""Mover of jobs: on the thread that submits them, or passed to a backend piece by piece."""
+"""Mover of jobs: on the thread that submits them, or on an event loop, piece by piece."""
 
 import asyncio
 import heapq
@@ -29,18 +29,18 @@ from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
 PIECES_IN_FLIGHT = 4
-"""Pieces that the bound on the bytes in flight has room for: a load waits for one piece of a large
-store, not for all of it."""
+"""Number of pieces that fit into the bound on the bytes in flight: a load waits for one piece of a
+large store, not for all of it."""
 AT_ONCE_S = 100e-6
-"""Time between two looks below which the thread computes nothing."""
+"""Time between two looks below which the thread is polling, not computing."""
 _NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 class Admission:
     """Admission of transfers by priority and then in order, with a bound on the bytes in flight.
 
-    The transfer at the head of the queue is never overtaken, so that a large one does not starve.
-    One of more bytes than the bound is admitted when it is alone. Owned by one event loop.
+    No transfer overtakes the head of the queue, so a large one does not starve. One that is larger
+    than the bound is admitted when nothing else is in flight. Owned by one event loop.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -51,17 +51,17 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Transfers that wait for their turn."""
+        """Number of transfers that wait for their turn."""
         return sum(not turn.cancelled() for *_, turn in list(self._waiting))
 
     def has_room(self, num_bytes: int, *, beside: int = 0) -> bool:
-        """Whether a transfer would be admitted now, if none waited, beside bytes of others."""
+        """Whether a transfer would be admitted if none waited and `beside` more were in flight."""
         in_flight = self.bytes_in_flight + beside
         return in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
 
     @asynccontextmanager
     async def admit(self, priority: int, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room, hold it inside the context; the lowest priority goes first."""
+        """Wait for room, and hold it inside the context; the lowest priority goes first."""
         num_bytes = min(num_bytes, self._max_bytes)
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
@@ -92,15 +92,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """Slices in which bytes within host memory are moved on the thread of the serving engine.
+    """Slices of a job that the thread of the serving engine moves at a time.
 
     Attributes:
-        load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
-        store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
-        hashed_bytes: Bytes of a device that are moved at a time where they are hashed: 0.5 ms.
-        spare_bytes: Bytes that are moved at a time where the thread waits, or looks again at once:
-            a slice costs 0.1 ms beside the copy.
-        share: Share of the time between two looks that may go into slices, beyond one.
+        load_bytes: Slice of a load within host memory, for which the engine waits anyway.
+        store_bytes: Slice of a store within host memory: 0.6 ms of the engine's time.
+        hashed_bytes: Slice that a device moves and the thread hashes: 0.5 ms.
+        spare_bytes: Slice within host memory while the thread waits or polls: each slice costs
+            0.1 ms beside the copy.
+        share: Share of the time between two looks that slices beyond the first may take.
     """
 
     load_bytes: int = 256 << 20
@@ -112,7 +112,7 @@ class Slices:
 
 @dataclass(slots=True, eq=False)
 class _BegunJob:
-    """Job with the pieces that have no outcome yet; the transfer is that of the first of them."""
+    """Job and its pieces without outcomes; `transfer`, if any, is that of the first piece."""
 
     job: Job
     pieces: deque[Piece]
@@ -120,7 +120,7 @@ class _BegunJob:
     reported: bool = False
 
     def join_pieces(self, max_bytes: int) -> None:
-        """Join the first pieces, while they have no more bytes than that."""
+        """Join the first pieces, as long as they have at most `max_bytes` together."""
         pieces = self.pieces
         while len(pieces) > 1 and pieces[0].num_bytes + pieces[1].num_bytes <= max_bytes:
             first, second = pieces.popleft(), pieces.popleft()
@@ -129,18 +129,18 @@ class _BegunJob:
 
 
 class JobMover:
-    """Mover of jobs between caches and a backend, on an event loop or on the thread of the engine.
+    """Mover of jobs between caches and a backend, on the engine's thread or on an event loop.
 
-    A job is begun on the thread that submits it, where the backend allows it: no event loop and no
-    thread takes part, and it goes on whenever a thread looks at it. A GPU goes on with it by
-    itself; a look asks its event. In host memory a job is moved slice by slice: one when it is
-    submitted, one at each look, and more after a long pause. Threads of its own would fight with
-    those of a computing engine for cores and for the interpreter lock, and make its steps longer by
-    milliseconds. Any thread may call `begin`, `look`, `may_touch` and `cancel`, and be the one on
-    which `note_ended` is told of a job that was begun and has ended.
+    If the backend allows it, a job *begins* on the thread that submits it: no event loop and no
+    other thread takes part, and the job advances whenever a thread looks. A GPU advances it by
+    itself; a look queries the GPU's event. In host memory a job is moved slice by slice: one when
+    it is submitted, one at each look, and more after a long pause. Threads of the mover's own would
+    compete with a computing engine for cores and the interpreter lock, and lengthen its steps by
+    milliseconds. Any thread may call `begin`, `look`, `may_touch` and `cancel`; the one that finds
+    the end of a begun job calls `note_ended`.
 
-    Any other job is moved on one event loop, which owns all the rest. It waits for those that were
-    begun and move the same blocks, and counts them among the bytes in flight.
+    All other jobs are moved on one event loop, which owns all other state. They wait for begun jobs
+    that conflict with them, and count the bytes of these as in flight.
     """
 
     def __init__(
@@ -171,18 +171,18 @@ class JobMover:
 
     @property
     def num_unsettled(self) -> int:
-        """Pieces that are being moved, and ended calls that may still touch memory."""
+        """Number of pieces and begun jobs being moved, and of ended ones that may touch memory."""
         return len(self._moving) + len(self._settling) + len(self._lost) + len(self._begun)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer may still touch memory of a job; thread-safe."""
-        # In the order in which a job comes into them, each before it leaves the one before.
+        # In the order in which a job enters these: it does so before it leaves the previous one.
         ids = [*(job.job_id for job in list(self._moving.values())), *list(self._settling.values())]
         self._ask_in_turn()
         return job_id in ids or job_id in self._lost or job_id in self._begun
 
     def begin(self, job: Job) -> bool:
-        """Begin a job on the calling thread; False where it has to be moved on the event loop."""
+        """Begin a job on the calling thread; return False if it has to move on the event loop."""
         if self._immediate is None or (
             job.deadline is not None and job.deadline <= runtime.monotonic()
         ):
@@ -208,17 +208,17 @@ class JobMover:
         return slices.hashed_bytes if is_hashed else max(1, job.blocks.num_bytes)
 
     def _meeting(self, job: Job) -> list[_BegunJob]:
-        """Return what was begun and has to end before a job: what devices move, and any load.
+        """Return the begun jobs that have to end before this one can move.
 
-        A load writes its blocks until its last slice has landed. A store that a device does not
-        move just now need not end first.
+        A conflicting load writes its blocks until its last slice has landed; a conflicting store
+        need not end first unless a device is moving it.
         """
         begun = list(self._begun.values())
         earlier = [each for each in begun if each.transfer or each.job.direction is Direction.LOAD]
         return [each for each in earlier if each.job.meets(job)]
 
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
-        """Look at every job, unless another thread does, and move a slice of the first.
+        """Look at every begun job, unless another thread does, and move a slice of the first.
 
         Jobs in `hurry` are moved to their end instead, but not beyond `until`, a time on the clock
         of `runtime.monotonic`.
@@ -241,12 +241,12 @@ class JobMover:
                 self._looked_s = runtime.monotonic()
 
     def choose_begun(self, job_ids: Collection[JobId]) -> list[JobId]:
-        """Choose the jobs that were begun and have not ended, as far as a look has shown."""
+        """Choose those of the jobs that were begun and have not ended as of the last look."""
         pairs = [(job_id, self._begun.get(job_id)) for job_id in job_ids]
         return [job_id for job_id, each in pairs if each is not None and not each.reported]
 
     def cancel(self, job_id: JobId) -> None:
-        """Cancel a job; memory that a device is moving is not safe. No effect on unknown jobs."""
+        """Cancel a begun job; memory that a device is moving is not safe. Ignores unknown jobs."""
         with self._lock:
             if each := self._begun.get(job_id):
                 each.job.end(Status.CANCELLED, "cancelled")
@@ -268,7 +268,7 @@ class JobMover:
             running: set[asyncio.Task[None]] = set()
             if tasks:
                 _, running = await asyncio.wait(tasks, timeout=left)
-            if tasks and not running:  # a block that has no outcome then has failed
+            if tasks and not running:  # blocks without an outcome have failed
                 ended = [task for task in tasks if not task.cancelled()]
                 errors = [repr(error) for task in ended if (error := task.exception())]
                 status, reason = Status.FAILED, next(iter(errors), "cancelled")
@@ -286,17 +286,17 @@ class JobMover:
         return list(job.finished().outcomes)
 
     def has_room(self, job: Job) -> bool:
-        """Whether the bytes in flight leave room for a job, beside those that were begun."""
+        """Whether the bytes in flight, with those of begun jobs, leave room for this job."""
         return self._admission.has_room(job.blocks.num_bytes, beside=self._bytes_begun)
 
     async def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until the backend moves no piece, but no longer than `timeout_s`."""
+        """Wait until the backend moves no piece, but at most `timeout_s`."""
         if self._moving:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
     async def end_beginning(self) -> None:
-        """Cancel what was begun, once the bytes that are being moved have landed; begin no more."""
-        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves some
+        """Begin no more jobs; cancel the begun ones once no thread is moving a slice."""
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves a slice
             await asyncio.sleep(MARK_PAUSE_S)
         self._is_closed = True
         self._lock.release()
@@ -304,7 +304,7 @@ class JobMover:
             self.cancel(job_id)
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
-        """Wait until no earlier transfer touches the caches, or these blocks; also late ones."""
+        """Wait until no earlier transfer, even a late one, touches the caches, or these blocks."""
         await self._wait_for_calls(blocks)
         settling, shares = list(self._settling), self._backend.provide(SharesBuffers)
         try:
@@ -320,7 +320,7 @@ class JobMover:
         await end_tasks(settling)
 
     async def end(self) -> bool:
-        """Drain once the backend is closed; whether no memory is left that may be touched."""
+        """Wait for all transfers once the backend is closed; return whether all memory is safe."""
         await self._wait_for_calls()
         self._gives_up.set()
         if self._settling:
@@ -337,7 +337,7 @@ class JobMover:
         began = runtime.monotonic()
         await self.drain_begun(job)
         async with self._admission.admit(job.direction, piece.num_bytes):
-            # No load is begun that leaves no room for the piece, so those that were come to an end.
+            # This ends: no job begins that would leave no room for the piece, and begun ones end.
             asked = runtime.monotonic()
             while not self._admission.has_room(self._bytes_begun):
                 self._ask_in_turn()
@@ -349,7 +349,7 @@ class JobMover:
             self._settle(job)
 
     async def _pass_to_backend(self, job: Job, piece: Piece) -> Sequence[Outcome]:
-        """Pass a piece to the backend, unless the serving engine freed its memory meanwhile."""
+        """Pass a piece to the backend, unless the serving engine has freed the caches' memory."""
         keys = job.keys[piece.start : piece.stop]
         if change := self._memory.describe_change():
             return [Outcome(Status.FAILED, reason=change)] * len(keys)
@@ -363,7 +363,7 @@ class JobMover:
 
     @property
     def _bytes_begun(self) -> int:
-        """Bytes that devices are moving."""
+        """Bytes of the begun jobs that devices are moving."""
         if not self._begun:
             return 0
         begun = list(self._begun.values())
@@ -383,25 +383,25 @@ class JobMover:
         task.add_done_callback(self._end_settling)
 
     def _end_settling(self, task: asyncio.Task[bool]) -> None:
-        job_id = self._settling.get(task)  # None once a call of `drain` has ended
+        job_id = self._settling.get(task)  # None if `drain` has settled it
         if job_id is not None and (task.cancelled() or not task.result()):
             self._lost.add(job_id)
-        self._settling.pop(task, None)  # last: `may_touch` on another thread sees it in one of both
+        self._settling.pop(task, None)  # last: `may_touch` on another thread must find it
 
     async def drain_begun(self, job: Job | None = None) -> None:
-        """Move jobs that were begun on threads to their ends: all, or those a job has to wait for.
+        """Move begun jobs to their end: all of them, or those that `job` has to wait for.
 
-        A job does not wait for what is begun meanwhile, or a store might wait for ever.
+        A job does not wait for jobs that begin meanwhile, or a store might wait forever.
         """
         met = None if job is None else [each.job.job_id for each in self._meeting(job)]
         began = runtime.monotonic()
         while left := [each for each in list(self._begun) if met is None or each in met]:
-            self.look(left, runtime.monotonic())  # one slice: others wait for the lock and the loop
+            self.look(left, runtime.monotonic())  # one slice: others need the lock and the loop
             await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Take the lock if there is anything to do and no other thread does it."""
+        """Take the lock if a job was begun and no thread has it; yield whether it was taken."""
         has_turn = bool(self._begun) and self._lock.acquire(blocking=False)
         try:
             yield has_turn
@@ -420,7 +420,7 @@ class JobMover:
             self._report(each)
 
     def _go_on(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
-        """Move one slice of these jobs, loads first, and further ones until a time."""
+        """Move one slice of these jobs, loads first, and more slices until a time."""
         waiting = [self._begun[job_id] for job_id in job_ids if job_id in self._begun]
         for each in sorted(waiting, key=lambda each: each.job.direction):
             while not (each.transfer or each.job.ended) and self._begin_piece(backend, each):
@@ -429,7 +429,7 @@ class JobMover:
                     return
 
     def _begin_piece(self, backend: ImmediateMover, each: _BegunJob) -> bool:
-        """Begin the next piece; False where that takes a thread, or has to wait for others."""
+        """Begin the next piece; False if that needs a thread, or has to wait for other calls."""
         job, piece = each.job, each.pieces[0]
         if change := self._memory.describe_change():
             job.end(Status.FAILED, change)
@@ -445,7 +445,7 @@ class JobMover:
         return True
 
     def _ask(self, each: _BegunJob) -> None:
-        """Ask for the outcomes of the piece that is being moved, and apply the deadline."""
+        """Poll for the outcomes of the piece being moved, and apply the deadline."""
         job = each.job
         if each.transfer is not None:
             piece = each.pieces[0]
@@ -474,6 +474,6 @@ class JobMover:
             each.job.retain_in(self._backend)
             each.job.tell(self._reports)
             self._note_ended(each.job)
-            each.reported = True  # then whoever waits for it finds its result
+            each.reported = True  # last: who waits for this finds the result
         if each.transfer is None:
             self._begun.pop(each.job.job_id, None)

@@ -41,25 +41,25 @@ MoverT = TypeVar("MoverT", bound=BlockMover)
 class StagedBackend(WrappingBackend):
     """Backend for blocks in GPU memory, on top of a backend that reaches only host memory.
 
-    Batches are cut into parts of a staging buffer each. Every part is copied to its buffer and
-    then stored, or loaded and then copied, on its own: while one waits for the medium, others
-    are copied. All calls share the buffers, loads before stores. To the inner backend each part is
-    a batch of its own. Blocks in memory that it reaches itself are passed on unchanged.
+    A batch is cut into parts that each fit into a staging buffer. Each part is copied to its buffer
+    and then stored, or loaded and then copied, on its own: while one waits for the medium, others
+    are copied. All calls share the buffers, loads before stores. The inner backend gets each part
+    as a batch of its own. Blocks in memory that it reaches itself are passed on unchanged.
 
-    Of a load only blocks that arrived are copied: the memory of the others stays as it was.
-    Where the inner backend reports unsafe memory, that is a staging buffer, which is not used
-    again before the backend is drained; no transfer touches the device's memory then.
+    A load copies only the blocks that arrived; the memory of the others stays as it was. Memory
+    that the inner backend reports as unsafe is a staging buffer, which is not reused before the
+    backend is drained; no transfer touches the device's memory then.
 
-    A lost device ends staging, because the process cannot use the device any more: blocks that
-    were being copied are `FAILED` with memory that is not safe, later ones `FAILED` at once. A
-    drain does not wait for it: it never ends its work.
+    A lost device ends staging, since this process can no longer use it: blocks that were being
+    copied are `FAILED` with memory that is not safe, later ones `FAILED` at once. A drain does not
+    wait for a lost device, which never ends its work.
 
     Args:
         inner: Backend that reads and writes host memory; closed with this one.
         copy_engine: Copies between host and device; closed with this backend.
         largest_block_bytes: Bytes of the largest block that will be moved.
-        staging_bytes: Bound on the memory of all buffers; raised to two of the largest block,
-            and to one for each tier.
+        staging_bytes: Bound on the memory of all buffers; raised to two of the largest block, and
+            to one for each tier.
 
     Attributes:
         memory_kinds: Those of `inner`, and "cuda".
@@ -167,7 +167,7 @@ class StagedBackend(WrappingBackend):
     async def _move_part(
         self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move what fits into a buffer through one of them."""
+        """Move blocks that fit into one buffer through it."""
         sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
         try:
             async with self._staging.hold(sizes, starts, priority=direction) as staged:
@@ -187,7 +187,7 @@ class StagedBackend(WrappingBackend):
             return [Outcome(Status.FAILED, reason=reason)] * len(keys)
 
     async def _copy(self, source: Descriptors, destination: Descriptors) -> Outcome:
-        """Copy on a thread, to the end; return the one outcome of all the blocks."""
+        """Copy on a thread, to the end even if cancelled; return one outcome for all the blocks."""
         try:
             await self._threads.run(self._copy_blocking, source, destination)
         except DeviceError as exc:
@@ -197,7 +197,7 @@ class StagedBackend(WrappingBackend):
             logger.exception("copy of %d blocks failed", source.num_blocks)
             return Outcome(Status.FAILED, reason=repr(exc))
         finally:
-            if self._lost:  # checked here since a cancelled call does not see the error
+            if self._lost:  # checked here, since a cancelled call does not see the error
                 self._staging.withdraw()
         return DONE
 
@@ -222,8 +222,8 @@ def stage(
 ) -> MoverT | StagedBackend:
     """Wrap a backend in staging buffers, unless it reaches the memory of caches itself.
 
-    Another mover has to reach it itself. `opened` closes the copy engine opened here, and not the
-    backend.
+    A mover that is not a `Backend` must reach that memory itself. `opened` closes the copy engine
+    opened here, but not the backend.
     """
     kinds = {each.tensor.device.type for each in caches.tensors}
     if kinds <= backend.memory_kinds:
