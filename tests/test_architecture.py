@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 420,
     "kvxfer/integrations": 10_036,
     "kvxfer/kvcache": 5_309,
-    "kvxfer/lending": 1_446,
+    "kvxfer/lending": 1_444,
     "kvxfer/pages": 2_041,
     "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_106,

@@ -1,4 +1,4 @@
-"""Hand-over: blocks of prompts that one engine computed, read by another out of its KV caches."""
+"""Hand-over: an engine reads blocks of a prompt out of the KV caches of the one that made them."""
 
 import asyncio
 import logging
@@ -32,10 +32,10 @@ from kvxfer.transfer.event_loop import EngineLoop
 T = TypeVar("T")
 
 LOOK_S = 0.01
-"""Time between two looks for leases that are over, and for pages that are being computed."""
+"""Time between two looks for tickets that have ended."""
 
 MAX_CLIENTS = 256
-"""Most engines that connections are kept to: tickets, which come from outside, name them."""
+"""Maximum number of engines to stay connected to: tickets, which come from outside, name them."""
 
 NUM_THREADS = 2
 """Threads that copy and hash blocks, each on its share of the cores."""
@@ -43,7 +43,7 @@ NUM_THREADS = 2
 CLOSE_S = 30.0
 
 REVOKE_S = 30.0
-"""Time that `Handover.revoke` waits for the event loop, which never waits for anything itself."""
+"""Deadline of `Handover.revoke` for an answer of the event loop, which itself never blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +51,23 @@ logger = logging.getLogger(__name__)
 class Handover:
     """Hand-over of blocks between engines: offers those of this one, and fetches those of others.
 
-    An engine *offers* the blocks of a prompt under a ticket. Another one *asks* for them by the
-    tokens of its own prompt, *fetches* them into its own blocks, and *releases* the ticket. One
-    that nobody asks for ends with its lease. Blocks are read where they are, are verified when they
+    An engine *offers* the blocks of a prompt under a ticket. Another engine *asks* for them by the
+    tokens of its own prompt, *fetches* them into its own blocks, and *releases* the ticket. A
+    ticket that nobody asks for ends with its lease. Blocks are read in place, verified when they
     have arrived, and may have another shape on the other side.
 
-    Blocks in memory of a GPU go straight, proven by their generations, where the settings allow it
-    and NIXL can register that memory. Else they pass through pinned host memory on both sides.
+    Blocks in GPU memory move directly, proven by their generations, if the settings allow it and
+    NIXL can register that memory. Otherwise they pass through pinned host memory on both sides.
 
-    All work is done on an event loop of its own; `offer`, `submit` and `take_ended` return at once
-    and may be called from any thread. What is asked of others is a call of the reader, submitted:
+    All work runs on an event loop of its own; `offer`, `submit` and `take_ended` return at once and
+    may be called from any thread. Calls of the reader, which ask other engines, are submitted:
     `handover.submit(handover.reader.ask(...))`. A process that only asks, such as a scheduler, has
-    no caches. With `listen`, blocks are lent; engines of another namespace are refused.
+    no caches. With `listen`, blocks are lent; engines with another namespace are refused.
 
     Attributes:
         reader: Reader of the blocks of other engines.
-        is_on_device: Whether our caches are in memory of a GPU.
-        way: Sentence on how blocks of a GPU move, and why so; empty for host memory.
+        is_on_device: Whether our caches are in GPU memory.
+        way: Sentence that says how blocks in GPU memory move, and why; empty for host memory.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Handover:
         self._watching: asyncio.Task[None] | None = None
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`: leases, peers, what they hold, and what is fetched."""
+        """See `Observable.observe`: leases, peers, their pins, and the blocks that are fetched."""
         if self._lender is not None:
             self._lender.observe(reports)
         self.reader.observe(reports)
@@ -138,12 +138,12 @@ class Handover:
 
     @property
     def port(self) -> int:
-        """Port at which blocks are lent, once it was started; 0 where they are not."""
+        """Port at which blocks are lent, once started; 0 if none are lent."""
         return self._exchange.server.endpoint.port if self._exchange.server is not None else 0
 
     @property
     def num_expired(self) -> int:
-        """Leases that ran out before anybody released them."""
+        """Number of leases that ran out before anybody released them."""
         return self._lender.book.num_expired if self._lender is not None else 0
 
     def start(self) -> None:
@@ -151,7 +151,7 @@ class Handover:
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend` or one of the reader, and return at once."""
+        """Begin a call of `lend` or of the reader, and return at once."""
         return self._loop.submit(call, self._guard)
 
     def offer(
@@ -164,9 +164,9 @@ class Handover:
     ) -> None:
         """Lend blocks, which must not change until `take_ended` returns the ticket.
 
-        The keys are by the tokens of the prompt. With the last blocks of a ticket it is complete,
-        and its lease begins to run; until then more may be offered under it. An error is logged,
-        and ends the ticket when it is complete.
+        `keys` are those of the prompt's tokens. With its last blocks, a ticket `is_complete` and
+        its lease begins to run; until then more blocks may be offered under it. An error is logged,
+        and if `is_complete` it ends the ticket.
         """
         self._guard.check()
         ticket = require_ticket("ticket", ticket)
@@ -181,15 +181,15 @@ class Handover:
         *,
         is_complete: bool = True,
     ) -> None:
-        """Lend blocks as `offer`, and raise what is wrong with them: nothing is lent then."""
+        """Lend blocks as `offer` does, but raise errors; after an error none of them is lent."""
         if self._lender is None:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
         self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
 
     def revoke(self, tickets: Sequence[str]) -> None:
-        """End tickets at once: their blocks are about to change. Blocks until nobody finds them.
+        """End tickets whose blocks are about to change; return once no reader finds these blocks.
 
-        If this raises, as the loop does not answer, they may still be found, and must not change.
+        If this raises, since the loop hangs, the blocks may still be found and must not change.
         """
 
         async def revoke() -> None:
@@ -200,13 +200,13 @@ class Handover:
         self._loop.run_blocking(revoke(), REVOKE_S)
 
     def give_up(self, tickets: Sequence[str]) -> None:
-        """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned."""
+        """End tickets soon, even open ones; `take_ended` returns each once no block is pinned."""
         self._guard.check()
         for ticket in tickets:
             self._loop.call_soon(self._give_up, ticket)
 
     def take_ended(self) -> list[str]:
-        """Take the tickets that have ended since the last call: no block is pinned."""
+        """Return the tickets that ended since the last call; none of their blocks is pinned."""
         taken = []
         with suppress(IndexError):  # another thread may take some at the same time
             while True:
@@ -223,9 +223,9 @@ class Handover:
         try:
             if self._lender is not None:
                 self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
-            elif is_complete:  # without `listen` nobody reads it
+            elif is_complete:  # without `listen` nobody can read the blocks
                 self._ended.append(ticket)
-        except Exception:  # whatever it is, the engine waits for the end of the ticket
+        except Exception:  # of any kind: the engine waits for the end of the ticket
             logger.exception("the blocks of %s are not lent", ticket)
             if is_complete:
                 self._give_up(ticket)
@@ -245,7 +245,7 @@ class Handover:
         self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
-        """End a ticket, known or not; it has ended when no block is pinned."""
+        """End a ticket, known or not, as soon as none of its blocks is pinned."""
         if self._lender is None:
             self._ended.append(ticket)
             return
@@ -259,7 +259,7 @@ class Handover:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Collect tickets that have ended, as long as there are any."""
+        """Collect the tickets that end, as long as there are any tickets."""
         assert self._lender is not None
         while self._lender.book.num_tickets:
             self._ended.extend(self._lender.take_ended())
@@ -279,9 +279,9 @@ class Handover:
             logger.warning("not closed after %g s", CLOSE_S)
             num_running = await self._threads.aclose(0.0)
         if self._lender is not None:
-            self._lender.revoke_all()  # also where what hangs has left no time for its end
+            self._lender.revoke_all()  # in case a call that hangs left no time to close it
             self._ended.extend(self._lender.take_ended())
-        await asyncio.sleep(0)  # calls that ended with their reads
+        await asyncio.sleep(0)  # so that calls end whose reads have ended
         if not (num_running or self._loop.num_submitted):  # else they still use these
             self._copy_engine.close()
             self.reader.close()
@@ -290,7 +290,7 @@ class Handover:
 def _choose_way(
     config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
 ) -> tuple[NixlConfig, str, bool]:
-    """Choose how blocks of a GPU move where the settings leave it open, and whether straight."""
+    """Choose how blocks in GPU memory move: the settings, a sentence, and whether directly."""
     where = f"blocks on {', '.join(sorted({str(region.device) for region in memory}))}"
     hashed = config.integrity == "full"
     if config.transport == "nixl" and config.is_fenced:

@@ -39,26 +39,26 @@ T = TypeVar("T")
 class PromptExchange:
     """Exchange of prompts between engines: one lends the blocks it computed, another reads them.
 
-    An engine *offers* the blocks of a prompt, and gets a ticket, a text that it gives to another
-    engine in any way. That one *fetches* the blocks of a prompt of its own into its own blocks:
-    they are found by its tokens, whatever the ticket says, and verified. It *releases* the ticket;
-    one that is not ends with its lease. Use it as an asynchronous context manager.
+    An engine *offers* the blocks of a prompt and gets a ticket, a text that it passes to another
+    engine by any channel. That engine *fetches* the blocks of its own prompt into its own blocks:
+    they are found by its tokens, whatever the ticket says, and verified. It *releases* the ticket,
+    which otherwise ends with its lease. Use the exchange as an asynchronous context manager.
 
-    All work is done on a thread of its own. For an engine whose scheduler and workers are different
-    processes, there is `Handover` below this.
+    All work runs on a thread of its own. An engine whose scheduler and workers are different
+    processes uses `Handover`, on which this is built.
 
     Args:
         config: How engines reach each other; with `listen`, blocks are lent. The worker of rank r
-            listens at the r-th port after it.
+            listens at the r-th port after that of `listen`.
         caches: Caches of this worker, from `canonicalize` or `allocate_canonical`.
-        namespace: Identity of the model, without groups; engines of another one are refused.
-        shard: Position of this worker in its model; by default it is the only one.
-        advertise: Host by which others reach `listen`; by default the one of `listen`.
-        observers: Asked for the state: leases, and peers that are connected.
+        namespace: Identity of the model, without groups; engines with another one are refused.
+        shard: Position of this worker in its model; default: the only worker.
+        advertise: Host at which other engines reach `listen`; default: the host of `listen`.
+        observers: Told which blocks were fetched, and asked for leases and connected peers.
 
     Raises:
-        InvalidArgumentError: A parameter is of no use.
-        PageMappingError: It is not known what the bytes of a group mean.
+        InvalidArgumentError: An argument is invalid.
+        PageMappingError: The meaning of a group's bytes is not known.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class PromptExchange:
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
         if self._handover.way:
             logger.info("exchange: %s", self._handover.way)
-        self._lent: set[str] = set()  # leases whose end is to be told
+        self._lent: set[str] = set()  # leases that `take_ended` has not returned
         self._handover.observe(Reports(observers, "nixl"))
 
     async def __aenter__(self) -> Self:
         """Open NIXL and begin to listen.
 
         Raises:
-            BackendUnavailableError: The address cannot be listened at, or NIXL was demanded and
-                cannot be used.
+            BackendUnavailableError: This process cannot listen at the address, or NIXL is required
+                and cannot be used.
         """
         try:
             await run_aside("kvxfer-open", self._handover.start)
@@ -117,7 +117,7 @@ class PromptExchange:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End every ticket and call, and wait until nothing touches the caches; may be repeated."""
+        """End all tickets and calls; wait until nothing touches the caches. May be called again."""
         await run_aside("kvxfer-close", self._handover.close)
 
     async def offer(
@@ -131,29 +131,28 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
-        Those of a GPU are lent once it has done what the current stream of the thread that makes
-        this call had been given before.
+        Blocks in GPU memory are lent once all work is done that was on the calling thread's current
+        stream before the call.
 
         Args:
             tokens: Token ids of the prompt, integers, `(num_tokens,)`.
-            block_ids: Its blocks of each group, from its beginning; the null block for those that
-                are gone, as behind a sliding window. Further ones are ignored.
+            block_ids: For each group, the blocks of the prompt from its beginning; the null block
+                for those that are gone, as outside a sliding window. Further blocks are ignored.
             ticket: Ticket of an earlier offer with fewer tokens computed, or one that rank 0 got;
                 by default a new one.
-            num_computed_tokens: Tokens that are computed; all by default. With fewer, only whole
-                blocks are lent, and more may be offered under the same ticket; the lease begins to
-                run with all of them.
-            scope: What else changes the bytes at equal tokens, such as an adapter or a salt.
+            num_computed_tokens: By default all. With fewer, only whole blocks are lent, and more
+                may be offered under the same ticket; its lease runs once all tokens are computed.
+            scope: Anything else that changes the bytes of equal tokens, such as an adapter or salt.
 
         Returns:
             The ticket.
 
         Raises:
-            InvalidArgumentError: An argument is of no use, there is no `listen`, or our caches
-                were freed or moved.
+            InvalidArgumentError: An argument is invalid, there is no `listen`, or our caches were
+                freed or moved.
             BlockIdError: There is no such block.
             ClosedError: The exchange was closed.
-            TimeoutError: The GPU has not come so far within the time-out of the configuration.
+            TimeoutError: The GPU did not finish that work within the configured `timeout_s`.
         """
         if not self._host:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
@@ -176,7 +175,7 @@ class PromptExchange:
         self._lent.add(lease)
         try:
             await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
-        except asyncio.CancelledError:  # it is lent; of a new ticket the caller never learns
+        except asyncio.CancelledError:  # blocks are lent; the caller never learns a new ticket
             if is_new:
                 self._lent.discard(lease)
                 with contextlib.suppress(ClosedError):
@@ -189,17 +188,17 @@ class PromptExchange:
         return self._ticket(lease)
 
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
-        """Ask how many tokens, from the beginning of a prompt, can be fetched; keep them.
+        """Ask how many tokens, from the beginning of a prompt, can be fetched.
 
-        They are kept until `release`. Under a ticket whose offers are not complete, those that are
-        to be offered count, too.
+        The other engine keeps their blocks until `release`. Under a ticket whose offers are not
+        complete, blocks that are still to be offered count, too.
 
         Raises:
-            InvalidArgumentError: The ticket cannot be one, or leads to where nobody proves who it
-                is.
-            KVXferError: The other engine cannot be reached, has another model, or blocks that
+            InvalidArgumentError: The ticket is malformed, or names another machine although neither
+                a secret nor TLS proves peers.
+            KVXferError: The other engine cannot be reached, has another model, or has blocks that
                 cannot be turned into ours; the error names the field and both values.
-            TimeoutError: It did not answer in time.
+            TimeoutError: The other engine did not answer in time.
         """
         endpoint, lease = self._read(ticket)
         prompt = PromptKeys(tokens, scope=scope)
@@ -221,16 +220,15 @@ class PromptExchange:
     ) -> Fetched:
         """Read the blocks of a prompt into ours, also those that are computed meanwhile.
 
-        They are kept until this ends; then the lease runs again, unless `ask` keeps them.
+        The other engine keeps them until this ends; then the lease runs, unless `ask` keeps them.
 
-        When this ends, in any way, nothing writes to our blocks any more, unless
-        `Fetched.memory_safe` says so: a caller that is cancelled waits for that, no longer than the
-        time-outs of the configuration as long as NIXL ends its reads.
+        However this ends, nothing writes to our blocks then, unless `Fetched.memory_safe` is False.
+        A cancelled call waits for that, for the configured timeouts if NIXL ends its reads.
 
         Args:
             ticket: Ticket from the other engine.
             tokens: Token ids of our prompt.
-            block_ids: Our blocks of each group, from the beginning of the prompt; the null block
+            block_ids: For each group, our blocks from the beginning of the prompt; the null block
                 for those that are not wanted.
             first_token: First token that is wanted.
             scope: As for `offer`.
@@ -258,7 +256,7 @@ class PromptExchange:
             await self._leave(endpoint, lease)
 
     async def release(self, ticket: str) -> None:
-        """Tell the other engine that its blocks are not needed any more.
+        """Tell the other engine that its blocks are no longer needed.
 
         Failures are ignored: the lease then ends by itself.
 
@@ -268,17 +266,17 @@ class PromptExchange:
         await self._run(self._handover.reader.release(*self._read(ticket)))
 
     def give_up(self, ticket: str) -> None:
-        """End a ticket of ours, also one whose prompt is not computed; `take_ended` has it soon.
+        """End a ticket of ours, even before its prompt is computed; `take_ended` returns it soon.
 
-        Nothing happens to a ticket that `take_ended` has returned.
+        Has no effect on a ticket that `take_ended` has returned.
         """
         lease = self._read(ticket)[1]
         if lease in self._lent:
             self._handover.give_up([lease])
 
     def take_ended(self) -> list[str]:
-        """Take the tickets of ours that have ended since the last call: their blocks are free."""
-        told = dict.fromkeys(self._handover.take_ended())  # one given up as it ended comes twice
+        """Return our tickets that have ended since the last call; their blocks may be reused."""
+        told = dict.fromkeys(self._handover.take_ended())  # twice if given up just as it ended
         ended = [lease for lease in told if lease in self._lent]
         self._lent.difference_update(ended)
         return [self._ticket(lease) for lease in ended]
@@ -287,7 +285,7 @@ class PromptExchange:
         return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
 
     async def _leave(self, endpoint: Endpoint, lease: str) -> None:
-        with contextlib.suppress(ClosedError):  # all connections end
+        with contextlib.suppress(ClosedError):  # closing has ended every hold
             await self._run(self._handover.reader.leave(endpoint, lease))
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
@@ -300,7 +298,7 @@ class PromptExchange:
             raise
 
     def _read(self, ticket: str) -> tuple[Endpoint, str]:
-        """Read a ticket: the endpoint of the first worker, and the name of the lease."""
+        """Split a ticket into the endpoint of the first worker and the name of the lease."""
         text, _, lease = require_text("ticket", ticket).rpartition("/")
         try:
             endpoint = Endpoint.parse("ticket", text)
@@ -335,7 +333,7 @@ def _only_worker(caches: CanonicalKVCaches) -> WorkerShard:
 
 
 def _host(config: NixlConfig, shard: WorkerShard, advertise: str) -> str:
-    """Find the host by which others reach our workers; empty where nothing is lent."""
+    """Find the host at which other engines reach our workers; empty if nothing is lent."""
     listen = config.listen_endpoint
     if listen is None:
         return ""

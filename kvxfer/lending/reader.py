@@ -1,4 +1,4 @@
-"""Reader of blocks that other engines lend: asks which pages of a prompt are there, reads them."""
+"""Reader of blocks that other engines lend: asks for the pages of a prompt, and reads them."""
 
 import asyncio
 import functools
@@ -42,33 +42,33 @@ from kvxfer.transfer.cache_memory import CacheMemory
 DIGEST_BYTES = 16
 
 MAX_WORKERS = 128
-"""Most workers of another engine: each is connected to, because the first one says so."""
+"""Maximum workers of another engine: we connect to as many as its first worker claims."""
 
 MAX_MATCHES = 16
-"""Most kinds of other engines of which is remembered how their blocks become ours."""
+"""Maximum kinds of other engines for which we cache how their blocks become ours."""
 
 ASK_AGAIN_S = 0.01
-"""Time between two looks for a ticket that is not known yet."""
+"""Time between two questions about a ticket that the other engine does not know yet."""
 
 LOOK_S = 0.005
 """Time between two looks for pages that are still being computed."""
 
 LOOKED_FOR = 256
-"""Most pages of a worker that a look asks for: the first ones, since they are computed in order."""
+"""Maximum pages for which a look asks a worker: the first ones, as they are computed in order."""
 
 SETTLE_S = 0.25
-"""Time that a ticket may take from the answer of the other engine's server to its workers, unless
-they know of it before its blocks are offered."""
+"""How long workers of the other engine may not know a ticket that its server has answered with,
+unless they learn of it before its blocks are offered."""
 
 MAX_ENGINES = 256
-"""Most engines whose workers are remembered: tickets, which come from outside, name them."""
+"""Maximum engines whose workers are remembered: tickets, which come from outside, name them."""
 
 IN_PLACE_BYTES = 8 << 10
-"""Mean size of fragments from which blocks of another shape are read to their places at once. Those
-in smaller ones are read whole into staging memory, and copied from there."""
+"""Mean fragment size from which blocks of another shape are read straight to their places. Blocks
+in smaller fragments are read whole into staging memory, and copied from there."""
 
 RUN_BYTES = 128 << 20
-"""Bytes that one call reads to their places: where the time is over, those of before count."""
+"""Bytes that one call reads in place: at a deadline, those of calls that have ended count."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,29 +79,29 @@ _NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was a
 class Wanted:
     """Pages to fetch."""
 
-    keys: list[list[BlockKey]]  # of the other engine's blocks of each group, consecutive
-    first_blocks: list[int]  # index in the prompt of the first of them
-    # Ours of each group, from the beginning of the prompt; the null block where none is wanted.
+    keys: list[list[BlockKey]]  # of consecutive blocks of the other engine, for each group
+    first_blocks: list[int]  # index in the prompt of the first of these blocks, for each group
+    # Our blocks of each group, from the beginning of the prompt; the null block if unwanted.
     block_ids: list[list[int]]
-    first_token: int  # that is wanted
-    num_tokens: int  # of the prompt up to the last one that is wanted
-    tokens_per_block: tuple[int, ...]  # of a block of the other engine, for each group
+    first_token: int  # the first one wanted
+    num_tokens: int  # of the prompt, up to the last one wanted
+    tokens_per_block: tuple[int, ...]  # of the other engine, for each group
 
 
 @dataclass(slots=True)
 class Fetched:
-    """What arrived of a fetch.
+    """Result of a fetch.
 
     Attributes:
-        bad_blocks: Our blocks of each group that have not arrived wholly: their bytes are
+        bad_blocks: Our blocks of each group that did not arrive completely; their bytes are
             undefined.
         num_verified: Blocks of the other engine that arrived and were verified.
-        num_bytes: Their bytes.
-        missing: Those that did not arrive, counted by the status of their outcome.
-        reason: Reason of one of them; empty where there is none.
-        memory_safe: Whether nothing writes to our blocks any more. False where a read stalled that
-            even a restart of NIXL has not ended: keep them out of use until `Reader.drain`, or
-            the end of the exchange.
+        num_bytes: Bytes of these blocks.
+        missing: Blocks of the other engine that did not arrive, counted by status.
+        reason: Why one of them did not arrive; empty if all did.
+        memory_safe: Whether nothing writes to our blocks any longer. False if a read stalled and
+            not even a restart of NIXL ended it: keep the blocks out of use until `Reader.drain`
+            returns, or until the exchange is closed.
     """
 
     bad_blocks: list[list[int]]
@@ -113,7 +113,7 @@ class Fetched:
 
 
 class PeerEngine:
-    """Engine that lends blocks, by the description that its worker of rank 0 gives."""
+    """Engine that lends blocks, as its worker of rank 0 describes it."""
 
     def __init__(self, encoded: bytes) -> None:
         self.description = CacheDescription.decode(encoded)
@@ -124,16 +124,16 @@ class PeerEngine:
             at_most = f"at most {MAX_WORKERS}"
             raise CacheMismatchError(None, "shard.num_workers", at_most, shard.num_workers)
         self._words = msgspec.msgpack.decode(encoded)
-        self.groups: tuple[PeerBlocks, ...] = ()  # once blocks are read
+        self.groups: tuple[PeerBlocks, ...] = ()  # if we have caches to read into
         self._digests: dict[int, bytes] = {}
 
     @property
     def tokens_per_block(self) -> tuple[int, ...]:
-        """Tokens of a block of each group."""
+        """Tokens per block, for each group."""
         return tuple(group.tokens_per_block for group in self.description.groups)
 
     def workers(self, first: Endpoint) -> list[Endpoint]:
-        """List the endpoints of its workers by rank: each has the port after the last one's."""
+        """List the endpoints of its workers by rank, at consecutive ports."""
         num_workers = self.description.shard.num_workers
         if first.port + num_workers - 1 > MAX_PORT:
             rule = f"at most {MAX_PORT - num_workers + 1} with {num_workers} workers"
@@ -143,7 +143,7 @@ class PeerEngine:
     def worker_keys(self, rank: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Make the keys of blocks on one of its workers; see `worker_keys`.
 
-        They come from its own words: a release that has fewer fields than ours leaves some out.
+        They come from the description as it was sent: another release may leave out fields of ours.
         """
         if rank not in self._digests:
             shard = {**self._words["shard"], "rank": self.description.at_rank(rank).shard.rank}
@@ -151,13 +151,13 @@ class PeerEngine:
         return _of_worker(self._digests[rank], keys)
 
     def block_size_bytes(self, group: int) -> int:
-        """Bytes of a block of one of its workers."""
+        """Return the bytes of a block on one of its workers."""
         return self.description.groups[group].payload_size_bytes
 
     def require_same_blocks(self, wanted: Wanted) -> None:
-        """Check that blocks are those of the engine that was asked; it may have been started anew.
+        """Check that the engine still has blocks as wanted: it may have restarted since `ask`.
 
-        None of ours may be wanted twice.
+        None of our blocks may be wanted twice.
         """
         sizes = self.tokens_per_block
         if sizes != wanted.tokens_per_block:
@@ -167,11 +167,11 @@ class PeerEngine:
 
 
 def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    """Make the keys of blocks on one worker out of those of the prompt.
+    """Make the keys of blocks on one worker from those of the prompt.
 
-    They name the worker's part of the model and the layout of its memory as well. So who asks the
-    wrong worker, or one that was started anew with other caches, finds nothing: equal prompts have
-    other bytes there.
+    They also name the worker's part of the model and the layout of its memory. So a reader that
+    asks the wrong worker, or one that was restarted with other caches, finds nothing: there, equal
+    prompts have other bytes.
     """
     return _of_worker(_digest(description.encode()), keys)
 
@@ -181,18 +181,18 @@ def _digest(encoded: bytes) -> bytes:
 
 
 def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # there are many
+    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # a prompt has many
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Pages of a prompt that another engine lends."""
 
-    num_tokens: int  # from the beginning of the prompt whose pages are there, or will be
-    is_complete: bool  # they are there now
-    tokens_per_block: tuple[int, ...]  # of a block of the other engine, for each group
+    num_tokens: int  # from the beginning of the prompt, whose pages are there or will be
+    is_complete: bool  # whether they are there now
+    tokens_per_block: tuple[int, ...]  # of the other engine, for each group
     our_tokens_per_block: tuple[int, ...]
-    has_states: tuple[bool, ...]  # a block of the group is a state
+    has_states: tuple[bool, ...]  # for each group, whether a block is a state
 
     def wanted(
         self,
@@ -205,8 +205,8 @@ class Found:
     ) -> Wanted:
         """Name the blocks of the other engine that have the pages of our blocks.
 
-        See `Wanted`; of a state the one of our blocks is wanted that is to have it after
-        `num_tokens`. Without a null block its id is None.
+        See `Wanted`. A state is wanted for our block that is to have it after `num_tokens`. Without
+        a null block, `null_block_id` is None.
         """
         firsts, keys, kept = [], [], []
         for group, (theirs, ours, is_state) in enumerate(
@@ -238,7 +238,7 @@ class Found:
 def _keys_of(
     theirs: CacheDescription, prompt: PromptKeys, windows: Sequence[int | None]
 ) -> list[list[BlockKey]]:
-    """List the keys of a prompt's blocks of each group, as another engine has them."""
+    """List, for each group, the keys of a prompt's blocks as another engine divides them."""
     num_tokens = prompt.num_tokens
     return [
         [prompt.state_key(group, num_tokens)]
@@ -260,7 +260,7 @@ def _count(
     windows: Sequence[int | None],
     prompt: PromptKeys,
 ) -> int:
-    """Count the tokens from the beginning of a prompt whose pages are all there."""
+    """Count the leading tokens of a prompt whose pages are all there."""
     if all(there):
         return prompt.num_tokens
     if len(keys) > 1 or windows[0] is not None:  # windows of a shorter prompt were not asked for
@@ -270,19 +270,19 @@ def _count(
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks of one group at one of the other engine's workers that are to be read."""
+    """Blocks of one group to be read from one of the other engine's workers."""
 
     rank: int
     group: int
     indices: NDArray[np.int64]  # in the prompt, in blocks of the other engine
-    # For each: the first of our blocks that have its tokens, and the one after the last.
+    # For each block: the first of our blocks that have its tokens, and the one after the last.
     targets: NDArray[np.int64]
     keys: list[BlockKey]
     outcomes: list[Outcome]
-    names: Sequence[BlockKey]  # the keys by the tokens of the prompt alone
+    names: Sequence[BlockKey]  # the keys of the prompt's tokens, whatever the worker
 
     def keys_of(self, rows: "_Rows") -> list[BlockKey]:
-        """List the keys of some of the blocks, which are all in most cases."""
+        """List the keys of some of the blocks, usually of all."""
         return self.keys if len(rows) == len(self.keys) else [self.keys[row] for row in rows]
 
 
@@ -291,10 +291,10 @@ _Rows: TypeAlias = NDArray[np.int64]
 
 
 class Reader:
-    """Reader of blocks that other engines lend, under tickets.
+    """Reader of blocks that other engines lend under tickets.
 
     Its calls run on the event loop of its exchange: see `Handover.submit`. A question may take
-    `timeout_s`, and so may a fetch. Blocks that cannot be read `in_place` are copied there.
+    `timeout_s`, and so may a fetch. Blocks that cannot be read `in_place` are staged.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Reader:
         self._threads = threads
         self._timeout_s = timeout_s
         self._reports = Reports()
-        self._workers: dict[Endpoint, list[Endpoint]] = {}  # asked last comes last
+        self._workers: dict[Endpoint, list[Endpoint]] = {}  # the one asked last at the end
         self._keepers: Counter[tuple[Endpoint, str]] = Counter()  # calls that keep a ticket's pages
         self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
 
@@ -331,7 +331,7 @@ class Reader:
         return self._describer.caches.null_block_id
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`: the blocks that are fetched."""
+        """See `Observable.observe`: the fetched blocks."""
         self._reports = reports
 
     async def ask(
@@ -343,13 +343,13 @@ class Reader:
         *,
         waits: bool = False,
     ) -> Found:
-        """Ask another engine for the pages of a prompt, and keep them until `release` or `leave`.
+        """Ask another engine for the pages of a prompt, which it keeps until `release` or `leave`.
 
-        To be followed by one of them also where it fails: the other engine may keep them then, too.
+        Call one of them even after an error: the other engine may keep the pages all the same.
         `windows` are the tokens that each group needs at the end of the prompt; None, or no entry,
-        for all of them. With `waits`, the other engine has until the time-out to know the ticket,
-        else a quarter of a second. Under one that is known and not complete, pages that are still
-        to be offered count. Errors are those of `PromptExchange.ask`.
+        for all of them. With `waits`, the other engine has until the deadline to know the ticket,
+        else `SETTLE_S`. If it knows the ticket and that is not complete, pages that are still to be
+        offered count. Errors are those of `PromptExchange.ask`.
         """
         self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):
@@ -377,9 +377,9 @@ class Reader:
         )
 
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
-        """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
+        """Tell another engine that a ticket's pages are no longer needed; failures are ignored.
 
-        The lease then ends by itself: a connection that has ended holds nothing.
+        The lease then runs out by itself: a connection that has ended holds nothing.
         """
         self._keepers.pop((endpoint, ticket), None)
 
@@ -392,7 +392,7 @@ class Reader:
                 logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
 
     async def leave(self, endpoint: Endpoint, ticket: str) -> None:
-        """Keep a ticket's pages no more for one call; for the last one, its lease runs again."""
+        """End one call's hold on a ticket's pages; when the last one ends, the lease runs again."""
         self._keepers[endpoint, ticket] -= 1
         if self._keepers[endpoint, ticket] <= 0:
             del self._keepers[endpoint, ticket]
@@ -405,19 +405,19 @@ class Reader:
     ) -> Coroutine[Any, Any, Fetched]:
         """Read pages of another engine into our blocks.
 
-        Those of a GPU are written once it has done what the current stream of the thread that makes
-        this call had been given before. The ticket under which missing pages are still being
-        computed, `waits_for`, is kept until this ends.
+        Blocks in GPU memory are written once all work is done that was on the calling thread's
+        current stream before the call. `waits_for` is the ticket under which missing pages are
+        still being computed; it is kept until this ends.
 
         Returns:
-            What arrived, at the latest after the time-out of the configuration and the time that
-            it takes to end reads that stall. Then nothing writes to our blocks any more, unless
-            `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
+            What arrived, at the latest after the configured `timeout_s` and the time it takes to
+            end stalled reads. Nothing writes to our blocks afterwards, unless `Fetched.memory_safe`
+            is False. A call that raises or is cancelled waits for that, too.
         """
         return self._fetch_after(self.mark(), endpoint, wanted, waits_for)
 
     def mark(self) -> StreamMark | None:
-        """Mark what the current stream of this thread was given; None for host memory."""
+        """Mark the end of the work on this thread's current stream; None for host memory."""
         assert self._memory is not None, "a process with caches fetches"
         return self._memory.mark(self._describer.caches.tensors[0].tensor.device)
 
@@ -439,7 +439,7 @@ class Reader:
         try:
             fetched = await self._fetch(endpoint, wanted, waits_for, stop)
             await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
-        except BaseException:  # which cannot say that blocks are not safe
+        except BaseException:  # which cannot report unsafe blocks
             await wait_despite_cancel(self._end(wanted))
             raise
         finally:
@@ -449,12 +449,12 @@ class Reader:
         return fetched
 
     async def drain(self, wanted: Wanted) -> None:
-        """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
+        """Wait until nothing writes to the blocks of a fetch that was not `memory_safe`."""
         for blocks in self._blocks(wanted):
             await self._exchange.drain(blocks)
 
     def close(self) -> None:
-        """Release the devices, once no call is under way; may be called again."""
+        """Release the devices, once no call is running; may be called again."""
         if self._memory is not None:
             self._memory.close()
 
@@ -469,7 +469,7 @@ class Reader:
         return quiet() or all(quiet(blocks) for blocks in self._blocks(wanted))
 
     def _blocks(self, wanted: Wanted) -> list[Descriptors]:
-        """Describe our blocks that are wanted, of each group that has some."""
+        """Describe our wanted blocks, for each group that has some."""
         used = [[each for each in ids if each != self._null_block] for ids in wanted.block_ids]
         return [self._describer.describe(group, ids) for group, ids in enumerate(used) if ids]
 
@@ -497,7 +497,7 @@ class Reader:
         return self._summarise(engine, wanted, parts, began)
 
     async def _meet(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
-        """Ask an engine what it lends, and remember its workers, for the end of tickets."""
+        """Ask an engine for its description; remember its workers, for the end of tickets."""
         engine = self._matching(await self._exchange.peer(endpoint).describe())
         workers = engine.workers(endpoint)
         self._workers.pop(endpoint, None)
@@ -511,7 +511,7 @@ class Reader:
     async def _hold(
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
     ) -> Held:
-        """Hold a ticket at every worker; what one of them lacks is not there."""
+        """Hold a ticket at every worker; a block is there if all workers have it."""
 
         async def hold(worker: Endpoint, each: Sequence[BlockKey]) -> Held:
             return await self._exchange.peer(worker).hold(ticket, each)
@@ -519,7 +519,7 @@ class Reader:
         holds = [asyncio.ensure_future(hold(*pair)) for pair in zip(workers, keys, strict=True)]
         try:
             every = await asyncio.gather(*holds)
-        finally:  # one that goes on after another has failed would hold a ticket that was left
+        finally:  # if one failed, another must not hold the ticket after it was left
             await end_tasks(holds)
         return Held(
             is_known=all(held.is_known for held in every),
@@ -528,7 +528,7 @@ class Reader:
         )
 
     def _match(self, description: bytes) -> PeerEngine:
-        """Find out how the groups of another engine become ours; errors as `ask`."""
+        """Find out how another engine's groups become ours; errors as `ask`."""
         ours, engine = self._description, PeerEngine(description)
         theirs = engine.description
         if self._our_blocks is not None:
@@ -549,7 +549,7 @@ class Reader:
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
     def _require_reach(self, engine: PeerEngine) -> None:
-        """Check that blocks of ours which no processor writes to are read to their places whole."""
+        """Check that blocks for GPU memory need no copy by a CPU: all are read to their places."""
         if self._describer.caches.tensors[0].tensor.device == HOST or not self._reads_in_place:
             return
         for group, blocks in enumerate(engine.groups):
@@ -562,7 +562,7 @@ class Reader:
                 raise CacheMismatchError(group, "blocks", wanted, found)
 
     def _parts(self, engine: PeerEngine, wanted: Wanted) -> list[_Part]:
-        """List what is to be read: blocks with tokens of blocks of ours that are wanted."""
+        """List the blocks to read: those with tokens of our wanted blocks."""
         parts = []
         for group, keys in enumerate(wanted.keys):
             indices = wanted.first_blocks[group] + np.arange(len(keys))
@@ -586,7 +586,7 @@ class Reader:
     def _targets(
         self, engine: PeerEngine, wanted: Wanted, group: int, indices: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Find the `_Part.targets` of blocks, and which of them are wanted; all at once."""
+        """Find the `_Part.targets` of blocks, and which of them have wanted tokens; vectorised."""
         theirs = engine.tokens_per_block[group]
         ours = self._description.groups[group].tokens_per_block
         firsts = np.maximum(indices * theirs, wanted.first_token)
@@ -599,10 +599,10 @@ class Reader:
         return np.stack((begins, ends), axis=1), has_targets
 
     async def _clear_tails(self, engine: PeerEngine, wanted: Wanted) -> None:
-        """Zero each last block of ours that their blocks do not fill.
+        """Zero our last block of each group if the other engine's blocks do not fill it.
 
-        Kernels read the rest of a block and weigh it with zero, so that it must not be NaN: its
-        former owner may have left any bytes there, and vLLM zeroes no block that is loaded.
+        Kernels read the rest of a block and multiply it by zero, so it must not be NaN: its former
+        owner may have left any bytes there, and vLLM does not zero blocks that are loaded.
         """
         tails = []
         for group, ids in enumerate(wanted.block_ids):
@@ -624,12 +624,12 @@ class Reader:
     async def _ready(
         self, workers: Sequence[Endpoint], parts: Sequence[_Part], waits_for: str | None
     ) -> AsyncIterator[list[tuple[_Part, _Rows]]]:
-        """Yield blocks when they are there, all that are left when no more will come."""
+        """Yield blocks as they become available, and all the rest when no more will come."""
         left = [(part, np.arange(len(part.keys))) for part in parts]
         while left and waits_for is not None:
             try:
                 there, may_come = await self._look(workers, left, waits_for)
-            except KVXferError as exc:  # it is gone; what is left says so
+            except KVXferError as exc:  # it is gone, as the reads of the rest report
                 logger.debug("%s is not known any more: %s", waits_for, exc)
                 break
             if not may_come:
@@ -646,7 +646,7 @@ class Reader:
     async def _look(
         self, workers: Sequence[Endpoint], blocks: Sequence[tuple[_Part, _Rows]], ticket: str
     ) -> tuple[list[NDArray[np.bool_]], bool]:
-        """Find out which of the next blocks are there, and whether more are being computed."""
+        """Ask which of the next blocks are there, and whether more are being computed."""
         there, is_known, is_complete = list[NDArray[np.bool_]](), True, True
         for part, rows in blocks:
             asked = part.keys_of(rows[:LOOKED_FOR])
@@ -696,7 +696,7 @@ class Reader:
     def _in_place(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
     ) -> tuple[_Rows, Descriptors]:
-        """Find the blocks that can be read without staging memory, and where to."""
+        """Find the blocks that can be read without staging memory, and describe their places."""
         blocks, indices = engine.groups[part.group], part.indices[rows]
         ids = np.array(wanted.block_ids[part.group], np.int64)
         if blocks.mapping.is_direct:
@@ -710,10 +710,10 @@ class Reader:
     async def _load_staged(
         self, at: Sequence[Endpoint], engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
     ) -> None:
-        """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
+        """Read whole blocks into staging memory, and copy the wanted parts of good ones."""
         sizes = [engine.block_size_bytes(part.group)] * len(rows)
         peer, starts = self._exchange.peer, [0] * len(sizes)
-        # Workers stall together: those of an engine have one share of the memory, of the first.
+        # Workers of an engine stall together, so they have one share of the memory: the first's.
         async with peer(at[0]).hold_staging(sizes, starts) as staged:
             load = peer(at[part.rank]).load
             loaded = await staged.move(load, part.keys_of(rows), staged.blocks)
@@ -730,7 +730,7 @@ class Reader:
     def _copied(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows, staged: Descriptors
     ) -> tuple[Descriptors, Descriptors]:
-        """Describe the copy of blocks in staging memory: from where, and to where."""
+        """Describe the source and the destination of a copy out of staging memory."""
         blocks, ids = engine.groups[part.group], wanted.block_ids[part.group]
         if blocks.mapping.is_direct:
             ours = np.array(ids, np.int64)[part.indices[rows]]
@@ -764,7 +764,7 @@ class Reader:
 
 
 def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
-    """List the blocks whose read failed, which need not be the fault of their engine.
+    """List the blocks whose read failed, perhaps through no fault of their engine.
 
     Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
     """
@@ -780,6 +780,6 @@ def _choose(
 
 
 def _pages(wanted: Wanted, blocks: PeerBlocks) -> tuple[int, int]:
-    """Find the first page that is wanted, and the page after the last one."""
+    """Find the first wanted page, and the page after the last one."""
     page = blocks.mapping.tokens_per_page
     return wanted.first_token // page, -(-wanted.num_tokens // page)
