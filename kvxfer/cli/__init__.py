@@ -1,4 +1,4 @@
-"""Command `kvxfer`, which runs its subcommands."""
+"""Command `kvxfer`, which imports and runs one subcommand."""
 
 import importlib
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=purpose, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     name = arguments.command
-    # Only the command that is run is imported: torch is slow to import, and some need extras.
+    # Import only the command that runs: torch is slow to import, and some commands need extras.
     module, _, function = _COMMANDS[name][0].partition(":")
     command = getattr(importlib.import_module(module), function)
     return run_command(f"kvxfer {name}", lambda: command(rest))

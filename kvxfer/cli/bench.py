@@ -38,7 +38,7 @@ class Raw(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure places for blocks; return 0."""
+    """Measure backends, one after the other; return 0."""
     parser = CommandLine(
         prog="kvxfer bench",
         description="Measure the speed of stores and loads, 64 MiB at a time, against the raw "
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _measure(url: str, size: int, seconds: float) -> None:
-    """Move batches in turns with the raw medium until the time is over, and print the speeds."""
+    """Move batches alternately by kvxfer and the raw medium until a time; print the speeds."""
     from kvxfer.connect import open_backend, parse_backend
     from kvxfer.settings import shown
     from kvxfer.storage.keys import GroupIdentity, Namespace
@@ -71,7 +71,7 @@ async def _measure(url: str, size: int, seconds: float) -> None:
         await backend.start()
         batch = _Batch(backend, size, min(max(BATCH_BYTES // size, 1), MAX_BLOCKS))
         raw, end = _raw_medium(parse_backend(url)[1], batch), runtime.monotonic() + seconds
-        # The first round is not counted: it starts threads, and makes connections and folders.
+        # The first round does not count: it starts threads, opens connections, creates folders.
         while len(rounds) <= MIN_ROUNDS or runtime.monotonic() < end:
             ours = await batch.move()
             try:
@@ -92,7 +92,7 @@ async def _measure(url: str, size: int, seconds: float) -> None:
 
 
 class _Batch:
-    """Batch of blocks that is new in each round."""
+    """Batch of blocks that has new keys in each round."""
 
     def __init__(self, backend: "Backend", size: int, num_blocks: int) -> None:
         from kvxfer.storage.staging_memory import allocate_aligned
@@ -154,7 +154,7 @@ def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:
 
 
 def _plain_files(root: Path, batch: _Batch) -> Raw:
-    """Files one after the other, past the page cache where the file system can."""
+    """Move files one after the other, with O_DIRECT if the file system has it."""
     from kvxfer.backends.file.io import probe_direct
 
     alignment, folder = probe_direct(root), root / f"kvxfer-bench-{runtime.token_bytes(8).hex()}"
@@ -178,7 +178,7 @@ def _plain_files(root: Path, batch: _Batch) -> Raw:
 
 
 def plain_objects(config: "ObjectConfig", source: "Buffer", target: "Buffer") -> Raw:
-    """Make raw objects of obstore, as many requests at a time as the backend makes.
+    """Move objects by obstore alone, with as many requests at a time as the backend.
 
     Source and target are bytes `(num_blocks, block_bytes)`; each store makes new objects.
     """
@@ -194,7 +194,7 @@ def plain_objects(config: "ObjectConfig", source: "Buffer", target: "Buffer") ->
             await ask(number)
 
     async def each(ask: Callable[[int], Awaitable[Any]]) -> None:
-        """Make all requests to their end, also where one fails: what is stored can be removed."""
+        """Make all requests, even if one fails, so that no object is stored after `remove`."""
         requested = (one(ask, number) for number in range(len(names)))
         for found in await asyncio.gather(*requested, return_exceptions=True):
             if found is not None:

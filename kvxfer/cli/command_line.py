@@ -1,4 +1,4 @@
-"""Command line: the parser of every command, and what its help says about exit statuses."""
+"""Command line: the parser, output and exit statuses of every command."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from kvxfer.errors import KVXferError
 from kvxfer.text import printable
 
 FAILED = 2
-"""Exit status of a command that failed, or was given what it cannot use."""
+"""Exit status of a command that failed, or whose arguments are invalid."""
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """Exit statuses after SIGINT, and after the reader closed the pipe: 128 + signal, as in shells."""
 WIDTH = 80
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Parser of a command line that complains in one line, as commands do about everything."""
+    """Parser of a command line that reports an error in one line, as all commands do."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments, which a program may give that calls `main`: none may have a NUL."""
+        """Parse arguments; refuse a NUL, which a program that calls `main` could pass."""
         for each in args or ():
             if "\0" in each:
                 self.error(f"{each!r} has a NUL, which no path or address has")
@@ -51,7 +51,7 @@ def show(result: T, form: Callable[[T], str], *, as_json: bool) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON; what is not UTF-8 in the name of a file is escaped."""
+    """Print a value as JSON; escape bytes of file names that are not UTF-8."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -60,14 +60,14 @@ def print_json(value: object) -> None:
 
 
 def wrap(text: str, head: str) -> list[str]:
-    """Break a text into lines for a terminal, of which the first begins with `head`."""
+    """Break a text into lines for a terminal, the first of which begins with `head`."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
 
 
 def exit_statuses(done: str, bad: str = "") -> str:
-    """Format the meaning of a command's exit statuses 0 and 1, if it has that, for its help."""
+    """Format the meaning of a command's exit statuses for its help; without `bad`, it has no 1."""
     statuses = [f"0 {done}", f"1 {bad}" if bad else "", f"{FAILED} when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
 
@@ -75,7 +75,7 @@ def exit_statuses(done: str, bad: str = "") -> str:
 def run_command(program: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit status; an error is printed as one line.
 
-    What the output's encoding lacks is escaped. Nothing is printed where the output was closed.
+    Characters that the output's encoding lacks are escaped. Nothing is printed if it was closed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -92,7 +92,7 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         status, said = FAILED, str(exc) or "there is not enough memory"
     try:
         print(end="", flush=True)
-    except OSError as exc:  # nothing more must be written to it, at the end of the process either
+    except OSError as exc:  # so that the flush at exit does not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
         if isinstance(exc, BrokenPipeError):
@@ -100,14 +100,14 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         elif not said:
             said = str(exc)
     if said and sys.stderr is not None:
-        with contextlib.suppress(OSError):  # of a reader that is gone: the status says it, too
+        with contextlib.suppress(OSError):  # the reader is gone: the status still tells
             sys.stderr.write(f"{program}: {printable(said)}\n")
     return status
 
 
 @contextlib.contextmanager
 def ending_by_sigterm() -> Iterator[None]:
-    """End as by Ctrl-C when SIGTERM comes: what was started or written for a while goes, too."""
+    """Treat SIGTERM as Ctrl-C, so that temporary files and processes are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -17,7 +17,7 @@ MIN_TIMEOUT_S = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine this machine and what URLs name, or compare two engines; return 1 for a finding."""
+    """Examine this machine and backends, or compare two engines; return 1 if one finding is bad."""
     parser = CommandLine(
         prog="kvxfer doctor",
         description="Find what silently costs hits or speed: on this machine, in the environment "
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(findings: "Sequence[Finding]") -> Iterator[str]:
-    """Format findings, the worst first, lines to copy in one piece."""
+    """Format findings, which are sorted; do not wrap the lines that users copy."""
     for finding in findings:
         name, subject = str(finding.check), printable(finding.subject)
         found = printable(finding.found)

@@ -1,4 +1,4 @@
-"""HTTP pages of commands that run for long: readiness for orchestrators, metrics for Prometheus."""
+"""HTTP pages of long-running commands: readiness for orchestrators, metrics for Prometheus."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.listener import Listener, listen_at
 
 MAX_REQUEST_BYTES = 8192
-"""Bytes of a request at most, the limit of nginx and Apache for its head."""
+"""Maximum size of a request, the limit of nginx and Apache for its head."""
 
 MAX_CONNECTIONS = 64
-"""Connections of each address at a time; where there is no room, the oldest one is cut."""
+"""Maximum number of connections to an endpoint; one more closes the oldest."""
 
 LOG_PAUSE_S = 60.0
 
@@ -35,12 +35,12 @@ class Page:
 
 
 class HTTPPages:
-    """Endpoint that answers `GET` over HTTP with a few pages, each made when it is asked for.
+    """Endpoint that answers `GET` over HTTP with a few pages, each made on request.
 
     Args:
         endpoint: Endpoint to listen at.
-        pages: Makes the page of each path; must not block.
-        timeout_s: Time for a request to arrive and its answer to leave.
+        pages: For each path, a function that makes its page and must not block.
+        timeout_s: Deadline for a request to arrive and its answer to leave.
 
     Attributes:
         endpoint: As given; port 0 becomes the real port.
@@ -66,17 +66,17 @@ class HTTPPages:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening, and end the answers under way."""
+        """Stop listening, and cancel the answers under way."""
         self._listener.stop()
         await self._listener.wait_closed()
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._listener.tasks)
 
     def _note_failure(self, exc: OSError) -> None:
-        """Make room where no descriptor is left, and say so once a minute."""
+        """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()
         if runtime.monotonic() >= self._log_at_s:
             logger.warning("connections to %s wait: %s", self.endpoint, exc)

@@ -18,7 +18,7 @@ PREFILL_TOKENS_PER_S = 1e-3, 1e12
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a trace and print what caches give; return 0."""
+    """Replay a trace and print the hits of caches; return 0."""
     arguments = _parse(argv)
     from kvxfer import replay
     from kvxfer.replay import fleet
@@ -102,7 +102,7 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
 def _capacities(
     arguments: argparse.Namespace, trace: "Trace", machine: "Machine"
 ) -> list[tuple[int, int | None]]:
-    """Find the capacities to compare, in blocks, and in bytes where these are known."""
+    """List the capacities to compare, in blocks and, if known, in bytes."""
     from kvxfer.replay import plan_tiers
 
     if arguments.capacities is None:

@@ -38,7 +38,7 @@ OF_PEERS = (
     *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca", "max_connections"),
     *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
-"""Options that are fields of `NixlConfig`; like its times they have no meaning for a host pool."""
+"""Options that are fields of `NixlConfig`; like its times, they mean nothing to a host pool."""
 
 MIN_LEASE_S = 4.0  # two heartbeats of engines
 _NUMBERS = ("N", "PORT")
@@ -73,7 +73,7 @@ _OPTIONS: Mapping[str, str] = {
     "blocks that come and go; a ZMQ socket that speaks vLLM's KV events",
     "--events-replay ADDRESS": "address at which routers ask again for events that they lost",
 }
-"""Meaning of each option that has one text or number: its name, what its value is, its default."""
+"""Help of each option that takes a text or a number, by its name, its value and its default."""
 
 _PAGE_NAMES = {"/ready": "readiness", "/metrics": "metrics"}
 
@@ -133,7 +133,7 @@ def make_parser() -> CommandLine:
 
 
 def _require_for_pool(arguments: argparse.Namespace) -> None:
-    """Refuse options that have no meaning for a host pool."""
+    """Refuse options that mean nothing to a host pool."""
     defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
     for name in ("lease", "timeout", *OF_PEERS):
         value = getattr(arguments, name)
@@ -163,7 +163,7 @@ def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
 def _make_pages(
     arguments: argparse.Namespace, holder: "Holder", metrics: "Metrics | None"
 ) -> "dict[Endpoint, dict[str, Callable[[], Page]]]":
-    """Make the pages of each address: with one address for all, it has them all."""
+    """Make the pages of each address; one address may have all of them."""
     from kvxfer.cli.http_pages import Page
 
     pages: dict[Endpoint, dict[str, Callable[[], Page]]] = defaultdict(dict)
@@ -185,7 +185,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     from kvxfer.storage.observer import Reports
     from kvxfer.telemetry.journal import journal_observers
 
-    for tier in arguments.tier:  # now, not when the first peer connects
+    for tier in arguments.tier:  # fail now, not when the first peer connects
         _require_tier(tier, arguments)
     capacity = ByteSize.parse(arguments.capacity, name="capacity")
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
@@ -199,7 +199,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
 
 
 def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
-    """Check the URL of a tier, which must not name this process: it would wait for itself."""
+    """Check the URL of a tier, which must not name this process, as it would wait for itself."""
     from kvxfer.backends.mooncake import MooncakeConfig
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.object import ObjectConfig
@@ -243,7 +243,7 @@ def _open_holder(
         capacity=capacity,
         timeout_s=Duration.parse(arguments.timeout, name="timeout"),
         lease_s=lease_s,
-        heartbeat_s=lease_s / 4,  # which only processes that ask send
+        heartbeat_s=lease_s / 4,  # sent only by processes that ask
     )
     return StandalonePeer(config, opening, **kept)
 
@@ -251,7 +251,7 @@ def _open_holder(
 def _warming(
     arguments: argparse.Namespace, namespace: "Namespace | None"
 ) -> "Callable[[Backend], Awaitable[None]] | None":
-    """Make the function that brings blocks into memory before the first engine is served."""
+    """Make the function that preloads blocks before the first engine is served; None without."""
     from kvxfer.connect import parse_backend
     from kvxfer.tiering.tiered_backend import RemembersUse, preload, tiers_of
 
@@ -296,7 +296,7 @@ async def _serve(
             await starting
             await ending
             await holder.drain(drain_timeout_s)
-        else:  # nobody is served yet, and nothing stored
+        else:  # nobody is served yet, so there is nothing to drain
             starting.cancel()
             await asyncio.wait([starting])
     logger.info("ended")

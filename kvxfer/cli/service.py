@@ -1,4 +1,4 @@
-"""What commands share that run for long: their log, and their end."""
+"""Log, limits and signals of commands that run for long."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def add_log_level(parser: CommandLine) -> None:
-    """Add the option for the level of the log."""
+    """Add the option `--log-level`."""
     parser.add_argument(
         "--log-level",
         default="info",
@@ -27,22 +27,22 @@ def add_log_level(parser: CommandLine) -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Begin to log: lines of kvxfer from a level of `LOG_LEVELS` on, of others from warnings on."""
+    """Log lines of kvxfer from `level` on, one of `LOG_LEVELS`, and warnings of other packages."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     logging.getLogger("kvxfer").setLevel(level.upper())
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as it may, as servers in Go have them at once."""
+    """Raise the soft limit on file descriptors to the hard limit, as Go programs do at start."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # of a limit that no process can have
+    with contextlib.suppress(ValueError, OSError):  # a hard limit that the kernel does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def stop_signal() -> asyncio.Event:
     """Make an event of the running loop that the first signal of `STOP_SIGNALS` sets.
 
-    The second signal ends the process at once. A SIGHUP that `nohup` has turned off stays so.
+    A second signal ends the process at once. A SIGHUP that `nohup` ignores stays ignored.
     """
     loop = asyncio.get_running_loop()
     asked_to_end = asyncio.Event()
@@ -64,11 +64,11 @@ def stopping_between_steps() -> Iterator[Callable[[], None]]:
     """Hold back signals that end the process until the next step of its work.
 
     Yields:
-        Function to call between two steps, which ends the process if there was a signal. The
-        second one ends it at once.
+        Function to call between two steps, which ends the process if a signal has arrived. A
+        second signal ends it at once.
     """
     received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # which signals come to
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
     numbers = _stop_signals() if is_main else []
 
     def note(number: int, _: object) -> None:
@@ -80,7 +80,7 @@ def stopping_between_steps() -> Iterator[Callable[[], None]]:
         if received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if received:
-            sys.exit(128 + received[0])  # as shells have it
+            sys.exit(128 + received[0])  # as shells report a signal
 
     before = [(number, signal.signal(number, note)) for number in numbers]
     try:

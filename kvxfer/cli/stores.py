@@ -64,7 +64,7 @@ def ls(argv: Sequence[str]) -> int:
             return 0
         store.require()
         for fingerprint in store.fingerprints():
-            for block in store.blocks(fingerprint):  # as a walk finds them
+            for block in store.blocks(fingerprint):  # printed as they are found
                 if not (block.quarantined or block.misplaced):
                     print(fingerprint, block.key.hex())
     return 0
@@ -113,7 +113,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Result of a check, in numbers of files; those in `bad` are in no other number."""
+    """Result of a check, in numbers of files; `quarantined_now` are among the `bad` ones."""
 
     good: int = 0
     keyed: int = 0
@@ -204,7 +204,7 @@ def _summary(report: Report) -> str:
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Show the content of a block file; return 1 if it is none, or is not intact, else 0."""
+    """Show the content of a block file; return 1 if it is no block file or not intact, else 0."""
     parser = CommandLine(
         prog="kvxfer inspect",
         description="Show the content of a block file, and whether it is intact.",
@@ -344,9 +344,9 @@ def _block_check(arguments: "argparse.Namespace") -> "BlockCheck":
 def _open_store(
     argument: str, split: Callable[[str], tuple[str, str]] | None = None
 ) -> "Iterator[tuple[BlockStore, str]]":
-    """Open a store, or that of a block file, whose path is split into a root and the path below."""
+    """Open a store, or with `split` that of a block file; also yield the file's path below it."""
     wanted = "a folder, or one of s3://, gs://, az://"
-    if not argument:  # which is no name of the folder that the command runs in
+    if not argument:  # else `Path` takes it for the current folder
         raise InvalidArgumentError("path", argument, wanted)
     if "://" not in argument:
         from kvxfer.backends.file.folder_store import FolderStore

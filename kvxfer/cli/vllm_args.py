@@ -1,4 +1,4 @@
-"""Command `kvxfer vllm-args`: prints what `vllm serve --kv-transfer-config` takes, checked."""
+"""Command `kvxfer vllm-args`: checks tiers and prints them for `vllm --kv-transfer-config`."""
 
 import sys
 from collections.abc import Sequence
