@@ -1,4 +1,4 @@
-"""Configurations of vLLM: the backends that they name, and the namespaces that they will give."""
+"""Configurations of vLLM: the backends that they name, and the namespaces that follow from them."""
 
 import json
 import os
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 300
 def read_configuration(path: str) -> dict[str, Any]:
     """Read the arguments of an engine, or its `kv_transfer_config` alone, from a file.
 
-    Their names have underscores, and `kv_transfer_config` is a mapping.
+    Names in the result have underscores, and `kv_transfer_config` is a mapping.
     """
     form = "a file with the arguments of vllm serve, or its kv-transfer-config, as JSON"
     try:
@@ -46,7 +46,7 @@ def read_configuration(path: str) -> dict[str, Any]:
 
 
 def is_configuration(path: str) -> bool:
-    """Whether a file is a configuration: errors of one that is not are left to who reads it."""
+    """Whether a file is a configuration; whoever reads it as something else reports its errors."""
     try:
         found = json.loads(read_named_file(path).data)
     except (OSError, ValueError, RecursionError):
@@ -55,9 +55,9 @@ def is_configuration(path: str) -> bool:
 
 
 def read_backends(path: str) -> list[BackendChoice]:
-    """Read every `backend` of a configuration, also those of connectors within another one.
+    """Read every `backend` of a configuration, also those of nested connectors.
 
-    Of our connectors, as they find it: where it is not in the configuration, in the environment.
+    Our connectors without a `backend` in the configuration get that of the environment.
     """
     found = list(_find_backends(read_configuration(path)[TRANSFER]))
     if not found:
@@ -66,7 +66,7 @@ def read_backends(path: str) -> list[BackendChoice]:
 
 
 def environment_backends() -> list[BackendChoice]:
-    """Read the `backend` that `KVXFER_BACKEND` or `KVXFER_CONFIG` gives to engines; may be none."""
+    """Read the `backend` that `KVXFER_BACKEND` or `KVXFER_CONFIG` gives to engines, if any."""
     return list(_find_backends({"kv_connector": CONNECTORS[0]}))
 
 
@@ -76,9 +76,9 @@ def read_hash_name(path: str) -> str:
 
 
 def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
-    """Find out which namespaces an engine will have, by a file with its arguments.
+    """Find out which namespaces an engine will have, from a file with its arguments.
 
-    A process of its own reads them: vLLM logs, and may end the process.
+    A child process reads them, since vLLM logs and may end its process.
     """
     arguments = json.dumps(read_configuration(path)).encode()
     with tempfile.NamedTemporaryFile(prefix="kvxfer-doctor-") as answer:

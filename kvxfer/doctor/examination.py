@@ -1,4 +1,4 @@
-"""Examination: the checks of a machine and of backends, each made within a deadline."""
+"""Examination: the checks of a machine and of backends, each run within a deadline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,21 +24,21 @@ from kvxfer.text import printable
 
 MAX_TIMEOUT_S = 86400.0
 MAX_CHARACTERS = 500
-"""Most characters of an error that a check did not expect."""
+"""Maximum length of an error that a check did not expect."""
 
 STEPS_OF_PEER, STEPS_OF_BUCKET = 6, 5
-"""Times that the deadline of a check may pass: two connections to a peer of three steps; of a
-bucket a list, two stores, a removal, and one to spare."""
+"""Multiples of the timeout that a check may take: two connections to a peer, of three steps each;
+for a bucket a list, two stores, a removal, and one to spare."""
 
 Run: TypeAlias = Callable[[], Finding | Iterable[Finding]]
-"""Makes a check; may block, and fail in any way."""
+"""Runs a check; may block, and raise anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Check that is to be made, by a name that stays the same from release to release.
+    """Check to run, with a name that stays the same from release to release.
 
-    Its deadline may pass `num_steps` times.
+    It may take `num_steps` times the timeout.
     """
 
     name: str
@@ -53,9 +53,9 @@ def examine(
     """Examine this machine, and the backends of an engine on it.
 
     Args:
-        backends: URLs or mappings, as for `kvxfer.connect`; may be none.
+        backends: URLs or mappings, as for `kvxfer.connect`; may be empty.
         timeout_s: Time for each check.
-        hash_name: The engine's `--prefix-caching-hash-algo`, if it is one of vLLM.
+        hash_name: The engine's `--prefix-caching-hash-algo`, if it is vLLM.
 
     Returns:
         All findings, the worst first.
@@ -68,7 +68,7 @@ def examine(
 
 
 def run_checks(planned: Sequence[Check], *, timeout_s: float) -> list[Finding]:
-    """Make all checks at once; what fails or does not end is a finding, too; the worst is first."""
+    """Run all checks at once; one that fails or hangs is a finding, too. The worst comes first."""
     threads = DaemonThreads("kvxfer-doctor", max(1, len(planned)))
     began = runtime.monotonic()
     running = [threads.submit(_collect, check) for check in planned]
@@ -88,7 +88,7 @@ def run_checks(planned: Sequence[Check], *, timeout_s: float) -> list[Finding]:
 def plan_checks(
     configs: Sequence[msgspec.Struct], timeout_s: float, hash_name: str = DEFAULT_HASH
 ) -> Iterator[Check]:
-    """List all checks: those of a machine that is to have some backends, and of each backend."""
+    """List all checks: of the machine that is to have these backends, and of each backend."""
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     lent_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
     needed = host_bytes + lent_bytes
@@ -110,7 +110,7 @@ def plan_checks(
 
 
 def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Check]:
-    if isinstance(config, NixlConfig) and not config.peers:  # else a peer is asked with it
+    if isinstance(config, NixlConfig) and not config.peers:  # else `check_peer` tries the secret
         place = config.discover or f"nixl://?listen={config.listen}"
         yield Check("store-secret", place, partial(places.check_secret, config))
     match config:

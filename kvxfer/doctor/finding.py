@@ -21,8 +21,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one check; `of` names the check, and the thing that was examined, such as a URL.
 
     Attributes:
-        why: What it costs; empty where all is well.
-        mend: Line that mends it, as it is typed or written; empty where all is well.
+        why: What it costs; empty if all is well.
+        mend: Line that mends it, ready to be typed or written; empty if all is well.
     """
 
     check: str = ""
@@ -54,5 +54,5 @@ def error(found: str, *, why: str, mend: str) -> Finding:
 
 
 def capacity_of(num_bytes: int) -> str:
-    """Propose a capacity of so many bytes, in whole MiB where it has one."""
+    """Write a capacity as a parameter of a URL, in whole MiB unless it is smaller than one."""
     return f"capacity={num_bytes >> 20}MiB" if num_bytes >> 20 else f"capacity={num_bytes}"

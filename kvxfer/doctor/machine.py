@@ -1,7 +1,7 @@
 """Checks of a machine: memory, limits and CPUs of this process, and the packages it has.
 
-What is asked for is in bytes, 0 where it is not known. Other arguments than that are what there is
-to examine: the environment, folders of the kernel, packages.
+`needed_bytes` is the memory that backends need, 0 if it is not known. The other arguments are what
+is examined: the environment, folders of the kernel, packages.
 """
 
 import importlib.metadata
@@ -38,17 +38,17 @@ HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 GIB = 1 << 30
 
 LEAST_GIB = 16
-"""Size of /dev/shm that is proposed where it is not known how much is needed."""
+"""Smallest size of /dev/shm that is proposed."""
 
 CONTAINER_DEFAULT_BYTES = 64 << 20
-"""Size of /dev/shm in a container of which nothing else was said.
+"""Default size of /dev/shm in a container.
 
 Source: https://docs.docker.com/reference/cli/docker/container/run/, `--shm-size`.
 """
 
 
 def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Finding:
-    """Check that the memory that is asked for is available, within all control groups."""
+    """Check that the memory that backends need is available within all control groups."""
     available = AvailableMemory.read(root)
     shown = f"{format_size(available.num_bytes)} available by {available.limit}"
     needed = max(needed_bytes, DEFAULT_STAGING_BYTES)
@@ -83,7 +83,7 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
 
 
 def check_huge_pages(root: Path = ROOT) -> Finding:
-    """Check that memory may be in huge pages."""
+    """Check that transparent huge pages are not turned off."""
     chosen = re.search(r"\[(\w+)\]", read_or_empty(root / HUGE_PAGES))
     if chosen is None or chosen[1] != "never":
         return ok(chosen[1] if chosen else "this kernel has none")
@@ -96,7 +96,7 @@ def check_huge_pages(root: Path = ROOT) -> Finding:
 
 
 def _enlarge(num_bytes: int) -> str:
-    """Say how /dev/shm gets room for some bytes."""
+    """Say how to make room for some bytes in /dev/shm."""
     size = f"{max(num_bytes // GIB + 1, LEAST_GIB)}g"
     return f"docker run --shm-size={size} ...  # or: mount -o remount,size={size} /dev/shm"
 
@@ -104,10 +104,10 @@ def _enlarge(num_bytes: int) -> str:
 PORTS = Path("/sys/class/infiniband")
 
 MIN_OPEN_FILES = 1024
-"""Files that io_uring has in flight, 512, and as many for peers, workers and the engine."""
+"""The 512 files that io_uring has in flight, and as many for peers, workers and the engine."""
 
 CAP_IPC_LOCK = 14
-"""Source: Linux, include/uapi/linux/capability.h; with it the limit on locked memory is ignored."""
+"""Capability to ignore the limit on locked memory. Source: Linux, uapi/linux/capability.h."""
 
 _MISSED = (
     "vLLM makes the keys of blocks from it. Where it is not the same in all engines, none of them "
@@ -123,7 +123,7 @@ def check_hash_seed(
     find_version: Callable[[], str] = installed_version,
     hash_name: str = DEFAULT_HASH,
 ) -> Finding:
-    """Check that vLLM makes the same keys in every engine, by its release and its hash."""
+    """Check that vLLM makes the same keys in every engine, given its release and its hash."""
     seed, version = environ.get(SEED_VARIABLE), find_version()
     has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
     has_default &= hash_name in HASHES_WITH_DEFAULT_SEED
@@ -162,7 +162,7 @@ def check_open_files(root: Path = ROOT) -> Finding:
 def check_locked_memory(
     needed_bytes: int = 0, *, root: Path = ROOT, ports: Path = PORTS
 ) -> Finding:
-    """Check the limit on locked memory, which counts where a network card reads it."""
+    """Check the limit on locked memory, which matters if a network card reads memory."""
     limit = _read_limit(root, "Max locked memory")
     shown = "unlimited" if limit == math.inf else format_size(int(limit))
     if not has_active_port(ports):
@@ -178,7 +178,7 @@ def check_locked_memory(
 
 
 def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Finding:
-    """Check that the quota of the control groups has the time of as many CPUs as threads use."""
+    """Check that the CPU quota of the control groups suffices for the threads that are started."""
     num_cpus = runtime.num_cores()
     files = find_limits(root, "cpu", unified=["cpu.max"], legacy=["cpu.cfs_quota_us"])
     quotas = [quota for quota in map(_read_quota, files) if quota is not None]
@@ -255,7 +255,7 @@ def _check_package(name: str, wanted: str, find_version: FindVersion) -> Finding
     try:
         version = find_version(name)
     except importlib.metadata.PackageNotFoundError:
-        make = warning if name == "nixl" else error  # which sockets stand in for
+        make = warning if name == "nixl" else error  # sockets can replace it
         return make("is not installed", why=why, mend=mend)
     if is_within(version, wanted):
         return ok(version)
@@ -281,7 +281,7 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
 def check_plugin(
     environ: Mapping[str, str] = os.environ, find_version: Callable[[], str] = installed_version
 ) -> Finding:
-    """Check that vLLM, if any, loads the plug-in by which configurations name the connectors."""
+    """Check that vLLM, if installed, loads the plug-in that makes the connectors known by name."""
     if not find_version()[:1].isdigit():
         return ok("vLLM is not installed here")
     why = why_not_loaded(environ)
@@ -316,7 +316,7 @@ def check_cuda(
     open_driver: Callable[[int], CudaDriver] = CudaDriver,
     versions: Path = DRIVER_VERSIONS,
 ) -> Finding:
-    """Check that the driver of a GPU, where there is one, can be used, and copies in batches."""
+    """Check that the driver, if there is a GPU, can be used and copies in batches."""
     if not any(devices.glob("nvidia[0-9]*")):
         return ok("no GPU here")
     try:
@@ -338,13 +338,13 @@ def check_cuda(
 
 
 def _release_of_driver(versions: Path) -> str:
-    """Read the release that the kernel has loaded, in `NVRM version: ... Kernel Module  570.86`."""
+    """Read the loaded release out of a line such as `NVRM version: ... Kernel Module  570.86`."""
     found = re.search(r"\b\d{3,}\.[\d.]+\d", read_or_empty(versions))
     return f"release {found[0]}" if found else "a driver of an unknown release"
 
 
 def _requirements(extra: str) -> Sequence[str]:
-    """List the packages that kvxfer requires, or one of its extras; none where it says nothing."""
+    """List the requirements of kvxfer, or of one extra; none if kvxfer is not installed."""
     try:
         found = [each.replace("'", '"') for each in importlib.metadata.requires("kvxfer") or []]
     except importlib.metadata.PackageNotFoundError:

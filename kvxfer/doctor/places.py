@@ -39,7 +39,7 @@ _OF_CONTAINERS = frozenset({"overlay", "aufs"})
 
 
 def check_folder(config: FileConfig) -> Finding:
-    """Check that the folder of a store is there or can be made, and can be written to."""
+    """Check that the folder of a store exists or can be made, and can be written to."""
     path, folder = Path(config.path), standing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
     for each in (path, *path.absolute().parents):
@@ -61,7 +61,7 @@ def check_folder(config: FileConfig) -> Finding:
 
 
 def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
-    """Check that the checksums which were asked for can be made, or that peers can be proven."""
+    """Check that the secret and the packages for the configured integrity, or for peers, exist."""
     mend = "head -c 32 /dev/urandom > SECRET_FILE; chmod 600 SECRET_FILE"
     try:
         if isinstance(config, NixlConfig):
@@ -76,7 +76,7 @@ def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
 
 
 def check_space(config: FileConfig) -> Finding:
-    """Check that the capacity that was asked for can be reached."""
+    """Check that the file system has room for the capacity."""
     found = os.statvfs(standing_folder(config))
     if not found.f_blocks:
         return ok("the file system does not say how much it has")
@@ -118,7 +118,7 @@ def check_inodes(config: FileConfig) -> Finding:
 
 
 def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
-    """Check that the file system keeps files: beyond a restart, and beyond the container."""
+    """Check that files outlive a restart of the machine, and the container."""
     folder = standing_folder(config).resolve()
     kind = point = ""
     for mount in read_mounts(root):
@@ -142,7 +142,7 @@ def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
 
 
 def check_direct_io(config: FileConfig) -> Finding:
-    """Check that the file system has O_DIRECT."""
+    """Check that the file system supports O_DIRECT."""
     if config.direct == "off":
         return ok("not asked for")
     if alignment := probe_direct(standing_folder(config)):
@@ -172,13 +172,13 @@ def check_io_uring(config: FileConfig) -> Finding:
 
 
 def standing_folder(config: FileConfig) -> Path:
-    """Find the folder of the store, or the nearest one above that is there."""
+    """Find the folder of the store, or the nearest one above it that exists."""
     path = Path(config.path)
     return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 PROBE = "kvxfer-doctor"
-"""Object that is made and removed again below the prefix."""
+"""Name, below the prefix, of an object that is made and removed again."""
 
 _NO_BLOCKS = "Every lookup there is a miss, and nothing is stored."
 _CREDENTIALS = "docs/objects.md#credentials  # in the environment of the engine, never in the URL"
@@ -205,7 +205,7 @@ async def _try_bucket(config: ObjectConfig) -> Finding:
         answer_s = runtime.monotonic() - began_at
         name, text = f"{config.prefix}{PROBE}", memoryview(b"made by kvxfer doctor")
         try:
-            # One that is left over is not made anew, either.
+            # If an earlier run left the object, the first call creates nothing, as intended.
             overwrites = await bucket.create(name, text) and await bucket.create(name, text)
         except RequestFailedError as exc:
             why = "Blocks that others stored are hits; nothing is stored."
@@ -233,16 +233,16 @@ async def _try_bucket(config: ObjectConfig) -> Finding:
 
 
 STEPS_OF_DISCOVERY = 5
-"""Credentials, a token, the list, the end of the connection, and one to spare."""
+"""Steps that share the timeout: credentials, a token, the list, the end, and one to spare."""
 MAX_SHOWN = 8
-"""Most holders that a finding names."""
+"""Maximum number of holders that a finding names."""
 
 _MAX_CHARACTERS = 200
 _NO_PEERS = "An engine that starts finds no peers, and no blocks; one that runs keeps its peers."
 
 
 def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
-    """Check that etcd answers, and that what is announced there can be used."""
+    """Check that etcd answers, and that the holders announced there can be used."""
     etcd = config.etcd
     assert etcd is not None
     try:
@@ -296,7 +296,7 @@ _NO_POOL = "Every lookup there is a miss: what engines before this one computed 
 
 
 def check_pool(config: PoolConfig) -> Finding:
-    """Check that a process of this user serves the pool; it is not asked for its model."""
+    """Check that a process of this user serves the pool, without asking for its model."""
     mend = "run the engine as the user of the pool"
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(config.timeout_s)
@@ -327,7 +327,7 @@ _PEER_MENDS = {
 
 
 def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
-    """Check that a peer is reached and accepts this process, and by what carrier."""
+    """Check that a peer can be reached and accepts this process, and judge the carrier."""
     try:
         probe = runtime.run(probe_peer(config, endpoint))
     except (PeerError, InvalidArgumentError, BackendUnavailableError) as exc:
@@ -346,18 +346,18 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
 
 
 def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:
-    """Limit the time for each step of a handshake, where the configured one is longer."""
+    """Limit the time for each step of a handshake to `timeout_s`, if more is configured."""
     limit_s = min(timeout_s, config.handshake_timeout_s)
     return msgspec.structs.replace(config, handshake_timeout_s=limit_s)
 
 
 def refuse_peer(endpoint: Endpoint, exc: Exception) -> Finding:
-    """Tell of a peer that cannot be reached, or refuses this process, by the error."""
+    """Make the finding of a peer that cannot be reached, or refuses this process."""
     return error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
 
 
 def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Finding:
-    """Judge the carrier: sockets are what there is between machines without RDMA."""
+    """Judge the carrier: between machines without RDMA, there are only sockets."""
     if probe.carrier != "socket":
         return ok(f"{probe.carrier}")
     if config.transport == "socket":

@@ -1,4 +1,4 @@
-"""Sharing: whether two engines, stores or descriptions have one namespace, else what differs."""
+"""Sharing: whether two engines, stores or descriptions have one namespace, or how they differ."""
 
 import re
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ from kvxfer.storage.keys import Difference, Namespace
 from kvxfer.text import printable
 
 MAX_CHARACTERS = 300
-"""Most characters of a value in a finding; `--json` has them, too."""
+"""Maximum length of a value in a finding, also with `--json`."""
 
 PEER = "nixl:"
 STEPS_OF_VLLM = 12
-"""Times of a check that vLLM may take to be imported and to read the configuration of a model."""
+"""Multiples of the timeout that vLLM may take to be imported and to read a configuration."""
 
 _WHY = (
     "Blocks are found only where every field of the namespace is the same: these two never share."
@@ -59,10 +59,10 @@ _MENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Engine, store or description that is compared, by the argument that names it.
+    """Engine, store or description to compare, with the argument that names it.
 
-    A store or a configuration may have several namespaces, and a holder none where no engine has
-    settled them. An engine that lends its caches has a description of them.
+    A store or a configuration may have several namespaces; a holder has none before an engine has
+    settled its model. An engine that lends its caches has a description of them.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Party:
     description: bytes | None = None
 
     def name_of(self, chosen: PlannedNamespace) -> str:
-        """Name one of the namespaces."""
+        """Name one of the namespaces in a finding."""
         if chosen.kind:
             return f"{self.name} ({chosen.kind})"
         is_only = len(self.namespaces) == 1
@@ -78,14 +78,14 @@ class Party:
 
 
 def _known(namespace: Namespace) -> PlannedNamespace:
-    """Make a namespace of which everything is known, and not what kind it is."""
+    """Wrap a namespace of which every field is known, but not the kind."""
     return PlannedNamespace(kind="", namespace=namespace, fields=Namespace.__struct_fields__)
 
 
 def is_comparable(argument: str) -> bool:
-    """Whether an argument names what has a namespace, and is no tier with parameters.
+    """Whether an argument names something to compare, rather than a tier with parameters.
 
-    That is a peer, a `file://` URL without parameters, or a path.
+    That is one peer, a `file://` URL without parameters, or a path.
     """
     try:
         parts = split_url(argument)
@@ -101,8 +101,8 @@ def is_comparable(argument: str) -> bool:
 def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     """Find out whether two engines, stores or descriptions would share blocks.
 
-    The time is that for each step of a peer's handshake; vLLM has `STEPS_OF_VLLM` times as much
-    to read a configuration.
+    `timeout_s` is for each step of a peer's handshake; vLLM has `STEPS_OF_VLLM` times as long to
+    read a configuration.
 
     Raises:
         InvalidArgumentError: An argument names nothing that has a namespace.
@@ -112,7 +112,7 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     def run() -> list[Finding]:
         try:
             return _find(arguments, timeout_s)
-        except InvalidArgumentError as exc:  # of the arguments, not of what they name
+        except InvalidArgumentError as exc:  # which is no finding
             refused.append(exc)
             return []
 
@@ -148,7 +148,7 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
 def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
     config = parse_backend(argument)[1]
     assert isinstance(config, NixlConfig)
-    config.read_secret()  # what is wrong with it is wrong with the argument
+    config.read_secret()  # an error here is one of the argument
     (endpoint,) = config.peers
     return hasten(config, timeout_s), endpoint
 
@@ -175,7 +175,7 @@ def _of_path(argument: str, timeout_s: float) -> Party:
 
 
 def _compare(ours: Party, theirs: Party) -> list[Finding]:
-    """Compare namespaces of one kind where both have one, else those two that differ least."""
+    """Compare namespaces of one kind if both sides have it, else the two that differ least."""
     for party in (ours, theirs):
         if not party.namespaces:
             return [ok(f"{party.name} takes the model of the first engine that connects")]
@@ -195,7 +195,7 @@ def _compare(ours: Party, theirs: Party) -> list[Finding]:
 
 
 def _differences(ours: PlannedNamespace, theirs: PlannedNamespace) -> list[Difference]:
-    """List in what two namespaces differ, of what is known of both."""
+    """List how two namespaces differ, in the fields and keys that both are known to have."""
     known = {*ours.fields} & {*theirs.fields}
     found = ours.namespace.differences(theirs.namespace)
     keys = [
@@ -216,13 +216,13 @@ def _agree(ours: PlannedNamespace, theirs: PlannedNamespace) -> str:
         said = f"{kind}both of {model}, and equal in {', '.join(known)}"
     if unknown := dict.fromkeys(filter(None, (ours.unknown, theirs.unknown))):
         said += f"; not known before an engine runs: {'; '.join(unknown)}"
-    if HANDED_OVER not in (ours.kind, theirs.kind):  # which has keys of its own
+    if HANDED_OVER not in (ours.kind, theirs.kind):  # whose keys need neither
         said += "; keys are the same where seeds of hashes (PYTHONHASHSEED) and salts are"
     return said
 
 
 def _name_of_field(difference: Difference) -> str:
-    """Name the field of a namespace of which a part differs, such as `parallel.tp_size`."""
+    """Name the field that a difference is in, such as `parallel` for `parallel.tp_size`."""
     return re.split(r"[.[]", difference.field)[0]
 
 
@@ -234,7 +234,7 @@ def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
 
 
 def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
-    """Compare the caches of two engines that lend them: one has to be read as the other."""
+    """Check that two engines which lend their caches can read each other's blocks."""
     if ours.description is None or theirs.description is None:
         return []
     described = []
