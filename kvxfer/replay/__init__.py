@@ -1,4 +1,4 @@
-"""Planner: what a cache of which policy, capacity and tiers would have had of a trace's blocks."""
+"""Planner: the hits that a cache of some policy, capacity and tiers would have had on a trace."""
 
 from kvxfer.replay.block_size import bytes_per_token, plan_tiers
 from kvxfer.replay.plan import (

@@ -21,7 +21,7 @@ from kvxfer.storage.keys import GroupIdentity, Namespace
 _OTHER_LAYERS = re.compile(
     "mamba|^ssm_|hybrid|attn_(layer|type)|full_attn|layers?_block_type|block_types|attention_chunk"
 )
-"""Names by which configurations without `layer_types` tell of layers without full attention."""
+"""Settings that reveal layers without full attention in configurations without `layer_types`."""
 
 _BYTES_OF_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -30,8 +30,8 @@ def bytes_per_token(model: Path) -> int:
     """Compute the bytes of a token's keys and values, of all layers, from a model's `config.json`.
 
     Raises:
-        InvalidArgumentError: It is no configuration of a model with attention in every layer, whose
-            bytes grow with the prompt.
+        InvalidArgumentError: The file is not the configuration of a model with full attention in
+            every layer, so that its bytes grow with the prompt.
     """
     path = model / "config.json" if model.is_dir() else model
     try:

@@ -1,4 +1,4 @@
-"""Fleets in simulation: many engines above many holders."""
+"""Simulation of fleets: many engines above many holders."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,24 +22,24 @@ from kvxfer.storage.keys import make_block_key
 from kvxfer.units import ByteSize, format_size
 
 PEERS = NixlConfig(address="localhost:1")
-"""Connections of an engine where nothing else is configured."""
+"""Default configuration of an engine's peers."""
 
 COUNTS = ("holders", "engines", "replicas", "groups", "max_connections")
 MAX_COUNT = 10**6
 WEIGHTS_AT_A_TIME = 1 << 21
-"""Weights of keys that are ranked together, so that they fit in the caches of a processor."""
+"""Number of weights of keys that are ranked together, so that they fit into a CPU's caches."""
 
 MESSAGES_OF_A_LOOKUP, MESSAGES_OF_A_STORE, MESSAGES_OF_A_HEARTBEAT = 2, 4, 2
-"""Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup
-found needs none."""
+"""Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup found
+needs none."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fleet of engines, each with host memory of its own, above holders that they share.
 
     Attributes:
-        groups: Groups that holders and engines are divided into, and that share nothing.
-        routing: Engine of a request: any one, or the one that has most of its prompt.
+        groups: Number of groups that holders and engines are divided into, which share nothing.
+        routing: How an engine is chosen: `spread` at random, `prefix` by most of the prompt.
     """
 
     holders: int = 1000
@@ -64,12 +64,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def num_connections(self) -> int:
-        """Connections to a holder: one of each engine of its group, where NIXL moves the bytes."""
+        """Connections to a holder: one for each engine of its group, if NIXL moves the bytes."""
         return -(-self.engines // self.groups)
 
 
 def parse_fleet(text: str) -> Fleet:
-    """Make a fleet of a text such as `holders=1000,engines=10000`."""
+    """Parse a fleet such as `holders=1000,engines=10000`."""
     settings = name_sizes("fleet", text, text.split(","))
     return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)
 
@@ -77,10 +77,10 @@ def parse_fleet(text: str) -> Fleet:
 class SimulatedHolders(SimulatedTier):
     """Holders of one group, as the lower tier of all of its engines.
 
-    The numbers of holders in their fleet decide what is placed where.
+    Their `names`, the holders' numbers in the fleet, decide which of them holds a block.
 
     Attributes:
-        placement: Place in `stores` of each holder of a block, the first choice first; int32
+        placement: Index in `stores` of each holder of a block, the first choice first; int32
             `(replicas, num_blocks)`.
         num_messages: Messages of lookups and of batches to store, at each holder.
     """
@@ -102,7 +102,7 @@ class SimulatedHolders(SimulatedTier):
         self.placement = np.concatenate(parts, axis=1).astype(np.int32)
 
     def __contains__(self, block: object) -> bool:
-        """Whether a block is at a holder; nobody is asked."""
+        """Whether a holder has a block; sends no message."""
         assert isinstance(block, int)
         return any(block in self.stores[home] for home in self.placement[:, block].tolist())
 
@@ -135,14 +135,14 @@ class SimulatedHolders(SimulatedTier):
 
 
 def make_holders(fleet: Fleet, num_slots: int, num_blocks: int) -> list[SimulatedHolders]:
-    """Make the holders of each group, without a block."""
+    """Make the holders of each group, all empty."""
     groups = np.arange(fleet.holders) * fleet.groups // fleet.holders
     names = (np.flatnonzero(groups == group).tolist() for group in range(fleet.groups))
     return [SimulatedHolders(each, fleet.replicas, num_slots, num_blocks) for each in names]
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
-    """Choose the engine of each request: any one, or the one that has most of the prompt."""
+    """Choose the engine of each request: at random, or the one that has most of the prompt."""
     seed = require_integer("seed", seed)
     engines: list[int] = (
         np.random.default_rng(seed).integers(fleet.engines, size=trace.num_requests).tolist()
@@ -167,7 +167,7 @@ def replay_above(
 ) -> tuple[int, int]:
     """Replay a trace; return the hits in engines, and in the tiers below them.
 
-    The tiers below must be new: one for the engines of each group, or one for all.
+    The tiers below, `groups`, must be new: one for the engines of each group, or one for all.
     """
     memories: list[SimulatedTier] = []
     tiers: dict[int, SimulatedTiers] = {}
@@ -181,7 +181,7 @@ def replay_above(
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Figure of all holders, in a second where its name says so."""
+    """Distribution of a figure over all holders; per second if its name says so."""
 
     name: str
     mean: float
@@ -197,8 +197,8 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         num_slots: Blocks that fit into a holder.
         hits_own: Hits in the memory of engines.
         hits_holders: Hits at holders.
-        hits_pool: Hits in one pool as large as all holders, of the same engines.
-        holders: Figures of holders; without those of a second for a trace of one moment.
+        hits_pool: Hits in one pool as large as all holders, in their place.
+        holders: Figures of holders; those per second only if the trace has a duration.
     """
 
     fleet: dict[str, int | str]

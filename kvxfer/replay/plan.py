@@ -1,4 +1,4 @@
-"""Plan: what caches of each policy, capacity and list of tiers give, and the best for a budget."""
+"""Plan: the hits of each policy, capacity and list of tiers, and the best list for a budget."""
 
 import functools
 from collections import Counter
@@ -16,11 +16,11 @@ from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.units import ByteSize, format_size
 
 DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
-"""Bytes per second that a load gets from a tier where nothing else is stated: verified host memory
-on a few cores, one NVMe drive, and a bucket of the same region over some 10 Gbit/s."""
+"""Bytes per second of a load from each medium, unless stated: verified host memory on a few cores,
+one NVMe drive, and a bucket in the same region over some 10 Gbit/s."""
 
 AS_GOOD = 0.995
-"""Share of what another list gives at which a simpler or smaller one is as good."""
+"""Share of a list's score from which a simpler or smaller list counts as good as that one."""
 
 _MEDIA: Sequence[Medium] = ("host", "file")
 
@@ -49,9 +49,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return tokens_per_block * self.bytes_per_token
 
     def first_token_s(self, trace: Trace, hits: Mapping[Medium, int]) -> float | None:
-        """Compute the seconds by which hits let a first token come sooner, on average.
+        """Compute the seconds by which hits make a first token come sooner, on average.
 
-        That is computing their tokens, less loading their bytes.
+        That is the time to compute their tokens, less the time to load their bytes.
         """
         if self.prefill_tokens_per_s is None:
             return None
@@ -90,7 +90,8 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
         hit_rate: Share of all blocks of the trace that are hits here.
         num_promoted: Blocks promoted from here to the first tier.
         num_evicted: Blocks evicted.
-        bytes_written_per_day: Bytes written if the trace went on for a day; None for a moment.
+        bytes_written_per_day: Bytes that a day of such requests would write; None if the trace has
+            no duration.
     """
 
     medium: Medium
@@ -106,10 +107,10 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A list of tiers, fastest first, and what all of them give; fields as of `CapacityRow`.
+    """List of tiers, fastest first, and their hits together; fields as in `CapacityRow`.
 
     Attributes:
-        backend: The list as a configuration has it.
+        backend: The list, as in a configuration.
     """
 
     backend: list[str]
@@ -122,7 +123,7 @@ class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
 def plan_capacities(
     trace: Trace, machine: Machine, capacities: Sequence[tuple[int, int | None]]
 ) -> list[CapacityRow]:
-    """Plan host memory alone, for each policy and capacity: its blocks, and its bytes if known."""
+    """Plan host memory alone, for each policy and capacity in blocks and, if known, bytes."""
     rows, ceiling = [], count_ceiling(trace)
     for policy in POLICIES:
         for num_slots, num_bytes in capacities:
@@ -184,7 +185,7 @@ def _tier_row(trace: Trace, machine: Machine, tier: SimulatedTier) -> TierRow:
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """Recommended list of tiers within a budget of bytes; none where no tier is worth anything."""
+    """Recommended list of tiers within a budget of bytes; None if no tier is worth anything."""
 
     budget: dict[Medium, int]
     row: TiersRow | None
@@ -207,10 +208,9 @@ def parse_budget(text: str) -> dict[Medium, ByteSize]:
 def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     """Recommend a list of tiers within a budget.
 
-    Policies and tiers are those that give the most with the whole budget: the most time of first
-    tokens saved where a prefill speed is stated, else the most hits. What is simpler wins where it
-    gives as good as that. Then each capacity is halved, that of files first, as long as as good as
-    all is left.
+    Policies and tiers are those with the best score for the whole budget: the time until a first
+    token that hits save if a prefill speed is stated, else the hits. A simpler list wins if it is
+    as good. Then each capacity, that of files first, is halved as long as the rest is as good.
     """
     block = machine.block_size_bytes(trace.tokens_per_block)
     plan_once = functools.cache(functools.partial(plan_list, trace, machine))
@@ -244,7 +244,7 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
 
 
 def _choices(media: Iterable[Medium]) -> Iterator[dict[Medium, PolicyName]]:
-    """List the policies of the first tier alone, then those of two."""
+    """List the policies of the first tier alone, then those of both tiers."""
     for number, _ in enumerate(media, start=1):
         for chosen in product(POLICIES, repeat=number):
             yield dict(zip(media, chosen, strict=False))

@@ -1,4 +1,4 @@
-"""Report of a replay: what was asked, what each cache gives, and tables of that for a terminal."""
+"""Report of a replay: the trace, the hits of each cache, and tables of both for a terminal."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Simulation of a trace: what each tier of a list gives, reads, writes and evicts."""
+"""Simulation of a trace: the hits, reads, writes and evictions of each tier in a list."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ Medium = Literal["host", "file", "object"]
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier of a list; object storage evicts nothing, and has no bound: 0 slots."""
+    """One tier of a list; object storage is unbounded, with policy `none` and 0 slots."""
 
     medium: Medium
     policy: PolicyName | Literal["none"]
@@ -23,14 +23,14 @@ class TierPlan:
 
 
 class SimulatedTier:
-    """Blocks of one tier without their bytes, in the index of the real host memory.
+    """One tier's blocks without their bytes, in the index that real host memory uses.
 
     Attributes:
-        num_hits: Hits that this tier gave: the blocks that it had, and no faster one.
-        num_read: Blocks read from it, also on their way to other tiers.
-        num_written: Blocks written to it, promoted ones included.
-        num_promoted: Blocks promoted from it to the first tier.
-        num_evicted: Blocks that it evicted.
+        num_hits: Hits in this tier: blocks that it had and no faster tier had.
+        num_read: Blocks read from this tier, also to be copied to other tiers.
+        num_written: Blocks written to this tier, promoted ones included.
+        num_promoted: Blocks promoted from this tier to the first one.
+        num_evicted: Blocks that this tier evicted.
     """
 
     def __init__(self, plan: TierPlan) -> None:
@@ -42,21 +42,21 @@ class SimulatedTier:
         self._index = BlockIndex(plan.num_slots, self._policy)
 
     def __contains__(self, block: object) -> bool:
-        """Whether a block is there; not a use of it."""
+        """Whether a block is there; does not count as a use."""
         return block in self._index
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
-        """Find the blocks that are there; not a use of them."""
+        """Find the blocks that are there; does not count as a use."""
         return [block for block in blocks if block in self]
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
-        """Read blocks that are there; the first is used last. A copy to a lower tier is no use."""
+        """Read blocks that are there, the first as the last used; a write-back is not a use."""
         if is_use:
             self._touch(_as_keys(blocks))
         self.num_read += len(blocks)
 
     def store(self, blocks: Sequence[int]) -> None:
-        """Write the blocks that are not there, as far as there is room; a use of the others."""
+        """Write the missing blocks while there is room; counts as a use of the others."""
         plan = self._index.begin_store(_as_keys(blocks))
         self._index.finish_store(plan.keys, stored=True)
         self.num_written += len(plan.keys)
@@ -67,7 +67,7 @@ class SimulatedTier:
 
 
 class SimulatedFiles(SimulatedTier):
-    """Files, which evict for a whole batch before any of it is there: to ARC another order."""
+    """Files, which evict for a whole batch before they store any of it: ARC sees another order."""
 
     def __init__(self, plan: TierPlan) -> None:
         super().__init__(plan)
@@ -103,10 +103,10 @@ class SimulatedFiles(SimulatedTier):
 
 
 def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
-    """Replay a trace on simulated tiers, the fastest first; return them, with what they count.
+    """Replay a trace on simulated tiers, the fastest first; return the tiers with their counts.
 
     Each request looks up its blocks, loads the leading run of those that are there, its hits, and
-    stores the others. The next request comes when all of that has ended, copies to lower tiers
+    stores the others. The next request begins when all of that has ended, copies to lower tiers
     included.
     """
     tiers = [
@@ -124,8 +124,8 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> list[SimulatedTier]:
 class SimulatedTiers:
     """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
 
-    Its code is not shared: there locks, staging and awaited tiers are between any two steps, and a
-    request takes 30 times as long. `tests/replay/test_real.py` compares the hits of both.
+    They do not share its code, in which locks, staging and awaits between any two steps make a
+    request 30 times as slow. `tests/replay/test_real.py` compares the hits of both.
     """
 
     def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
@@ -139,14 +139,14 @@ class SimulatedTiers:
             run = list(takewhile(found_in.__contains__, blocks))
             self._load(run, found_in)
             self._store(blocks[len(run) :])
-        else:  # the same, in less time
+        else:  # the same, but faster
             run = list(takewhile(self._first.__contains__, blocks))
             self._first.num_hits += len(run)
             self._first.load(run)
             self._first.store(blocks[len(run) :])
 
     def _look_up(self, blocks: Sequence[int]) -> dict[int, int]:
-        """Find the tier of each block; what lower tiers have is promoted."""
+        """Find the tier of each block, and promote the blocks of lower tiers."""
         found_in = dict.fromkeys(self._first.lookup(blocks), 0)
         for index, tier in enumerate(self._lower, start=1):
             below = tier.lookup([block for block in blocks if block not in found_in])
@@ -161,8 +161,8 @@ class SimulatedTiers:
     def _load(self, blocks: Sequence[int], found_in: dict[int, int]) -> None:
         """Load each block from the first tier that has it, and count the hits of each tier.
 
-        A promoted block was given by the tier that it was promoted from. One that promotions of the
-        others evicted everywhere ends the run.
+        A promoted block is a hit of the tier that it was promoted from. The run of hits ends at a
+        block that promotions of others have evicted from every tier.
         """
         given_by: dict[int, int] = {}
         left = blocks
@@ -177,7 +177,7 @@ class SimulatedTiers:
             self._tiers[given_by[block]].num_hits += 1
 
     def _store(self, blocks: Sequence[int]) -> None:
-        """Store blocks in the first tier with room, and write the new ones to those below it."""
+        """Store blocks in the first tier with room, and copy the new ones to the tiers below."""
         there = set(self._first.lookup(blocks))
         left, old = list(blocks), set(there)
         taken: list[tuple[int, list[int]]] = []
@@ -193,7 +193,7 @@ class SimulatedTiers:
                 tier.store(left)
                 taken.append((index, [block for block in left if block in tier]))
                 left = [block for block in left if block not in tier]
-        # Copies are made in the background, after what the first tier had no room for.
+        # Real copies run in the background, so after the stores that the first tier refused.
         for target_index, target in enumerate(self._lower, start=1):
             for index, stored in taken:
                 if index < target_index:

@@ -1,4 +1,4 @@
-"""Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
+"""Synthetic traces: chats, agents and retrieval, made from a seed and a few sizes."""
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from kvxfer.settings import convert_settings
 from kvxfer.telemetry.trace_recorder import TraceLine
 
 MAX_BLOCKS = 50_000_000
-"""Most blocks of all prompts together, some gigabytes of this process."""
+"""Maximum number of blocks in all prompts together, some gigabytes of memory."""
 
 _SIZES: Mapping[str, tuple[float, float]] = {
     "requests": (1, 10**7),
@@ -25,7 +25,7 @@ _SIZES: Mapping[str, tuple[float, float]] = {
     "think_s": (0, 1e9),
     **dict.fromkeys(("system_prompts", "turns", "documents", "retrieved"), (1, 10**6)),
 }
-"""Least and most of each size; of other numbers of tokens those below."""
+"""Minimum and maximum of each size; `_TOKENS` is for all others."""
 
 _TOKENS = 1, 10**7
 
@@ -34,7 +34,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Sizes of all workloads; lengths and times are averages, except `system_tokens`.
 
     Attributes:
-        system_tokens: Tokens of what a prompt begins with, the same for all that have it.
+        system_tokens: Tokens of a system prompt, with which prompts begin.
         output_tokens: Tokens of an answer.
 
     Raises:
@@ -47,7 +47,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     output_tokens: int = 400
 
     def __post_init__(self) -> None:
-        """Check that sizes are within what can be computed."""
+        """Check that sizes are within their bounds."""
         for name in self.__struct_fields__:
             least, most = _SIZES.get(name, _TOKENS)
             value = getattr(self, name)
@@ -56,14 +56,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class MultiTurn(Workload, frozen=True, kw_only=True):
-    """Chats: each prompt is the chat so far, behind one of a few system prompts.
+    """Chats: each prompt is the chat so far, after one of a few system prompts.
 
     Attributes:
-        task_tokens: Tokens with which a chat begins, behind the system prompt; 0 for none.
+        task_tokens: Tokens with which a chat begins, after the system prompt; 0 for none.
         turns: Turns of a chat and its forks.
         user_tokens: Tokens of a question, or of what a tool returns.
         think_s: Seconds from an answer to the next question.
-        forks: Share of the turns after which a second chat goes on from the same prompt.
+        forks: Share of the turns after which a second chat continues from the same prompt.
     """
 
     system_prompts: int = 4
@@ -75,7 +75,7 @@ class MultiTurn(Workload, frozen=True, kw_only=True):
 
 
 class Agentic(MultiTurn, frozen=True, kw_only=True):
-    """Agents: chats with tools, of long instructions and many short turns, that fork."""
+    """Agents: chats with tools, long instructions and many short turns, some of which fork."""
 
     system_tokens: int = 8000
     output_tokens: int = 150
@@ -91,7 +91,7 @@ class Rag(Workload, frozen=True, kw_only=True):
     """Retrieval: documents of very different popularity, and a question after them.
 
     Attributes:
-        retrieved: Documents of a prompt.
+        retrieved: Documents per prompt.
         popularity: Exponent of Zipf's law by which documents are chosen.
     """
 
@@ -113,7 +113,7 @@ WORKLOADS: Mapping[str, type[MultiTurn | Rag]] = {
 
 
 def parse_workload(text: str) -> MultiTurn | Rag:
-    """Make a workload of a text such as `multi-turn,requests=1500,think_s=300`."""
+    """Parse a workload such as `multi-turn,requests=1500,think_s=300`."""
     kind, *sizes = text.split(",")
     if kind not in WORKLOADS:
         raise InvalidArgumentError("synthetic", text, f"one of {', '.join(WORKLOADS)}, and sizes")
@@ -122,7 +122,7 @@ def parse_workload(text: str) -> MultiTurn | Rag:
 
 
 def name_sizes(argument: str, text: str, sizes: Sequence[str]) -> dict[str, str]:
-    """Read the sizes of a text, such as `requests=1500`, each of which may stand once."""
+    """Parse sizes such as `requests=1500`; refuse one that is given twice."""
     named = {name: value for name, _, value in (size.partition("=") for size in sizes)}
     if len(named) < len(sizes):
         raise InvalidArgumentError(argument, text, "each size once")
@@ -134,7 +134,7 @@ def make_synthetic(
 ) -> Trace:
     """Make a synthetic trace; the same arguments give the same trace.
 
-    Only whole blocks have numbers, as in engines: the tokens behind the last one are computed.
+    As in engines, only whole blocks have numbers: tokens after the last one are always computed.
     """
     seed = require_integer("seed", seed)
     kind = next(name for name, each in WORKLOADS.items() if type(workload) is each)
@@ -147,7 +147,7 @@ def make_synthetic(
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """Prompt: the number of each whole block, and the texts that begin behind the last one."""
+    """Prompt: the number of each whole block, and the texts that begin after the last one."""
 
     blocks: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Prompts:
-    """Prompts of a trace: equal blocks up to where their texts are equal.
+    """Prompts of a trace, which share blocks as far as their texts are equal.
 
     Attributes:
         num_used: Blocks of all requests so far.
@@ -174,14 +174,14 @@ class _Prompts:
         return self.num_texts
 
     def append(self, prompt: _Prompt, num_tokens: int, text: int | None = None) -> _Prompt:
-        """Append a text, by default a new one; its tokens are always as many."""
+        """Append a text, by default a new one; a text has the same number of tokens every time."""
         num_tokens += prompt.num_tokens
         num_blocks = num_tokens // self.tokens_per_block
         self._require_room(len(self._numbers) + num_blocks - len(prompt.blocks))
         blocks = [*prompt.blocks]
         tail = (*prompt.tail, self.new_text() if text is None else text)
         while len(blocks) < num_blocks:
-            # The block before tells which text goes on, and from where.
+            # The previous block determines which text continues, and from where.
             name = blocks[-1] if blocks else -1, tail
             blocks.append(self._numbers.setdefault(name, len(self._numbers)))
             tail = ()
@@ -206,7 +206,7 @@ class _Prompts:
 
 
 def _tokens(source: np.random.Generator, mean: float) -> int:
-    """Draw a length: at least one token, most of them short, some several times as long."""
+    """Draw a length of at least one token: mostly short, sometimes several times the mean."""
     return 1 + int(source.exponential(max(mean - 1, 0)))
 
 
@@ -237,7 +237,7 @@ def _chat(chats: MultiTurn, source: np.random.Generator, prompts: _Prompts) -> I
 
 
 def _retrieve(workload: Rag, source: np.random.Generator, prompts: _Prompts) -> Iterator[TraceLine]:
-    """Make requests of documents that were found, and a question behind them."""
+    """Make requests of retrieved documents and a question after them."""
     system = prompts.append(_Prompt(), workload.system_tokens)
     texts = [prompts.new_text() for _ in range(workload.documents)]
     lengths = [_tokens(source, workload.document_tokens) for _ in texts]

@@ -23,7 +23,7 @@ PIPE_TIMEOUT_S = 30.0
 
 
 class TraceError(KVXferError, ValueError):
-    """Trace that cannot be replayed, named with the line where there is one."""
+    """Trace that cannot be replayed; the error names it, and the line if one is to blame."""
 
     def __init__(self, source: str, problem: str) -> None:
         self.source = source
@@ -33,7 +33,7 @@ class TraceError(KVXferError, ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival; the blocks of all lie in one array.
+    """Requests in the order of their arrival, with all their blocks in one array.
 
     Attributes:
         name: Name for people: its file, or how it was made.
@@ -97,14 +97,14 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                 lines.append(decoder.decode(text))
             except msgspec.MsgspecError as exc:
                 raise TraceError(f"{path}, line {number}", _problem(text, exc)) from exc
-            except (ValueError, RecursionError) as exc:  # no text, or nested too deeply
+            except (ValueError, RecursionError) as exc:  # not UTF-8, or nested too deeply
                 raise TraceError(f"{path}, line {number}", str(exc)) from exc
             numbers.append(number)
     return make_trace(str(path), lines, tokens_per_block=tokens_per_block, line_numbers=numbers)
 
 
 def _open_readable(path: str, flags: int) -> int:
-    """Open a file; for a pipe wait until there is something in it, but not for ever."""
+    """Open a file; wait for the first bytes of a pipe, but at most `PIPE_TIMEOUT_S`."""
     opened = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISFIFO(os.fstat(opened).st_mode):
         poll = select.poll()
@@ -125,8 +125,8 @@ def make_trace(
 ) -> Trace:
     """Make a trace of requests, in the order of their timestamps.
 
-    Blocks have the tokens that the requests say, unless others are given; errors name the lines,
-    which are counted where no numbers are given.
+    `tokens_per_block` overrides that of the lines. Errors name lines by `line_numbers`, or count
+    them from 1.
     """
     if not any(line.hash_ids for line in lines):
         raise TraceError(name, "no request has a block in `hash_ids`")
@@ -157,7 +157,7 @@ def make_trace(
 
 
 def previous_references(trace: Trace) -> NDArray[np.int64]:
-    """Find where each block was referenced last before; -1 for the first time."""
+    """Find, for each reference, the previous one to the same block; -1 for the first one."""
     order = np.argsort(trace.block_ids, kind="stable")
     same = trace.block_ids[order[1:]] == trace.block_ids[order[:-1]]
     previous = np.full(len(order), -1, np.int64)
@@ -166,7 +166,7 @@ def previous_references(trace: Trace) -> NDArray[np.int64]:
 
 
 def known_heads(trace: Trace, previous: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the known blocks at the head of each prompt, by the previous references of all."""
+    """Count the known blocks at the head of each prompt, given `previous_references`."""
     new = np.append(np.flatnonzero(previous < 0), trace.num_references)
     begins, ends = trace.bounds[:-1], trace.bounds[1:]
     heads: NDArray[np.int64] = np.minimum(new[np.searchsorted(new, begins)], ends) - begins
@@ -207,11 +207,11 @@ def _check(trace: Trace, ids: NDArray[np.int64], numbers: NDArray[np.int64]) -> 
 
 
 def _problem(text: bytes, error: msgspec.MsgspecError) -> str:
-    """Name the field and its value that made a line invalid."""
+    """Name the field, and its value, that make a line invalid."""
     if not isinstance(error, msgspec.ValidationError):
         return str(error).replace("Input", "input")
     try:
         value: Any = msgspec.json.decode(text)
-    except (ValueError, RecursionError):  # it is broken behind that place, too
+    except (ValueError, RecursionError):  # the rest of the line is broken, too
         value = None
     return problem_of(error, value, TraceLine)
