@@ -69,7 +69,7 @@ def require_text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidArgumentError(name, value, "text that can be written in UTF-8") from exc
+        raise InvalidArgumentError(name, value, "text that UTF-8 can encode") from exc
     return str.__str__(value)  # a plain `str` even of a subclass such as `np.str_`
 
 
@@ -137,7 +137,7 @@ def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> 
     except Exception as exc:  # a ragged list, device memory, or any error of `__array__`
         raise InvalidArgumentError(name, values, wanted) from exc
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgumentError(name, values, f"{wanted}, not {array.ndim} of {array.dtype}")
+        raise InvalidArgumentError(name, values, f"{wanted}, not {array.dtype} in {array.ndim}")
     if array.dtype == dtype:
         return array
     limits = np.iinfo(dtype)

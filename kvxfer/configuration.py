@@ -23,7 +23,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
 from kvxfer.units import ByteSize
 
-NUMBER = "0 or more, a number"
+NUMBER = "a number, 0 or more"
 LONGEST_S = (2**31 - 1) / 1000  # 24 days: the longest timeout of a socket, milliseconds in a C int
 
 
@@ -87,7 +87,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _size(name: str, value: object) -> ByteSize:
-    return ByteSize(require_integer(name, value, expected="bytes, a whole number, 0 or more"))
+    return ByteSize(require_integer(name, value, expected="a whole number of bytes, 0 or more"))
 
 
 _CONVERTERS: dict[Any, Callable[[str, object], object]] = {

@@ -170,7 +170,7 @@ def exchange(
     require_instances("observers", observers, Observer)
     _, config = parse_backend(backend)
     if not isinstance(config, NixlConfig):
-        raise InvalidArgumentError("backend", backend, "one of the type nixl")
+        raise InvalidArgumentError("backend", backend, "a backend of type nixl")
     require_instance("namespace", namespace, Namespace)
     require_revision("namespace.revision", namespace.revision, backend)
     return PromptExchange(
@@ -198,9 +198,7 @@ def open_backend(
     require_instances("observers", observers, Observer)
     require_instance("namespace", namespace, Namespace)
     if (lasting := _find_lasting(backend)) and not namespace.revision:
-        text = (
-            "%s: the namespace of %r has no revision: other weights of that name share its blocks"
-        )
+        text = "%s: give the namespace of %r a revision: other weights of the name share its blocks"
         logger.warning(text, lasting, namespace.model)
     parsed = [parse_backend(choice, replica) for choice in backend_choices(backend)]
     return open_tiers(parsed, namespace, [*observers, *environment_observers(namespace)])

@@ -23,5 +23,5 @@ def warn_deprecated(name: str, *, replacement: str, gone_in: str) -> None:
         if name in _warned:
             return
         _warned.add(name)
-    text = f"{name} is deprecated, and gone in kvxfer {gone_in}; use {replacement}"
+    text = f"{name} is deprecated and will be removed in kvxfer {gone_in}; use {replacement}"
     warnings.warn(text, FutureWarning, stacklevel=3)  # the caller's caller

@@ -76,7 +76,7 @@ def split_url(url: str) -> SplitResult:
         ValueError: The URL is invalid, has control characters, or begins or ends with a space.
     """
     if url != url.strip() or find_control(url):
-        raise ValueError("no control characters, and no spaces around it")
+        raise ValueError("the URL has control characters or surrounding spaces")
     found = re.match("[^:/?#]*://([^/?#]*)", url)
     if found is None:
         return urlsplit(url)
@@ -133,7 +133,7 @@ def remove_abandoned(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} is there and is no socket")
+        raise FileExistsError(f"{path} exists and is no socket")
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)
         try:

@@ -29,7 +29,7 @@ class InvalidArgumentError(KVXferError, ValueError):
     """Argument that cannot be used; nothing was read or written.
 
     Attributes:
-        argument: Name of the argument, with an index where it is one of many.
+        argument: Name of the argument, with an index if it is an element of one.
         value: The value that was passed.
         expected: Description of accepted values.
     """
@@ -91,7 +91,7 @@ class AmbiguousLayoutError(LayoutError):
         both = " and ".join(repr(reading) for reading in self.readings)
         super().__init__(
             f"layer {layer_name!r}: {actual} fits {both}; "
-            f"pass layouts={{{layer_name!r}: ...}} to say which one it is"
+            f"pass layouts={{{layer_name!r}: ...}} to choose one"
         )
 
 
@@ -169,7 +169,7 @@ class NamespaceMismatchError(KVXferError, ValueError):
     """Two namespaces that must agree and do not.
 
     Attributes:
-        field: First field that differs, dotted where it is nested.
+        field: First field that differs, dotted if it is nested.
         ours: Value on this side.
         theirs: Value on the other side.
     """
@@ -369,6 +369,6 @@ class PageBoundsError(LayoutError):
         self.layer_name = layer_name
         self.needed_bytes, self.storage_bytes = needed_bytes, storage_bytes
         super().__init__(
-            f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
+            f"layer {layer_name!r}: pages end at byte {needed_bytes}, but their storage has "
             f"{storage_bytes} bytes"
         )

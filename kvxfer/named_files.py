@@ -72,5 +72,5 @@ def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         if not poll.poll(1000 * max(0.0, stop_s - runtime.monotonic())):
-            raise TimeoutError(ETIMEDOUT, f"nobody wrote all of it within {TIMEOUT_S:g} s")
+            raise TimeoutError(ETIMEDOUT, f"the pipe did not end within {TIMEOUT_S:g} s")
     return os.read(fd, MAX_BYTES)

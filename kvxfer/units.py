@@ -62,7 +62,7 @@ class Duration(float):
         """Parse a number with a known unit, within bounds."""
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]+)\s*", text)
         if match is None or match[2] not in _SECONDS:
-            raise InvalidArgumentError(name, text, "a number with s, min, h or d, as '30d'")
+            raise InvalidArgumentError(name, text, "a number with s, min, h or d, such as '30d'")
         duration = cls(float(match[1]) * _SECONDS[match[2]])
         if not minimum_s <= duration <= maximum_s:
             bounds = f"from {minimum_s:g} s to {format_duration(maximum_s)}"

@@ -23,7 +23,7 @@ def test_a_deprecated_name_works_and_warns_its_caller_once() -> None:
         assert [deprecated_function(), deprecated_function()] == [7, 7]
     [warning] = caught
     assert str(warning.message) == (
-        "deprecated_function() is deprecated, and gone in kvxfer 99.0.0; use another()"
+        "deprecated_function() is deprecated and will be removed in kvxfer 99.0.0; use another()"
     )
     assert warning.category is FutureWarning
     assert warning.filename == __file__
