@@ -360,14 +360,14 @@ class PolledEngine(Generic[MoverT]):
                 try:
                     await self._end_jobs()
                 except Exception:
-                    logger.exception("jobs cannot be ended; the backend is closed all the same")
+                    logger.exception("transfer engine: cannot end its jobs; closes its backend")
                 await self._calls.wait_for(self._close_timeout_s, self._reach.aclose())
                 if await self._mover.end():
                     self._memory.close()
                     return
         except TimeoutError:
             pass
-        text = "not closed after %g s: %d transfers are abandoned"
+        text = "transfer engine: not closed after %g s: %d transfers are abandoned"
         logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
 
     async def _end_jobs(self) -> None:
@@ -538,7 +538,7 @@ class TransferEngine(PolledEngine[Backend]):
         try:
             return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
         except TimeoutError:
-            logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
+            logger.warning("lookup of %d blocks: all miss, no answer in %s s", len(keys), timeout_s)
             self._reports.late(Operation.LOOKUP, keys)
             return [False] * len(keys)
 

@@ -89,7 +89,8 @@ class EngineLoop:
         """Cancel the submitted calls, on this loop; log how many still run after `timeout_s`."""
         await end_tasks(self._submitted, timeout_s)
         if left := self.num_submitted:
-            logger.warning("%s: %d calls outlast %g s and are left", self._what, left, timeout_s)
+            text = "%s: %d calls still run after %g s and are abandoned"
+            logger.warning(text, self._what, left, timeout_s)
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
         """Call a function on this loop and return at once."""
@@ -128,7 +129,7 @@ class EngineLoop:
             raise
         future = self._give(work)
         if not self.wait([future], timeout_s):
-            raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
+            raise EventLoopError(self._what, f"its event loop did not respond for {timeout_s:g} s")
         return future.result()
 
     def close(self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -234,10 +235,10 @@ class EngineLoop:
 
     def _require_running(self) -> None:
         if self._thread is None and self._loop is not None and not self._loop.is_running():
-            detail = "the event loop on which 'async with' was entered does not run"
+            detail = "the event loop on which 'async with' was entered is not running"
             raise EventLoopError(self._what, detail)
         if sys.is_finalizing():
-            raise EventLoopError(self._what, "the interpreter has ended, and its threads with it")
+            raise EventLoopError(self._what, "the interpreter and its threads have ended")
 
 
 class _WorkFuture(Future[T]):

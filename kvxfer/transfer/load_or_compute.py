@@ -127,5 +127,5 @@ class LoadOrCompute(Observer):
 
 def _require_rate(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e308:
-        raise InvalidArgumentError(name, value, "a number, more than 0")
+        raise InvalidArgumentError(name, value, "a number greater than 0")
     return float(value)

@@ -474,6 +474,6 @@ class JobMover:
             each.job.retain_in(self._backend)
             each.job.tell(self._reports)
             self._note_ended(each.job)
-            each.reported = True  # last: who waits for this finds the result
+            each.reported = True  # last: a waiter finds the result then
         if each.transfer is None:
             self._begun.pop(each.job.job_id, None)

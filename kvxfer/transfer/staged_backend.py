@@ -148,7 +148,7 @@ class StagedBackend(WrappingBackend):
     async def _move(
         self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move a batch; return or raise only when no part of it touches memory any more."""
+        """Move a batch; return or raise only once no part of it touches memory."""
         self._guard.check_batch(keys, blocks)
         if self._is_direct(blocks.device.type):
             move = self.inner.store if direction is Direction.STORE else self.inner.load

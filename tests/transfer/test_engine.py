@@ -308,7 +308,7 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(memory: BlockMemory) -
         lambda: asyncio.run(engine.load(keys_of(1), [[1]])),
         engine.close,
     ):
-        with pytest.raises(EventLoopError, match="does not run"):
+        with pytest.raises(EventLoopError, match="is not running"):
             call()
     stopped.run_until_complete(asyncio.sleep(0))
     stopped.close()

@@ -363,7 +363,7 @@ def test_a_call_that_does_not_end_keeps_no_port_and_is_counted_and_has_what_it_u
     engine.close()
     with socket.create_server(("127.0.0.1", port)):
         pass
-    assert "hand-over: 1 calls outlast 0.5 s and are left" in caplog.text
+    assert "hand-over: 1 calls still run after 0.5 s and are abandoned" in caplog.text
     assert not closed.called
 
 
