@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_533,
     "kvxfer/testing": 6_098,
     "kvxfer/tiering": 1_615,
-    "kvxfer/transfer": 1_994,
+    "kvxfer/transfer": 1_995,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

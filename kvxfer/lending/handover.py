@@ -56,7 +56,7 @@ class Handover:
     ticket that nobody asks for ends with its lease. Blocks are read in place, verified when they
     have arrived, and may have another shape on the other side.
 
-    Blocks in GPU memory move directly, proven by their generations, if the settings allow it and
+    Blocks in GPU memory go straight, proven by their generations, if the settings allow it and
     NIXL can register that memory. Otherwise they pass through pinned host memory on both sides.
 
     All work runs on an event loop of its own; `offer`, `submit` and `take_ended` return at once and
@@ -226,7 +226,7 @@ class Handover:
             elif is_complete:  # without `listen` nobody can read the blocks
                 self._ended.append(ticket)
         except Exception:  # of any kind: the engine waits for the end of the ticket
-            logger.exception("the blocks of %s are not lent", ticket)
+            logger.exception("hand-over: cannot lend the blocks of ticket %s", ticket)
             if is_complete:
                 self._give_up(ticket)
 
@@ -276,7 +276,7 @@ class Handover:
                     await self._lender.aclose()
                 num_running = await self._threads.aclose()
         except TimeoutError:
-            logger.warning("not closed after %g s", CLOSE_S)
+            logger.warning("hand-over: not closed after %g s", CLOSE_S)
             num_running = await self._threads.aclose(0.0)
         if self._lender is not None:
             self._lender.revoke_all()  # in case a call that hangs left no time to close it
@@ -290,18 +290,18 @@ class Handover:
 def _choose_way(
     config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
 ) -> tuple[NixlConfig, str, bool]:
-    """Choose how blocks in GPU memory move: the settings, a sentence, and whether directly."""
+    """Choose how blocks in GPU memory move: the settings, a sentence, and whether straight."""
     where = f"blocks on {', '.join(sorted({str(region.device) for region in memory}))}"
     hashed = config.integrity == "full"
     if config.transport == "nixl" and config.is_fenced:
-        return config, f"{where} go straight by NIXL, fenced, as the settings say", True
+        return config, f"{where} go straight by NIXL, fenced, as configured", True
     if hashed or config.transport == "socket":
         why = "integrity=full" if hashed else f"transport={config.transport}"
     else:
         trying = partial(runtime.run, why_not_straight(memory, make_agent))
         why = runtime.result(begin_aside("kvxfer-nixl-try", trying))
     if why:
-        return config, f"{where} pass through host memory, and are hashed there: {why}", False
+        return config, f"{where} pass through host memory and are hashed there: {why}", False
     straight = msgspec.structs.replace(config, transport="nixl", integrity="fenced")
     way = f"{where} go straight by NIXL, fenced (transport=nixl, integrity=fenced): it reaches them"
     return straight, way, True

@@ -306,7 +306,7 @@ class PromptExchange:
             rule = "HOST:PORT/LEASE, as `offer` returns it"
             raise InvalidArgumentError("ticket", ticket, rule) from exc
         if not (endpoint.is_loopback or self._proves_peers):
-            rule = "one of a loopback address, without a secret or TLS"
+            rule = "one of a loopback address, unless a secret or TLS proves peers"
             raise InvalidArgumentError("ticket", ticket, rule)
         return endpoint, require_ticket("ticket", lease)
 
@@ -338,9 +338,9 @@ def _host(config: NixlConfig, shard: WorkerShard, advertise: str) -> str:
     if listen is None:
         return ""
     if shard.num_workers > 1 and not listen.port:
-        rule = f"a port, after which there are those of {shard.num_workers} workers"
+        rule = f"a port above 0: {shard.num_workers} workers listen at consecutive ones"
         raise InvalidArgumentError("listen", config.listen, rule)
     if not advertise and listen.host in ANY_HOSTS:
-        rule = f"the host by which others reach listen={config.listen}"
+        rule = f"the host at which other engines reach listen={config.listen}"
         raise InvalidArgumentError("advertise", advertise, rule)
     return advertise or listen.host

@@ -72,7 +72,7 @@ RUN_BYTES = 128 << 20
 
 logger = logging.getLogger(__name__)
 
-_NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was asked for")
+_NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the deadline passed before it was requested")
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +389,7 @@ class Reader:
         workers = self._workers.get(endpoint, [endpoint])
         for failed in await asyncio.gather(*map(release, workers), return_exceptions=True):
             if isinstance(failed, BaseException):
-                logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
+                logger.debug("ticket %s was not released at %s: %r", ticket, endpoint, failed)
 
     async def leave(self, endpoint: Endpoint, ticket: str) -> None:
         """End one call's hold on a ticket's pages; when the last one ends, the lease runs again."""
@@ -425,7 +425,7 @@ class Reader:
         """Check that the storages of our caches were neither freed nor moved."""
         assert self._memory is not None, "a process with caches fetches, and lends"
         if change := self._memory.describe_change():
-            raise InvalidArgumentError("caches", change, "memory that stays where it was")
+            raise InvalidArgumentError("caches", change, "memory that is neither freed nor moved")
 
     async def _fetch_after(
         self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None
@@ -545,7 +545,7 @@ class Reader:
         for group, blocks in enumerate(engine.groups):
             size = engine.block_size_bytes(group)
             if not (blocks.mapping.is_direct and self._reads_in_place) and size > room:
-                ours = f"at most {room}, by staging memory"
+                ours = f"at most {room}, the size of a staging buffer"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
     def _require_reach(self, engine: PeerEngine) -> None:
@@ -630,7 +630,7 @@ class Reader:
             try:
                 there, may_come = await self._look(workers, left, waits_for)
             except KVXferError as exc:  # it is gone, as the reads of the rest report
-                logger.debug("%s is not known any more: %s", waits_for, exc)
+                logger.debug("ticket %s is no longer known: %s", waits_for, exc)
                 break
             if not may_come:
                 break
