@@ -7,7 +7,7 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
 from kvxfer.extras import installed_version
 
 _COMMANDS = {
-    "bench": ("kvxfer.cli.bench:main", "measure how fast a place for blocks is"),
+    "bench": ("kvxfer.cli.bench:main", "measure the speed of a backend"),
     "fsck": ("kvxfer.cli.stores:fsck", "verify every block of a store"),
     "ls": ("kvxfer.cli.stores:ls", "list the namespaces of a store"),
     "inspect": ("kvxfer.cli.stores:inspect", "show what a block file holds"),
@@ -15,7 +15,7 @@ _COMMANDS = {
     "doctor": ("kvxfer.cli.doctor:main", "find what silently costs hits or speed"),
     "explain": ("kvxfer.cli.explain:main", "say why a request missed"),
     "replay": ("kvxfer.cli.replay:main", "plan caches with a trace of requests"),
-    "vllm-args": ("kvxfer.cli.vllm_args:main", "print the configuration of vLLM for tiers"),
+    "vllm-args": ("kvxfer.cli.vllm_args:main", "print vLLM's configuration for tiers"),
     "gc": ("kvxfer.cli.stores:gc", "remove stale files and old blocks from a store"),
 }
 

@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
         "medium: plain files, objects of a plain client, or else one copy in memory.",
         epilog=exit_statuses("when it is done"),
     )
-    url = "place for blocks, such as file:///mnt/kv; restart a fresh holder or host pool afterwards"
+    url = "backend, such as file:///mnt/kv; a new holder or pool takes its model: restart it then"
     parser.add_argument("url", nargs="+", help=url)
     parser.add_argument("--size", default="2MiB", help="bytes of a block; default 2MiB")
-    parser.add_argument("--seconds", default="3s", help="time for each place; default 3s")
+    parser.add_argument("--seconds", default="3s", help="time for each URL; default 3s")
     arguments = parser.parse_args(argv)
     size = ByteSize.parse(arguments.size)
     seconds = Duration.parse(arguments.seconds, name="seconds")

@@ -89,7 +89,7 @@ def run_command(program: str, command: Callable[[], int]) -> int:
     except OSError as exc:
         status, said = FAILED, f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
     except (KVXferError, MemoryError) as exc:
-        status, said = FAILED, str(exc) or "there is not enough memory"
+        status, said = FAILED, str(exc) or "out of memory"
     try:
         print(end="", flush=True)
     except OSError as exc:  # so that the flush at exit does not fail, too

@@ -16,8 +16,8 @@ def main(argv: Sequence[str]) -> int:
     """Explain a request, or blocks by their keys; return 0."""
     parser = CommandLine(
         prog="kvxfer explain",
-        description="Say of every block of a request, or of every key, where it came from, or why "
-        "it was missed: from the journal that engines with KVXFER_JOURNAL=FOLDER write.",
+        description="Say for every block of a request, or for every key, where it came from or why "
+        "it was missed, according to the journal of engines with KVXFER_JOURNAL=FOLDER.",
         epilog=exit_statuses("when it is done"),
     )
     parser.add_argument(

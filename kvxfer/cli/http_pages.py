@@ -79,7 +79,7 @@ class HTTPPages:
         """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()
         if runtime.monotonic() >= self._log_at_s:
-            logger.warning("connections to %s wait: %s", self.endpoint, exc)
+            logger.warning("cannot accept connections to %s now: %s", self.endpoint, exc)
             self._log_at_s = runtime.monotonic() + LOG_PAUSE_S
 
     async def _answer(self, connection: socket.socket, _: object) -> None:
@@ -105,7 +105,7 @@ class HTTPPages:
         try:
             return make()
         except Exception:
-            logger.exception("the page %s cannot be made", path)
+            logger.exception("cannot make the page %s", path)
             return Page(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 

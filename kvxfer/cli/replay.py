@@ -50,24 +50,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog=exit_statuses("when it is done"),
     )
     add = parser.add_argument
-    add("trace", type=Path, nargs="?", help="file in Mooncake's format, a request a line")
-    add("--synthetic", metavar="KIND,...", help="make a trace, as agentic or rag,requests=500")
+    add("trace", type=Path, nargs="?", help="file in Mooncake's format, one request per line")
+    add("--synthetic", metavar="KIND,...", help="make a trace, e.g. agentic or rag,requests=500")
     add("--seed", type=int, default=0, help="seed of --synthetic")
-    add("--tokens-per-block", type=int, metavar="N", help="in place of what the trace says")
-    add("--bytes-per-token", type=int, metavar="N", help="bytes of keys and values of a token")
-    add("--model", type=Path, metavar="DIR", help="model whose config.json tells these bytes")
-    add("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
+    add("--tokens-per-block", type=int, metavar="N", help="replaces that of the trace")
+    add("--bytes-per-token", type=int, metavar="N", help="bytes of keys and values per token")
+    add("--model", type=Path, metavar="DIR", help="model whose config.json gives these bytes")
+    add("--capacities", metavar="SIZE,...", help="of host memory, e.g. 16GiB,64GiB")
     add("--backend", nargs="+", action="append", default=[], metavar="URL", help="a list of tiers")
-    add("--budget", metavar="TIER=SIZE,...", help="recommend a list, as host=64GiB,file=1TiB")
-    add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
-    add("--host-bandwidth", metavar="SIZE", help="bytes a second loaded from host memory")
-    add("--file-bandwidth", metavar="SIZE", help="bytes a second loaded from files")
-    add("--object-bandwidth", metavar="SIZE", help="bytes a second loaded from object storage")
-    add("--fleet", metavar="NAME=VALUE,...", help="engines and holders instead, as holders=1000")
+    add("--budget", metavar="TIER=SIZE,...", help="recommend a list, e.g. host=64GiB,file=1TiB")
+    add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed per second")
+    add("--host-bandwidth", metavar="SIZE", help="bytes per second loaded from host memory")
+    add("--file-bandwidth", metavar="SIZE", help="bytes per second loaded from files")
+    add("--object-bandwidth", metavar="SIZE", help="bytes per second loaded from object storage")
+    add("--fleet", metavar="NAME=VALUE,...", help="replay a fleet instead, e.g. holders=1000")
     add("--json", action="store_true", help="print an object")
     arguments = parser.parse_args(argv)
     if (arguments.trace is None) == (arguments.synthetic is None):
-        parser.error("expected a trace, or --synthetic")
+        parser.error("expected either a trace or --synthetic")
     return arguments
 
 

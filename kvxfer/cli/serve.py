@@ -45,33 +45,33 @@ _NUMBERS = ("N", "PORT")
 _OPTIONS: Mapping[str, str] = {
     "--data-port PORT 0": "second port that peers connect to, for blocks that NIXL does not move; "
     "0, the default, chooses a free port",
-    "--max-connections N 1024": "most connections of peers: one of each where NIXL moves the "
-    "blocks, up to five through sockets; default 1024",
+    "--max-connections N 1024": "maximum connections of peers: a peer has one if NIXL moves the "
+    "blocks, and up to five through sockets; default 1024",
     "--namespace FILE": "namespace.json of a file store: only engines with this model and layout "
     "are served, and memory is reserved at once; default: those of the first engine that connects",
-    "--warm N 0": "blocks to bring from the first file tier into memory before this process is "
-    "ready, those that were used last; needs --namespace",
+    "--warm N 0": "number of most recently used blocks of the first file tier to load into memory "
+    "before this process is ready; needs --namespace",
     "--secret-file FILE": "file with the secret of all peers; default: the variable KVXFER_SECRET",
     "--tls-cert FILE": "certificate of this process, PEM",
     "--tls-key FILE": "private key of that certificate, PEM",
     "--tls-ca FILE": "certificate of the authority that signs those of all peers, PEM",
     "--discover URL": "etcd://HOST:PORT/PREFIX at which this process announces itself, for engines "
-    "that find their peers there; several members of a cluster with commas between",
-    "--advertise HOST:PORT": "address by which engines reach this process; default: that of "
-    "--listen, and its port in place of port 0",
+    "that find their peers there; commas separate the members of a cluster",
+    "--advertise HOST:PORT": "address at which engines reach this process; default: that of "
+    "--listen, with the real port in place of 0",
     "--etcd-user-file FILE": "file with NAME:PASSWORD for etcd",
     "--etcd-ca FILE": "certificate of the authority of etcd, PEM",
-    "--etcd-cert FILE": "certificate by which etcd knows this process, PEM",
+    "--etcd-cert FILE": "certificate that proves this process to etcd, PEM",
     "--etcd-key FILE": "private key of that certificate, PEM",
-    "--lease TIME 8s": "time for which blocks stay pinned for a peer that is silent; default 8s",
+    "--lease TIME 8s": "time for which blocks stay pinned for a silent peer; default 8s",
     "--timeout TIME 10s": "time that the bytes of blocks may take through sockets; default 10s",
     "--drain-timeout TIME 20s": "time to wait at the end for blocks being moved; default 20s",
-    "--warm-timeout TIME 60s": "time that --warm may take; the rest stays below; default 60s",
+    "--warm-timeout TIME 60s": "time that --warm may take; it skips the rest; default 60s",
     "--ready HOST:PORT": "address that answers GET /ready: 200, or 503 while starting and draining",
     "--metrics HOST:PORT": "address of GET /metrics for Prometheus; may be that of --ready",
     "--events ADDRESS": "address such as tcp://127.0.0.1:5557, at which routers subscribe to the "
     "blocks that come and go; a ZMQ socket that speaks vLLM's KV events",
-    "--events-replay ADDRESS": "address at which routers ask again for events that they lost",
+    "--events-replay ADDRESS": "address at which routers ask for events that they have lost",
 }
 """Help of each option that takes a text or a number, by its name, its value and its default."""
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     metrics = _make_metrics() if arguments.metrics else None
     drain_timeout_s = Duration.parse(arguments.drain_timeout, name="drain-timeout")
     if arguments.events_replay and not arguments.events:
-        raise InvalidArgumentError("events-replay", arguments.events_replay, "--events beside it")
+        raise InvalidArgumentError("events-replay", arguments.events_replay, "--events as well")
     with contextlib.ExitStack() as opened:
         events = opened.enter_context(_publish_events(arguments)) if arguments.events else None
         observers = [each for each in (metrics, events) if each is not None]
@@ -105,8 +105,8 @@ def make_parser() -> CommandLine:
         description="Hold blocks for engines: for those that name this process as "
         "nixl://HOST:PORT, with --listen, or for those of this machine that attach to its memory "
         "as pool:///PATH, with --pool. Without --namespace the first engine that connects "
-        "determines the model. SIGTERM or Ctrl-C ends the process once no block is being moved "
-        "any more, a second signal at once.",
+        "determines the model. SIGTERM or Ctrl-C ends the process once no block is being moved; a "
+        "second signal ends it at once.",
         epilog=exit_statuses("when a signal ended it"),
     )
     at = parser.add_mutually_exclusive_group(required=True)
@@ -155,8 +155,8 @@ def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
     events = EventPublisher(
         arguments.events, replay=arguments.events_replay, hashes=arguments.events_hashes
     )
-    again = f", again at {events.replay}" if events.replay else ""
-    logger.info("events at %s%s", events.endpoint, again)
+    again = f", and replays them at {events.replay}" if events.replay else ""
+    logger.info("publishes events at %s%s", events.endpoint, again)
     return events
 
 
@@ -220,7 +220,7 @@ def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
     elif isinstance(config, NixlConfig):
         named = {config.discover, *config.peers}
     if own & named - {""}:
-        raise InvalidArgumentError("tier", tier, "another process than this one")
+        raise InvalidArgumentError("tier", tier, "a process other than this one")
 
 
 def _open_holder(
@@ -262,7 +262,7 @@ def _warming(
         wanted = "a number of blocks, with --namespace and --tier"
         raise InvalidArgumentError("warm", arguments.warm, wanted)
     if not any(isinstance(parse_backend(tier)[0], RemembersUse) for tier in arguments.tier):
-        wanted = "a tier that tells which blocks were used last, file://, beside it"
+        wanted = "a file:// --tier as well, which knows the most recently used blocks"
         raise InvalidArgumentError("warm", arguments.warm, wanted)
 
     async def warm(backend: "Backend") -> None:
@@ -299,4 +299,4 @@ async def _serve(
         else:  # nobody is served yet, so there is nothing to drain
             starting.cancel()
             await asyncio.wait([starting])
-    logger.info("ended")
+    logger.info("kvxfer serve has ended")

@@ -22,7 +22,7 @@ def add_log_level(parser: CommandLine) -> None:
         "--log-level",
         default="info",
         choices=LOG_LEVELS,
-        help="least severe lines that are logged; default info",
+        help="lowest level of logged lines; default info",
     )
 
 

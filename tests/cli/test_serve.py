@@ -184,7 +184,7 @@ def test_with_a_tier_blocks_outlive_the_peer_and_events_tell_of_both(
     tier = ["--tier", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
     events = ["--events", port, "--events-replay", port, "--events-hashes", "bytes"]
     with serving(*SMALL, *tier, *events) as peer:
-        addresses = re.search(r"events at (\S+), again at (\S+)", "".join(peer.said))
+        addresses = re.search(r"events at (\S+), and replays them at (\S+)", "".join(peer.said))
         assert addresses is not None
         with EventSubscriber.opened(addresses[1], addresses[2]) as subscriber:
             asyncio.run(store(config_of(peer)))
@@ -282,9 +282,9 @@ POOL = ["--pool", "/nonexistent/pool.sock"]
         ([*PEER, "--capacity", "4TiB"], ": needs 4398650490880 bytes, "),
         (
             ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
-            "tier is 'nixl://127.0.0.1:7000'; expected another process than this one",
+            "tier is 'nixl://127.0.0.1:7000'; expected a process other than this one",
         ),
-        ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
+        ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events as well"),
         ([*PEER, "--lease", "3s"], "lease is '3s'; expected from 4 s to "),
         ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),
         (POOL, "cannot listen at /nonexistent/pool.sock: "),
@@ -292,7 +292,7 @@ POOL = ["--pool", "/nonexistent/pool.sock"]
         ([*POOL, "--secret-file", "s"], "secret-file is 's'; expected none with --pool"),
         (
             [*POOL, "--tier", "pool:///nonexistent/../nonexistent/pool.sock"],
-            "pool.sock'; expected another process than this one",
+            "pool.sock'; expected a process other than this one",
         ),
     ],
 )
