@@ -97,7 +97,7 @@ def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
             raise InvalidArgumentError("argument", path, wanted) from exc
         if done.returncode:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no reason"
-            wanted = f"one that vLLM takes: {printable(last, MAX_CHARACTERS)}"
+            wanted = f"one that vLLM accepts: {printable(last, MAX_CHARACTERS)}"
             raise InvalidArgumentError("argument", path, wanted)
         return msgspec.json.decode(answer.read(), type=list[PlannedNamespace])
 

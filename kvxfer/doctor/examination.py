@@ -151,7 +151,7 @@ def _collect(check: Check) -> list[Finding]:
     except Exception as exc:  # noqa: BLE001 - a check that fails is a finding of its own
         said = printable(f"{type(exc).__name__}: {exc}", MAX_CHARACTERS)
         why = "An engine may fail in the same way."
-        mend = "see what the error names; else report it, with this line"
+        mend = "mend what the error names, or report it with this line"
         results = [error(f"cannot be examined: {said}", why=why, mend=mend)]
     return [result.of(check.name, check.subject) for result in results]
 
@@ -160,6 +160,6 @@ def _late(check: Check, timeout_s: float) -> Finding:
     longer_s = min(10 * timeout_s, MAX_TIMEOUT_S)
     return error(
         f"does not answer within {timeout_s * check.num_steps:.7g} s",
-        why="Whatever hangs here hangs in an engine, too: its requests wait for a deadline.",
+        why="What hangs here hangs in an engine, too: its requests wait for a deadline.",
         mend=f"kvxfer doctor --timeout {longer_s:.7g}s ...  # if it is only slow",
     ).of(check.name, check.subject)

@@ -64,7 +64,7 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
     """Check that /dev/shm has room for the host memory of an engine."""
     why = (
         "Under vLLM, host:// and the tiers below it keep blocks in shared memory: an engine whose "
-        "capacity is larger than what is free does not start."
+        "capacity exceeds the free space does not start."
     )
     try:
         found = os.statvfs(folder)
@@ -110,8 +110,8 @@ CAP_IPC_LOCK = 14
 """Capability to ignore the limit on locked memory. Source: Linux, uapi/linux/capability.h."""
 
 _MISSED = (
-    "vLLM makes the keys of blocks from it. Where it is not the same in all engines, none of them "
-    "finds a block of another one, or its own after a restart: no hits, and no error."
+    "vLLM makes the keys of blocks from it. Unless all engines have the same one, none finds a "
+    "block of another, nor its own after a restart: no hits, and no error."
 )
 
 _SET = f"export {SEED_VARIABLE}=0  # in all engines"
@@ -127,19 +127,19 @@ def check_hash_seed(
     seed, version = environ.get(SEED_VARIABLE), find_version()
     has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
     has_default &= hash_name in HASHES_WITH_DEFAULT_SEED
-    others = f"; where {SEED_VARIABLE} is not set, vLLM {version} has other keys"
+    others = f"; an engine in which it is not set has other keys, with vLLM {version}"
     if seed is not None and seed.isdigit():
         found = f"{SEED_VARIABLE}={seed}, which has to be the same in all engines"
         return ok(found + others * has_default)
     if seed is not None:
         mend = f"unset {SEED_VARIABLE}  # in all engines" if has_default else _SET
-        why = "vLLM takes the text as the seed of its keys, and not as Python means it: engines "
-        why += "with another text, or none, find no block of this one. No hits, and no error."
+        why = "vLLM uses the text itself as the seed of its keys, unlike Python: engines with "
+        why += "another text, or none, find no block of this one. No hits, and no error."
         return error(f"{SEED_VARIABLE} is {seed!r}", why=why, mend=mend)
     if not version[:1].isdigit():
         return ok(f"{SEED_VARIABLE} is not set, and vLLM is not installed here")
     if has_default:
-        found = f"{SEED_VARIABLE} is not set, and has to be in no engine: with {hash_name}, vLLM "
+        found = f"{SEED_VARIABLE} is not set, nor may any engine set it: with {hash_name}, vLLM "
         return ok(f"{found}{version} has one seed for all")
     found = f"{SEED_VARIABLE} is not set: with {hash_name}, every process of vLLM {version} "
     return error(f"{found}has a random seed", why=_MISSED, mend=_SET)
@@ -153,8 +153,8 @@ def check_open_files(root: Path = ROOT) -> Finding:
         return ok(f"{shown} open files")
     return warning(
         f"at most {shown} open files",
-        why=f"Blocks of a batch are files, and peers are connections. With less than "
-        f"{MIN_OPEN_FILES}, stores fail when many are under way: 'Too many open files'.",
+        why=f"Each block of a batch is a file, each peer a connection. With fewer than "
+        f"{MIN_OPEN_FILES}, stores fail when many run at once: 'Too many open files'.",
         mend="ulimit -n 65535",
     )
 
@@ -192,8 +192,8 @@ def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Fi
     last = max(1, math.floor(quota)) - 1
     return warning(
         f"{num_cpus} CPUs, and a quota of {quota:g} of them",
-        why="Engine and copies start a thread for each CPU that they see. The kernel stops all of "
-        "them for the rest of each 100 ms in which the quota is used up.",
+        why="Engine and copies start a thread for each CPU that they see. Once the quota is used "
+        "up, the kernel stops all of them for the rest of each 100 ms.",
         mend=f"taskset -c 0-{last} vllm serve ...",
     )
 
@@ -244,7 +244,7 @@ def check_packages(find_version: FindVersion = importlib.metadata.version) -> It
     """Check the releases of the packages that kvxfer needs, by its own metadata."""
     requirements = _requirements("")
     if not requirements:
-        found, why = "runs from a folder, and is not installed", "What it needs was not examined."
+        found, why = "runs from a folder, and is not installed", "Its requirements are not checked."
         yield warning(found, why=why, mend="pip install -e .").of("package", "kvxfer")
     for name, wanted in map(_split, requirements):
         yield _check_package(name, wanted, find_version).of("package", name)
@@ -273,7 +273,7 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
     return error(
         f"{version}, expected {wanted}",
         why="The interface of connectors changes with each release: the engine does not start, or "
-        "not with kvxfer.",
+        "does so without kvxfer.",
         mend=f"pip install 'vllm{wanted}'",
     )
 
@@ -332,7 +332,7 @@ def check_cuda(
         return ok(f"{release} opens, and copies batches")
     return warning(
         f"{release} has no cuMemcpyBatchAsync",
-        why="Each fragment of a block is copied by a call of its own, several times slower.",
+        why="Each fragment of a block is copied by its own call, which is several times slower.",
         mend="install a driver of CUDA 12.8 or later",
     )
 

@@ -45,7 +45,7 @@ def check_folder(config: FileConfig) -> Finding:
     for each in (path, *path.absolute().parents):
         if each.is_symlink() and not each.exists():
             target = os.path.realpath(each)
-            found = f"{each} leads to {target}, which is not there"
+            found = f"{each} leads to {target}, which does not exist"
             return error(found, why=why, mend=f"mount its disk, or: mkdir -p {target}")
     if not folder.is_dir():
         return error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
@@ -66,11 +66,11 @@ def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
     try:
         if isinstance(config, NixlConfig):
             tls_contexts(config)
-            return ok("none is needed" if config.read_secret() is None else "there is one")
+            return ok("no secret is needed" if config.read_secret() is None else "a secret is set")
         mend = f"pip install 'kvxfer[keyed,sealed]'; {mend}"
         Digester(config.integrity, read_secret(config.secret_file), config.tenant)
     except (InvalidArgumentError, MissingExtraError) as exc:
-        why = "It is not opened without its secret and the package for it."
+        why = "It cannot be opened without its secret and the package for it."
         return error(str(exc), why=why, mend=mend)
     return ok(f"integrity={config.integrity.value}")
 
@@ -127,15 +127,15 @@ def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
     if kind in _IN_MEMORY:
         return warning(
             f"{kind} at {point}",
-            why="Files in memory are lost at a restart of the machine, and take what host:// "
-            "could use without the way through a file system.",
+            why="Files in memory are lost when the machine restarts, and take memory that host:// "
+            "could use without a file system.",
             mend=f"host://?{capacity_of(config.capacity)}",
         )
     if kind in _OF_CONTAINERS:
         return warning(
             f"{kind} at {point}, the layer of a container",
-            why="Its files are gone with the container, and every access goes through one more "
-            "file system.",
+            why="Its files are gone with the container, and every access goes through another file "
+            "system.",
             mend=f"docker run -v {config.path}:{config.path} ...",
         )
     return ok(f"{kind or 'unknown'} at {point or '/'}")
@@ -150,7 +150,7 @@ def check_direct_io(config: FileConfig) -> Finding:
     return warning(
         "the file system refuses O_DIRECT",
         why="Every block is copied through the page cache, which takes memory from the engine.",
-        mend="a folder on ext4 or XFS; direct=off where this is meant",
+        mend="a folder on ext4 or XFS; direct=off if this is intended",
     )
 
 
@@ -166,7 +166,7 @@ def check_io_uring(config: FileConfig) -> Finding:
             exc.expected,
             why="Small blocks are read and written with a system call each, several times slower.",
             mend="sysctl kernel.io_uring_disabled=0  # in a container also: --security-opt "
-            "seccomp=PROFILE; engine=posix where this is meant",
+            "seccomp=PROFILE; engine=posix if this is intended",
         )
     return ok("works")
 
@@ -238,7 +238,7 @@ MAX_SHOWN = 8
 """Maximum number of holders that a finding names."""
 
 _MAX_CHARACTERS = 200
-_NO_PEERS = "An engine that starts finds no peers, and no blocks; one that runs keeps its peers."
+_NO_PEERS = "A starting engine finds no peers, and so no blocks; a running one keeps its peers."
 
 
 def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
@@ -266,7 +266,7 @@ def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
     if reasons:
         return warning(
             f"{len(reasons)} of {len(entries)} entries are skipped; the first: {reasons[0]}",
-            why="What cannot be read as a holder that may be connected to is not used.",
+            why="Entries that name no holder, or one that must not be connected to, are not used.",
             mend=f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}",
         )
     if not holders:
@@ -307,12 +307,12 @@ def check_pool(config: PoolConfig) -> Finding:
                 return ok(f"served by process {process}")
             found = f"its user is {user}, that of this process is {os.geteuid()}"
         except PermissionError:
-            found = f"{config.path} is not for this user"
+            found = f"this user may not open {config.path}"
         except BlockingIOError:  # its queue is full
-            found = f"whoever serves {config.path} accepts nobody"
+            found = f"the process that serves {config.path} accepts no connection"
             mend = "restart the process that serves the pool"
         except OSError as exc:
-            found = f"nobody serves {config.path}: {exc.strerror or exc}"
+            found = f"no process serves {config.path}: {exc.strerror or exc}"
             mend = f"kvxfer serve --pool {config.path} --capacity SIZE"
     return error(found, why=_NO_POOL, mend=mend)
 

@@ -41,8 +41,8 @@ _WHY = (
 )
 
 _MENDS = {
-    "model": "the same name of the model for both engines",
-    "revision": "--revision COMMIT for both engines; a copy of a local folder has another one",
+    "model": "the same model name for both engines",
+    "revision": "--revision COMMIT for both engines; a copied local folder has its own revision",
     "dtype": "--dtype, the same for both engines",
     "quantization": "--quantization and --kv-cache-dtype, the same for both engines",
     "config_hash": "the same config.json, --hf-overrides and attention backend for both engines",
@@ -217,7 +217,7 @@ def _agree(ours: PlannedNamespace, theirs: PlannedNamespace) -> str:
     if unknown := dict.fromkeys(filter(None, (ours.unknown, theirs.unknown))):
         said += f"; not known before an engine runs: {'; '.join(unknown)}"
     if HANDED_OVER not in (ours.kind, theirs.kind):  # whose keys need neither
-        said += "; keys are the same where seeds of hashes (PYTHONHASHSEED) and salts are"
+        said += "; keys are the same if the seeds of hashes (PYTHONHASHSEED) and salts are"
     return said
 
 
@@ -245,7 +245,7 @@ def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
             found = f"the caches of {party.name} are not understood: "
             return [_of_another_release(found + printable(exc, MAX_CHARACTERS))]
         except CacheMismatchError as exc:
-            found = f"{exc.field}: {_show(exc.theirs)} in {party.name}, and no field of this kvxfer"
+            found = f"{exc.field}: {_show(exc.theirs)} in {party.name}, unknown to this kvxfer"
             return [_of_another_release(found)]
     try:
         map_peers(described[0], described[1])
@@ -256,7 +256,7 @@ def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
             error(
                 f"{found}{theirs.name}",
                 why="The model is the same, but one engine cannot read the other's blocks: each "
-                "computes its prompts.",
+                "computes its own prompts.",
                 mend="see 'Which pairs fit' in docs/prefill-decode.md",
             )
         ]

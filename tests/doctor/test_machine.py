@@ -43,8 +43,8 @@ SET_IT = "(?m)^export PYTHONHASHSEED=0  # in all engines$"
         (UNSET, "0.26.0", "sha256", ERROR, ["is not set", SET_IT]),
         (TEXT, "0.32.0", "xxhash", ERROR, ["is 'random'", SET_IT]),
         (TEXT, "0.32.0", "sha256", ERROR, ["is 'random'", f"(?m){UNSET_IT}"]),
-        (UNSET, "0.29.0", "sha256", OK, ["has to be in no engine: with sha256, vLLM 0.29.0"]),
-        (SET, "0.32.0", "sha256", OK, ["is not set, vLLM 0.32.0 has other keys"]),
+        (UNSET, "0.29.0", "sha256", OK, ["nor may any engine set it: with sha256, vLLM 0.29.0"]),
+        (SET, "0.32.0", "sha256", OK, ["is not set has other keys, with vLLM 0.32.0"]),
     ],
 )
 def test_a_seed_is_sound_where_it_can_be_the_same_everywhere(

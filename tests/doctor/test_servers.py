@@ -136,7 +136,7 @@ def test_a_pool_that_nobody_serves_is_named_with_the_command_that_serves_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "pool.sock"
-    named = f"nobody serves {path}", f"--pool {path}"
+    named = f"no process serves {path}", f"--pool {path}"
     expect(find(f"pool://{path}", "pool"), ERROR, *named, "No such file")
     with socket.socket(socket.AF_UNIX) as abandoned:
         abandoned.bind(str(path))
@@ -148,7 +148,7 @@ def test_a_pool_that_nobody_serves_is_named_with_the_command_that_serves_it(
         stuck.bind(f"{path}2")
         stuck.listen(0)
         waiting.connect(f"{path}2")
-        expect(find(f"pool://{path}2", "pool"), ERROR, f"serves {path}2 accepts nobody")
+        expect(find(f"pool://{path}2", "pool"), ERROR, f"serves {path}2 accepts no connection")
     assert "refused" not in caplog.text, "no more than a connection was noticed"
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "kv")
     for name in ("link", "link/store"):
-        told = f"{tmp_path}/link leads to {tmp_path}/disk/kv, which is not there"
+        told = f"{tmp_path}/link leads to {tmp_path}/disk/kv, which does not exist"
         expect_of(check_folder, tmp_path / name, ERROR, told)
     (tmp_path / "disk" / "kv").mkdir(parents=True)
     expect_of(check_folder, tmp_path / "link", OK)
