@@ -67,7 +67,7 @@ class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     """One capacity of one policy, in host memory alone.
 
     Attributes:
-        capacity_bytes: Capacity, None where the size of a block is not known.
+        capacity_bytes: Capacity, None if the size of a block is not known.
         hit_rate: Share of all blocks of the trace that are hits.
         first_token_s: Seconds by which the first token of a request comes sooner, on average.
     """
@@ -229,7 +229,7 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
         if score(sizes, tried) * AS_GOOD > best:
             best, policies = score(sizes, tried), tried
     if not policies:
-        reasons = ["no tier is worth it: a hit saves nothing, or there is none"]
+        reasons = ["no tier is worth it: a hit saves nothing, or there are no hits"]
         return Recommendation(budget=asked, row=None, reasons=reasons)
     reasons = []
     for medium in reversed(policies):
@@ -238,7 +238,7 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
             sizes, half = half, half | {medium: half[medium] // 2}
         given, of_all = format_size(sizes[medium]), format_size(asked[medium])
         if given != of_all:
-            reasons.append(f"{medium}: {given} are as good as {of_all}")
+            reasons.append(f"{medium}: {given} is as good as {of_all}")
     reasons += [f"{medium}: not needed" for medium in sizes if medium not in policies]
     return Recommendation(budget=asked, row=plan(sizes, policies), reasons=reasons)
 

@@ -111,7 +111,7 @@ def _open_readable(path: str, flags: int) -> int:
         poll.register(opened, select.POLLIN)
         if not poll.poll(1000 * PIPE_TIMEOUT_S):
             os.close(opened)
-            raise TraceError(path, f"a pipe into which nobody wrote for {PIPE_TIMEOUT_S:g} s")
+            raise TraceError(path, f"nothing was written to the pipe for {PIPE_TIMEOUT_S:g} s")
     os.set_blocking(opened, True)
     return opened
 

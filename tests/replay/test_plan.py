@@ -83,7 +83,7 @@ def test_files_are_recommended_where_memory_is_too_small_and_no_tier_where_it_is
         row, reasons = msgspec.structs.astuple(replay.recommend(chats, machine, budget))[1:]
         if not media:
             assert row is None
-            assert reasons == ["no tier is worth it: a hit saves nothing, or there is none"]
+            assert reasons == ["no tier is worth it: a hit saves nothing, or there are no hits"]
             continue
         assert [tier.medium for tier in row.tiers] == media
         best = replay.plan_list(
