@@ -371,7 +371,7 @@ class PolledEngine(Generic[MoverT]):
         logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
 
     async def _end_jobs(self) -> None:
-        await self._mover.end_beginning()
+        await self._mover.cancel_begun()
         self._cancel_all()
         await self._loop.end_submitted(self._close_timeout_s / 4)
         await self._mover.wait_until_idle(self._close_timeout_s / 2)

@@ -188,7 +188,7 @@ class EngineLoop:
         if among is not None:
             among.add(task)
             task.add_done_callback(among.discard)
-        task.add_done_callback(partial(self._hand_over, future))
+        task.add_done_callback(partial(self._pass_result, future))
 
         def cancel(done: Future[T]) -> None:
             if done.cancelled():
@@ -197,7 +197,7 @@ class EngineLoop:
 
         future.add_done_callback(cancel)
 
-    def _hand_over(self, future: Future[T], task: asyncio.Task[T]) -> None:
+    def _pass_result(self, future: Future[T], task: asyncio.Task[T]) -> None:
         """Pass the result of work to its future: a `ClosedError` if it ended with the loop."""
         if task.cancelled() and not self._stopping:
             future.cancel()

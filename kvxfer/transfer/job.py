@@ -114,7 +114,7 @@ class Job:
         sizes, cuts = blocks.block_sizes, blocks.cut(max_bytes)
         return [Piece(start, stop, int(sizes[start:stop].sum())) for start, stop in cuts]
 
-    def meets(self, other: "Job") -> bool:
+    def conflicts_with(self, other: "Job") -> bool:
         """Whether one of two jobs writes what the other reads or writes.
 
         A store reads blocks and writes keys; a load reads keys and writes blocks.

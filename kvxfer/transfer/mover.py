@@ -178,7 +178,7 @@ class JobMover:
         """Whether a transfer may still touch memory of a job; thread-safe."""
         # In the order in which a job enters these: it does so before it leaves the previous one.
         ids = [*(job.job_id for job in list(self._moving.values())), *list(self._settling.values())]
-        self._ask_in_turn()
+        self._poll_in_turn()
         return job_id in ids or job_id in self._lost or job_id in self._begun
 
     def begin(self, job: Job) -> bool:
@@ -191,7 +191,7 @@ class JobMover:
         with self._lock:
             if self._is_closed:
                 return False
-            if self._begun and job.direction is Direction.STORE and self._meeting(job):
+            if self._begun and job.direction is Direction.STORE and self._find_conflicting(job):
                 return False
             each = self._begun[job.job_id] = _BegunJob(job, deque(pieces))
             if not (job.ended or self._begin_piece(self._immediate, each)):
@@ -207,7 +207,7 @@ class JobMover:
         is_hashed = backend.hashes[is_load]
         return slices.hashed_bytes if is_hashed else max(1, job.blocks.num_bytes)
 
-    def _meeting(self, job: Job) -> list[_BegunJob]:
+    def _find_conflicting(self, job: Job) -> list[_BegunJob]:
         """Return the begun jobs that have to end before this one can move.
 
         A conflicting load writes its blocks until its last slice has landed; a conflicting store
@@ -215,7 +215,7 @@ class JobMover:
         """
         begun = list(self._begun.values())
         earlier = [each for each in begun if each.transfer or each.job.direction is Direction.LOAD]
-        return [each for each in earlier if each.job.meets(job)]
+        return [each for each in earlier if each.job.conflicts_with(job)]
 
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
         """Look at every begun job, unless another thread does, and move a slice of the first.
@@ -227,7 +227,7 @@ class JobMover:
             return
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
-                self._ask_all()
+                self._poll_all()
                 now = runtime.monotonic()
                 away_s = now - self._looked_s
                 if not hurry:
@@ -237,7 +237,7 @@ class JobMover:
                     for each in filter(None, map(self._begun.get, chosen)):
                         if each.transfer is None and each.job.blocks.device == HOST:
                             each.join_pieces(self._slices.spare_bytes)
-                self._go_on(self._immediate, chosen, until)
+                self._advance(self._immediate, chosen, until)
                 self._looked_s = runtime.monotonic()
 
     def choose_begun(self, job_ids: Collection[JobId]) -> list[JobId]:
@@ -294,7 +294,7 @@ class JobMover:
         if self._moving:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
-    async def end_beginning(self) -> None:
+    async def cancel_begun(self) -> None:
         """Begin no more jobs; cancel the begun ones once no thread is moving a slice."""
         while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves a slice
             await asyncio.sleep(MARK_PAUSE_S)
@@ -340,7 +340,7 @@ class JobMover:
             # This ends: no job begins that would leave no room for the piece, and begun ones end.
             asked = runtime.monotonic()
             while not self._admission.has_room(self._bytes_begun):
-                self._ask_in_turn()
+                self._poll_in_turn()
                 await asyncio.sleep(pause_of_look(asked, MARK_PAUSE_S))
             job.waited_s = max(job.waited_s, runtime.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
@@ -393,9 +393,9 @@ class JobMover:
 
         A job does not wait for jobs that begin meanwhile, or a store might wait forever.
         """
-        met = None if job is None else [each.job.job_id for each in self._meeting(job)]
+        ids = None if job is None else [each.job.job_id for each in self._find_conflicting(job)]
         began = runtime.monotonic()
-        while left := [each for each in list(self._begun) if met is None or each in met]:
+        while left := [each for each in list(self._begun) if ids is None or each in ids]:
             self.look(left, runtime.monotonic())  # one slice: others need the lock and the loop
             await asyncio.sleep(pause_of_look(began, MARK_PAUSE_S))
 
@@ -409,17 +409,17 @@ class JobMover:
             if has_turn:
                 self._lock.release()
 
-    def _ask_in_turn(self) -> None:
+    def _poll_in_turn(self) -> None:
         with self._turn() as has_turn:
             if has_turn:
-                self._ask_all()
+                self._poll_all()
 
-    def _ask_all(self) -> None:
+    def _poll_all(self) -> None:
         for each in list(self._begun.values()):
-            self._ask(each)
+            self._poll_piece(each)
             self._report(each)
 
-    def _go_on(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
+    def _advance(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
         """Move one slice of these jobs, loads first, and more slices until a time."""
         waiting = [self._begun[job_id] for job_id in job_ids if job_id in self._begun]
         for each in sorted(waiting, key=lambda each: each.job.direction):
@@ -441,10 +441,10 @@ class JobMover:
         each.transfer = begin_call(begin, keys, blocks)
         if each.transfer is None:
             return False
-        self._ask(each)
+        self._poll_piece(each)
         return True
 
-    def _ask(self, each: _BegunJob) -> None:
+    def _poll_piece(self, each: _BegunJob) -> None:
         """Poll for the outcomes of the piece being moved, and apply the deadline."""
         job = each.job
         if each.transfer is not None:
