@@ -148,7 +148,7 @@ class PeerEngine:
         if rank not in self._digests:
             shard = {**self._words["shard"], "rank": self.description.at_rank(rank).shard.rank}
             self._digests[rank] = _digest(msgspec.msgpack.encode({**self._words, "shard": shard}))
-        return _of_worker(self._digests[rank], keys)
+        return _with_digest(self._digests[rank], keys)
 
     def block_size_bytes(self, group: int) -> int:
         """Return the bytes of a block on one of its workers."""
@@ -173,14 +173,14 @@ def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list
     asks the wrong worker, or one that was restarted with other caches, finds nothing: there, equal
     prompts have other bytes.
     """
-    return _of_worker(_digest(description.encode()), keys)
+    return _with_digest(_digest(description.encode()), keys)
 
 
 def _digest(encoded: bytes) -> bytes:
     return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
 
 
-def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
+def _with_digest(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
     return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # a prompt has many
 
 
@@ -253,7 +253,7 @@ def _keys_of(
     ]
 
 
-def _count(
+def _count_leading_tokens(
     there: Sequence[bool],
     keys: Sequence[Sequence[BlockKey]],
     theirs: CacheDescription,
@@ -353,7 +353,7 @@ class Reader:
         """
         self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):
-            engine, workers = await self._meet(endpoint)
+            engine, workers = await self._find_workers(endpoint)
             theirs = engine.description
             windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
             keys = _keys_of(theirs, prompt, windows)
@@ -367,7 +367,7 @@ class Reader:
                 if look.is_known or all(look.there):
                     held = await self._hold(workers, ticket, at_workers)
         is_promised = held.is_known and not held.is_complete
-        there = _count(held.there, keys, theirs, windows, prompt)
+        there = _count_leading_tokens(held.there, keys, theirs, windows, prompt)
         return Found(
             num_tokens=prompt.num_tokens if is_promised else there,
             is_complete=not is_promised,
@@ -481,13 +481,13 @@ class Reader:
         began = runtime.monotonic()
         try:
             async with asyncio.timeout_at(stop):
-                engine, workers = await self._meet(endpoint)
+                engine, workers = await self._find_workers(endpoint)
                 engine.require_same_blocks(wanted)
                 parts = self._parts(engine, wanted)
                 await self._clear_tails(engine, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
                     await self._load(workers, engine, wanted, ready)
-                await self._load(workers, engine, wanted, _failed(parts))
+                await self._load(workers, engine, wanted, _find_failed(parts))
         except TimeoutError as exc:
             if engine is None and isinstance(exc, KVXferError):  # connecting has its own deadline
                 raise
@@ -496,7 +496,7 @@ class Reader:
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         return self._summarise(engine, wanted, parts, began)
 
-    async def _meet(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
+    async def _find_workers(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
         """Ask an engine for its description; remember its workers, for the end of tickets."""
         engine = self._matching(await self._exchange.peer(endpoint).describe())
         workers = engine.workers(endpoint)
@@ -634,8 +634,8 @@ class Reader:
                 break
             if not may_come:
                 break
-            ready = _choose(left, there)
-            left = _choose(left, [~each for each in there])
+            ready = _select(left, there)
+            left = _select(left, [~each for each in there])
             if ready:
                 yield ready
             else:
@@ -670,7 +670,7 @@ class Reader:
                 theirs = engine.groups[part.group]
                 is_large = theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
                 if self._reads_in_place and (theirs.mapping.is_direct or is_large):
-                    direct, places = self._in_place(engine, wanted, part, rows)
+                    direct, places = self._describe_in_place(engine, wanted, part, rows)
                     staged = np.setdiff1d(rows, direct, assume_unique=True)
                     if len(direct):
                         in_place.setdefault(part.rank, []).append((part, direct, places))
@@ -693,7 +693,7 @@ class Reader:
         for (part, row), outcome in zip(run, outcomes, strict=True):
             part.outcomes[row] = outcome
 
-    def _in_place(
+    def _describe_in_place(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
     ) -> tuple[_Rows, Descriptors]:
         """Find the blocks that can be read without staging memory, and describe their places."""
@@ -701,7 +701,7 @@ class Reader:
         ids = np.array(wanted.block_ids[part.group], np.int64)
         if blocks.mapping.is_direct:
             return rows, self._describer.describe(part.group, ids[indices])
-        first, stop = _pages(wanted, blocks)
+        first, stop = _page_range(wanted, blocks)
         chosen, places = blocks.describe_in_place(
             part.rank, indices, ids, first_page=first, stop_page=stop
         )
@@ -718,7 +718,7 @@ class Reader:
             load = peer(at[part.rank]).load
             loaded = await staged.move(load, part.keys_of(rows), staged.blocks)
             if good := positions_done(loaded):
-                sides = self._copied(engine, wanted, part, rows[good], staged.blocks.take(good))
+                sides = self._copy_sides(engine, wanted, part, rows[good], staged.blocks.take(good))
                 try:
                     await self._threads.run(self._copy_engine.copy, *sides)
                 except DeviceError as exc:
@@ -727,7 +727,7 @@ class Reader:
         for row, outcome in zip(rows.tolist(), loaded, strict=True):
             part.outcomes[row] = outcome
 
-    def _copied(
+    def _copy_sides(
         self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows, staged: Descriptors
     ) -> tuple[Descriptors, Descriptors]:
         """Describe the source and the destination of a copy out of staging memory."""
@@ -735,7 +735,7 @@ class Reader:
         if blocks.mapping.is_direct:
             ours = np.array(ids, np.int64)[part.indices[rows]]
             return staged, self._describer.describe(part.group, ours)
-        first, stop = _pages(wanted, blocks)
+        first, stop = _page_range(wanted, blocks)
         return blocks.describe(
             part.rank, part.indices[rows], staged.addresses, ids, first_page=first, stop_page=stop
         )
@@ -763,7 +763,7 @@ class Reader:
         return fetched
 
 
-def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
+def _find_failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
     """List the blocks whose read failed, perhaps through no fault of their engine.
 
     Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
@@ -772,14 +772,14 @@ def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
     return [(part, np.flatnonzero(at)) for part, at in zip(parts, failed, strict=True) if any(at)]
 
 
-def _choose(
+def _select(
     blocks: Sequence[tuple[_Part, _Rows]], chosen: Sequence[NDArray[np.bool_]]
 ) -> list[tuple[_Part, _Rows]]:
     taken = zip(blocks, chosen, strict=True)
     return [(part, rows[which]) for (part, rows), which in taken if which.any()]
 
 
-def _pages(wanted: Wanted, blocks: PeerBlocks) -> tuple[int, int]:
+def _page_range(wanted: Wanted, blocks: PeerBlocks) -> tuple[int, int]:
     """Find the first wanted page, and the page after the last one."""
     page = blocks.mapping.tokens_per_page
     return wanted.first_token // page, -(-wanted.num_tokens // page)
