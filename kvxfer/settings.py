@@ -21,7 +21,7 @@ VARIABLES = tuple(
 )
 """Environment variables that kvxfer reads, all of them optional."""
 MISSPELT_VARIABLE_LIKENESS = 0.835
-OF_KUBERNETES = re.compile("_(PORT|SERVICE)(_|$)")
+KUBERNETES_VARIABLE = re.compile("_(PORT|SERVICE)(_|$)")
 """Variables that Kubernetes sets for every service, even one called `kvxfer-metrics`."""
 
 HIDDEN = "..."
@@ -51,7 +51,7 @@ def warn_of_misspelt_variables(environ: Iterable[str] = os.environ) -> None:
     """Warn, once per process, of each variable whose name is nearly one of `VARIABLES`."""
     for name in [each for each in environ if each not in (*VARIABLES, *_warned_of)]:
         near = did_you_mean(name, VARIABLES, likeness=MISSPELT_VARIABLE_LIKENESS)
-        if near and not OF_KUBERNETES.search(name):
+        if near and not KUBERNETES_VARIABLE.search(name):
             _warned_of.add(name)
             logger.warning("the environment variable %s is ignored%s", name, near)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
-OF_PEERS = (
+PEER_OPTIONS = (
     *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca", "max_connections"),
     *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
@@ -135,7 +135,7 @@ def make_parser() -> CommandLine:
 def _require_for_pool(arguments: argparse.Namespace) -> None:
     """Refuse options that mean nothing to a host pool."""
     defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
-    for name in ("lease", "timeout", *OF_PEERS):
+    for name in ("lease", "timeout", *PEER_OPTIONS):
         value = getattr(arguments, name)
         if value != getattr(defaults, name):
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
@@ -191,7 +191,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     host = {"type": "host", "capacity": capacity, "shared": bool(arguments.pool)}
     opening = functools.partial(open_backend, [host, *arguments.tier], observers=observers)
-    kept = {"namespace": namespace, "prepare": _warming(arguments, namespace)}
+    kept = {"namespace": namespace, "prepare": _make_warming(arguments, namespace)}
     holder = _open_holder(arguments, capacity, opening, kept)
     observers = [*observers, *journal_observers()]
     holder.observe(Reports(observers, "pool" if arguments.pool else "nixl"))
@@ -239,7 +239,7 @@ def _open_holder(
 
     lease_s = Duration.parse(arguments.lease, name="lease", minimum_s=MIN_LEASE_S)
     config = NixlConfig(
-        **{name: getattr(arguments, name) for name in ("listen", *OF_PEERS)},
+        **{name: getattr(arguments, name) for name in ("listen", *PEER_OPTIONS)},
         capacity=capacity,
         timeout_s=Duration.parse(arguments.timeout, name="timeout"),
         lease_s=lease_s,
@@ -248,7 +248,7 @@ def _open_holder(
     return StandalonePeer(config, opening, **kept)
 
 
-def _warming(
+def _make_warming(
     arguments: argparse.Namespace, namespace: "Namespace | None"
 ) -> "Callable[[Backend], Awaitable[None]] | None":
     """Make the function that preloads blocks before the first engine is served; None without."""

@@ -127,7 +127,7 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
             check = partial(places.check_discovery, config, timeout_s)
             yield Check("discovery", config.discover, check)
         case NixlConfig():
-            hasty = places.hasten(config, timeout_s)
+            hasty = places.limit_handshake(config, timeout_s)
             for each in config.peers:
                 reach = partial(places.check_peer, hasty, each)
                 yield Check("peer", f"nixl://{each}", reach, STEPS_OF_PEER)

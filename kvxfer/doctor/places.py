@@ -40,7 +40,7 @@ _OF_CONTAINERS = frozenset({"overlay", "aufs"})
 
 def check_folder(config: FileConfig) -> Finding:
     """Check that the folder of a store exists or can be made, and can be written to."""
-    path, folder = Path(config.path), standing_folder(config)
+    path, folder = Path(config.path), existing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
     for each in (path, *path.absolute().parents):
         if each.is_symlink() and not each.exists():
@@ -77,7 +77,7 @@ def check_secret(config: FileConfig | ObjectConfig | NixlConfig) -> Finding:
 
 def check_space(config: FileConfig) -> Finding:
     """Check that the file system has room for the capacity."""
-    found = os.statvfs(standing_folder(config))
+    found = os.statvfs(existing_folder(config))
     if not found.f_blocks:
         return ok("the file system does not say how much it has")
     free = found.f_bavail * found.f_frsize
@@ -90,13 +90,13 @@ def check_space(config: FileConfig) -> Finding:
     limits += f"{format_size(usable)} of {format_size(config.capacity)} can be used"
     why = "Blocks are evicted long before the capacity is reached, or none is stored at all."
     if not usable:
-        return error(limits, why=why, mend=f"df {standing_folder(config)}  # and make room")
+        return error(limits, why=why, mend=f"df {existing_folder(config)}  # and make room")
     return warning(limits, why=why, mend=capacity_of(usable))
 
 
 def check_inodes(config: FileConfig) -> Finding:
     """Check that the file system has room for as many files as the capacity has blocks."""
-    found = os.statvfs(standing_folder(config))
+    found = os.statvfs(existing_folder(config))
     if not found.f_files:
         return ok("the file system makes as many as are needed")
     path, needed = Path(config.path), MIN_FREE_FILES
@@ -119,7 +119,7 @@ def check_inodes(config: FileConfig) -> Finding:
 
 def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Finding:
     """Check that files outlive a restart of the machine, and the container."""
-    folder = standing_folder(config).resolve()
+    folder = existing_folder(config).resolve()
     kind = point = ""
     for mount in read_mounts(root):
         if folder.is_relative_to(mount.point) and len(mount.point) >= len(point):
@@ -145,7 +145,7 @@ def check_direct_io(config: FileConfig) -> Finding:
     """Check that the file system supports O_DIRECT."""
     if config.direct == "off":
         return ok("not asked for")
-    if alignment := probe_direct(standing_folder(config)):
+    if alignment := probe_direct(existing_folder(config)):
         return ok(f"works, aligned to {alignment} bytes")
     return warning(
         "the file system refuses O_DIRECT",
@@ -171,7 +171,7 @@ def check_io_uring(config: FileConfig) -> Finding:
     return ok("works")
 
 
-def standing_folder(config: FileConfig) -> Path:
+def existing_folder(config: FileConfig) -> Path:
     """Find the folder of the store, or the nearest one above it that exists."""
     path = Path(config.path)
     return next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -331,7 +331,7 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
     try:
         probe = runtime.run(probe_peer(config, endpoint))
     except (PeerError, InvalidArgumentError, BackendUnavailableError) as exc:
-        yield refuse_peer(endpoint, exc)
+        yield describe_peer_failure(endpoint, exc)
         return
     if probe.namespace is None:
         yield ok("reached and accepted; no engine has settled its model yet")
@@ -345,13 +345,13 @@ def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Finding]:
     yield _judge_carrier(config, probe).of("peer-carrier")
 
 
-def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:
+def limit_handshake(config: NixlConfig, timeout_s: float) -> NixlConfig:
     """Limit the time for each step of a handshake to `timeout_s`, if more is configured."""
     limit_s = min(timeout_s, config.handshake_timeout_s)
     return msgspec.structs.replace(config, handshake_timeout_s=limit_s)
 
 
-def refuse_peer(endpoint: Endpoint, exc: Exception) -> Finding:
+def describe_peer_failure(endpoint: Endpoint, exc: Exception) -> Finding:
     """Make the finding of a peer that cannot be reached, or refuses this process."""
     return error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
 

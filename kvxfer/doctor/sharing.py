@@ -14,7 +14,7 @@ from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import STEPS_OF_PEER, Check, run_checks
 from kvxfer.doctor.finding import Finding, error, ok
-from kvxfer.doctor.places import hasten, refuse_peer
+from kvxfer.doctor.places import describe_peer_failure, limit_handshake
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -133,7 +133,7 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
             try:
                 probe = runtime.run(probe_peer(config, endpoint))
             except (PeerError, BackendUnavailableError) as exc:
-                refused = refuse_peer(endpoint, exc)
+                refused = describe_peer_failure(endpoint, exc)
                 findings.append(refused.of("peer", f"nixl://{endpoint}"))
             else:
                 known = () if probe.namespace is None else (_known(probe.namespace),)
@@ -150,7 +150,7 @@ def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
     assert isinstance(config, NixlConfig)
     config.read_secret()  # an error here is one of the argument
     (endpoint,) = config.peers
-    return hasten(config, timeout_s), endpoint
+    return limit_handshake(config, timeout_s), endpoint
 
 
 def _of_path(argument: str, timeout_s: float) -> Party:
