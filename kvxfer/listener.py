@@ -77,7 +77,8 @@ class Listener:
         note_cut: Called with the address of a client that is disconnected to admit another.
         max_unproven: Maximum number of clients for which `prove` was not called yet. At this limit,
             a newcomer waits until one is proven or gone, or the oldest has had `prove_s` and is
-            disconnected: a burst of clients does not displace itself, nor do silent ones block it.
+            disconnected. Clients that arrive together do not displace each other, and silent ones
+            hold up others only briefly.
         prove_s: Time that every client has to prove itself.
     """
 

@@ -22,7 +22,7 @@ VARIABLES = tuple(
 """Environment variables that kvxfer reads, all of them optional."""
 MISSPELT_VARIABLE_LIKENESS = 0.835
 KUBERNETES_VARIABLE = re.compile("_(PORT|SERVICE)(_|$)")
-"""Variables that Kubernetes sets for every service, even one called `kvxfer-metrics`."""
+"""Variables that Kubernetes sets, such as `KVXFER_METRICS_PORT` for a service `kvxfer-metrics`."""
 
 HIDDEN = "..."
 CREDENTIAL = re.compile(

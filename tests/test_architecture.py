@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_930,
+    "kvxfer": 1_931,
     "backends/file": 4_396,
     "backends/host": 1_941,
     "backends/mooncake": 691,

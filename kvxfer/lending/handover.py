@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Handover:
-    """Hand-over of blocks between engines: offers those of this one, and fetches those of others.
+    """Hand-over of blocks between engines: offers our blocks, and fetches those of other engines.
 
     An engine *offers* the blocks of a prompt under a ticket. Another engine *asks* for them by the
     tokens of its own prompt, *fetches* them into its own blocks, and *releases* the ticket. A

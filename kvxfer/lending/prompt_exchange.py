@@ -223,7 +223,7 @@ class PromptExchange:
         The other engine keeps them until this ends; then the lease runs, unless `ask` keeps them.
 
         However this ends, nothing writes to our blocks then, unless `Fetched.memory_safe` is False.
-        A cancelled call waits for that, for the configured timeouts if NIXL ends its reads.
+        A cancelled call waits for that, at most for the configured timeouts if NIXL ends its reads.
 
         Args:
             ticket: Ticket from the other engine.

@@ -42,10 +42,10 @@ from kvxfer.transfer.cache_memory import CacheMemory
 DIGEST_BYTES = 16
 
 MAX_WORKERS = 128
-"""Maximum workers of another engine: we connect to as many as its first worker claims."""
+"""Maximum number of workers of another engine: we connect to as many as the first one claims."""
 
 MAX_MATCHES = 16
-"""Maximum kinds of other engines for which we cache how their blocks become ours."""
+"""Maximum number of descriptions of other engines that are matched to ours and cached."""
 
 ASK_AGAIN_S = 0.01
 """Time between two questions about a ticket that the other engine does not know yet."""
@@ -54,21 +54,21 @@ LOOK_S = 0.005
 """Time between two looks for pages that are still being computed."""
 
 LOOKED_FOR = 256
-"""Maximum pages for which a look asks a worker: the first ones, as they are computed in order."""
+"""Maximum number of pages that a look asks for: the first ones, as they are computed in order."""
 
 SETTLE_S = 0.25
-"""How long workers of the other engine may not know a ticket that its server has answered with,
-unless they learn of it before its blocks are offered."""
+"""Grace period for workers of another engine to learn of a ticket that its server has given out,
+unless they know it before its blocks are offered."""
 
 MAX_ENGINES = 256
-"""Maximum engines whose workers are remembered: tickets, which come from outside, name them."""
+"""Maximum number of remembered engines: tickets, which come from outside, name them."""
 
 IN_PLACE_BYTES = 8 << 10
 """Mean fragment size from which blocks of another shape are read straight to their places. Blocks
 in smaller fragments are read whole into staging memory, and copied from there."""
 
 RUN_BYTES = 128 << 20
-"""Bytes that one call reads in place: at a deadline, those of calls that have ended count."""
+"""Maximum bytes of one read in place: at a deadline, the reads that have ended count."""
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _digest(encoded: bytes) -> bytes:
 
 
 def _with_digest(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # a prompt has many
+    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # fast, as a prompt has many
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,7 +629,7 @@ class Reader:
         while left and waits_for is not None:
             try:
                 there, may_come = await self._look(workers, left, waits_for)
-            except KVXferError as exc:  # it is gone, as the reads of the rest report
+            except KVXferError as exc:  # the engine is gone: reading the rest reports it
                 logger.debug("ticket %s is no longer known: %s", waits_for, exc)
                 break
             if not may_come:

@@ -148,7 +148,7 @@ class PolledEngine(Generic[MoverT]):
         self._adding = runtime.lock()
         self._takes_no_more = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
-        self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # and not taken
+        self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # not taken yet
         self._calls = Calls()
 
     def submit_store(

@@ -163,7 +163,7 @@ class EngineLoop:
     def _give(
         self, work: Coroutine[Any, Any, T], among: "set[asyncio.Task[Any]] | None" = None
     ) -> Future[T]:
-        """Give work to the loop; the set `among`, if any, has its task as long as it runs."""
+        """Give work to the loop; its task is in the set `among`, if any, as long as it runs."""
         future: Future[T] = _WorkFuture(self)
         try:
             self.call_soon(self._begin, work, future, among)
@@ -242,7 +242,7 @@ class EngineLoop:
 
 
 class _WorkFuture(Future[T]):
-    """Future of work on an engine's loop; to block on it there raises an `EventLoopError`."""
+    """Future of work on an engine's loop; blocking on it there raises an `EventLoopError`."""
 
     def __init__(self, loop: EngineLoop) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class Job:
 
     Attributes:
         deadline: Deadline on the clock of `runtime.monotonic`, None for no limit.
-        retention: Retention of the blocks of a store.
+        retention: How long to keep the blocks of a store, if that was said.
         in_backend: For each block, whether it was passed to the backend.
         outcomes: For each block, its outcome, None until it has one.
         waited_s: Longest time that a piece waited for its turn.
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether every block has an outcome; repeated calls look at each block once in all."""
+        """Whether every block has an outcome; over all calls, each block is examined once."""
         done = self._num_done
         while done < len(self.outcomes) and self.outcomes[done] is not None:
             done += 1

@@ -17,7 +17,7 @@ HALF_LIFE_S = 2.0
 
 
 class _Speed:
-    """Recent speed in units per second, of decaying sums, in which large batches weigh more."""
+    """Recent speed in units per second: a ratio of decaying sums; large batches weigh more."""
 
     def __init__(self) -> None:
         self._units = 0.0

@@ -55,7 +55,7 @@ class Admission:
         return sum(not turn.cancelled() for *_, turn in list(self._waiting))
 
     def has_room(self, num_bytes: int, *, beside: int = 0) -> bool:
-        """Whether a transfer would be admitted if none waited and `beside` more were in flight."""
+        """Whether a transfer would be admitted if none waited, beside more bytes in flight."""
         in_flight = self.bytes_in_flight + beside
         return in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
 
@@ -92,7 +92,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """Slices of a job that the thread of the serving engine moves at a time.
+    """Sizes of the slices of a job that the serving engine's thread moves at a time.
 
     Attributes:
         load_bytes: Slice of a load within host memory, for which the engine waits anyway.
