@@ -109,7 +109,7 @@ def _is_host(text: str, *, bracketed: bool) -> bool:
             address = ipaddress.IPv6Address(text)
         except ValueError:
             return False
-        return address.scope_id is None or _is_name(address.scope_id)  # else it may be any text
+        return address.scope_id is None or _is_name(address.scope_id)  # ipaddress allows any text
     return _is_name(text)
 
 

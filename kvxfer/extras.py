@@ -1,4 +1,4 @@
-"""Extras: which of them provides a missing package, and which release of one is installed."""
+"""Extras: which of them provides a missing package, and which release is installed."""
 
 import contextlib
 import importlib.metadata

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _measure(url: str, size: int, seconds: float) -> None:
-    """Move batches alternately by kvxfer and the raw medium until a time; print the speeds."""
+    """Move batches by kvxfer and by the raw medium in turn, for some seconds; print the speeds."""
     from kvxfer.connect import open_backend, parse_backend
     from kvxfer.settings import shown
     from kvxfer.storage.keys import GroupIdentity, Namespace

@@ -67,7 +67,7 @@ def wrap(text: str, head: str) -> list[str]:
 
 
 def exit_statuses(done: str, bad: str = "") -> str:
-    """Format the meaning of a command's exit statuses for its help; without `bad`, it has no 1."""
+    """Format the exit statuses of a command for its help; without `bad`, it has no status 1."""
     statuses = [f"0 {done}", f"1 {bad}" if bad else "", f"{FAILED} when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
 

@@ -1,4 +1,4 @@
-"""Command `kvxfer vllm-args`: checks tiers and prints them for `vllm --kv-transfer-config`."""
+"""Command `kvxfer vllm-args`: checks tiers, and prints vLLM's `--kv-transfer-config` for them."""
 
 import sys
 from collections.abc import Sequence

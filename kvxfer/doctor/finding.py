@@ -22,7 +22,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         why: What it costs; empty if all is well.
-        mend: Line that mends it, ready to be typed or written; empty if all is well.
+        mend: Line to type or to write that mends it; empty if all is well.
     """
 
     check: str = ""

@@ -107,7 +107,7 @@ MIN_OPEN_FILES = 1024
 """The 512 files that io_uring has in flight, and as many for peers, workers and the engine."""
 
 CAP_IPC_LOCK = 14
-"""Capability to ignore the limit on locked memory. Source: Linux, uapi/linux/capability.h."""
+"""Capability to lock memory without a limit. Source: Linux, include/uapi/linux/capability.h."""
 
 _MISSED = (
     "vLLM makes the keys of blocks from it. Unless all engines have the same one, none finds a "

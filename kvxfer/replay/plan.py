@@ -20,7 +20,7 @@ DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object
 one NVMe drive, and a bucket in the same region over some 10 Gbit/s."""
 
 AS_GOOD = 0.995
-"""Share of a list's score from which a simpler or smaller list counts as good as that one."""
+"""Share of a list's score from which a simpler or smaller list counts as equally good."""
 
 _MEDIA: Sequence[Medium] = ("host", "file")
 
@@ -208,9 +208,9 @@ def parse_budget(text: str) -> dict[Medium, ByteSize]:
 def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     """Recommend a list of tiers within a budget.
 
-    Policies and tiers are those with the best score for the whole budget: the time until a first
-    token that hits save if a prefill speed is stated, else the hits. A simpler list wins if it is
-    as good. Then each capacity, that of files first, is halved as long as the rest is as good.
+    Policies and tiers are those with the best score for the whole budget: with a prefill speed, the
+    seconds by which a first token comes sooner, else the hits. A simpler list wins if it is equally
+    good. Then each capacity, that of files first, is halved as long as the list stays as good.
     """
     block = machine.block_size_bytes(trace.tokens_per_block)
     plan_once = functools.cache(functools.partial(plan_list, trace, machine))
