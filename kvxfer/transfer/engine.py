@@ -367,8 +367,8 @@ class PolledEngine(Generic[MoverT]):
                     return
         except TimeoutError:
             pass
-        text = "transfer engine: not closed after %g s: %d transfers are abandoned"
-        logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
+        text = "transfer engine: closed, but %d transfers may still touch the caches"
+        logger.warning(text, self._mover.num_unsettled)
 
     async def _end_jobs(self) -> None:
         await self._mover.cancel_begun()
