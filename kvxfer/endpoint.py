@@ -133,7 +133,7 @@ def remove_abandoned(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} exists and is no socket")
+        raise FileExistsError(f"{path} exists and is not a socket")
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)
         try:

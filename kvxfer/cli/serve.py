@@ -45,8 +45,8 @@ _NUMBERS = ("N", "PORT")
 _OPTIONS: Mapping[str, str] = {
     "--data-port PORT 0": "second port that peers connect to, for blocks that NIXL does not move; "
     "0, the default, chooses a free port",
-    "--max-connections N 1024": "maximum connections of peers: a peer has one if NIXL moves the "
-    "blocks, and up to five through sockets; default 1024",
+    "--max-connections N 1024": "maximum number of peer connections: one each if NIXL moves the "
+    "blocks, up to five each through sockets; default 1024",
     "--namespace FILE": "namespace.json of a file store: only engines with this model and layout "
     "are served, and memory is reserved at once; default: those of the first engine that connects",
     "--warm N 0": "number of most recently used blocks of the first file tier to load into memory "
@@ -66,7 +66,7 @@ _OPTIONS: Mapping[str, str] = {
     "--lease TIME 8s": "time for which blocks stay pinned for a silent peer; default 8s",
     "--timeout TIME 10s": "time that the bytes of blocks may take through sockets; default 10s",
     "--drain-timeout TIME 20s": "time to wait at the end for blocks being moved; default 20s",
-    "--warm-timeout TIME 60s": "time that --warm may take; it skips the rest; default 60s",
+    "--warm-timeout TIME 60s": "time that --warm may take before it skips the rest; default 60s",
     "--ready HOST:PORT": "address that answers GET /ready: 200, or 503 while starting and draining",
     "--metrics HOST:PORT": "address of GET /metrics for Prometheus; may be that of --ready",
     "--events ADDRESS": "address such as tcp://127.0.0.1:5557, at which routers subscribe to the "

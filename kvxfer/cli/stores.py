@@ -52,7 +52,7 @@ def ls(argv: Sequence[str]) -> int:
     form.add_argument(
         "--keys",
         action="store_true",
-        help="print a line for each block that is found by lookups: its namespace and its key",
+        help="print a line for each block that lookups find: its namespace and its key",
     )
     arguments = parser.parse_args(argv)
 
@@ -128,11 +128,11 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def fsck(argv: Sequence[str]) -> int:
-    """Verify every block of a store; return 1 if a file is bad, also if it was repaired, else 0."""
+    """Verify every block of a store; return 1 if a file is bad, even if it was repaired, else 0."""
     parser = CommandLine(
         prog="kvxfer fsck",
         description="Verify every block of a store.",
-        epilog=exit_statuses("when no file is bad", "when one is, also when it was repaired"),
+        epilog=exit_statuses("when no file is bad", "when one is, even if it was repaired"),
     )
     parser.add_argument("path", help=STORE)
     parser.add_argument(
@@ -209,7 +209,7 @@ def inspect(argv: Sequence[str]) -> int:
         prog="kvxfer inspect",
         description="Show the content of a block file, and whether it is intact.",
         epilog=exit_statuses(
-            "when it is intact", "when it is no block file, or its seal or checksum does not hold"
+            "when it is intact", "when it is not a block file, or its seal or checksum is wrong"
         ),
     )
     parser.add_argument("file", help="block file, or the URL of an object in a bucket")
@@ -329,8 +329,8 @@ def _nonzero(numbers: Iterable[tuple[int, str]]) -> Iterator[str]:
 
 
 def _add_secret(parser: CommandLine) -> None:
-    parser.add_argument("--secret-file", default="", help="secret that blocks are sealed with")
-    parser.add_argument("--tenant", default="", help="tenant that sealed blocks belong to")
+    parser.add_argument("--secret-file", default="", help="file with the secret that seals blocks")
+    parser.add_argument("--tenant", default="", help="tenant of sealed blocks")
 
 
 def _block_check(arguments: "argparse.Namespace") -> "BlockCheck":

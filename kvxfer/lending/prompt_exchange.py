@@ -85,7 +85,7 @@ class PromptExchange:
         description = describe_caches(caches, shard)
         for group, described in enumerate(description.groups):
             if described.has_states:
-                raise InvalidArgumentError("caches", f"states in group {group}", "tokens in each")
+                raise InvalidArgumentError("caches", f"states in group {group}", "tokens only")
         self._proves_peers = config.proves_peers
         self._timeout_s = config.timeout_s
         self._host = _host(config, shard, require_text("advertise", advertise))

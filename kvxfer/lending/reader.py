@@ -323,7 +323,7 @@ class Reader:
 
     @property
     def _describer(self) -> BlockDescriber:
-        assert self._our_blocks is not None, "a process with caches fetches"
+        assert self._our_blocks is not None, "only a process with caches fetches"
         return self._our_blocks
 
     @property
@@ -418,12 +418,12 @@ class Reader:
 
     def mark(self) -> StreamMark | None:
         """Mark the end of the work on this thread's current stream; None for host memory."""
-        assert self._memory is not None, "a process with caches fetches"
+        assert self._memory is not None, "only a process with caches fetches"
         return self._memory.mark(self._describer.caches.tensors[0].tensor.device)
 
     def require_caches_in_place(self) -> None:
         """Check that the storages of our caches were neither freed nor moved."""
-        assert self._memory is not None, "a process with caches fetches, and lends"
+        assert self._memory is not None, "only a process with caches fetches or lends"
         if change := self._memory.describe_change():
             raise InvalidArgumentError("caches", change, "memory that is neither freed nor moved")
 

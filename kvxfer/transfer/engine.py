@@ -360,7 +360,7 @@ class PolledEngine(Generic[MoverT]):
                 try:
                     await self._end_jobs()
                 except Exception:
-                    logger.exception("transfer engine: cannot end its jobs; closes its backend")
+                    logger.exception("transfer engine: cannot end jobs; closing the backend anyway")
                 await self._calls.wait_for(self._close_timeout_s, self._reach.aclose())
                 if await self._mover.end():
                     self._memory.close()

@@ -138,7 +138,7 @@ def test_a_process_of_another_user_is_refused_on_both_sides(
 
 def test_neither_a_socket_that_another_process_serves_nor_a_file_is_taken(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(BackendUnavailableError, match="is no socket"), running_pool(path):
+    with pytest.raises(BackendUnavailableError, match="is not a socket"), running_pool(path):
         pass
     assert path.read_text() == "precious"
     path.unlink()

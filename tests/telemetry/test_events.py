@@ -210,7 +210,7 @@ def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> Non
     refused = pytest.raises(BackendUnavailableError, match="another process serves")
     with EventPublisher(f"ipc://{taken}"), refused:
         EventPublisher(f"ipc://{taken}")
-    with pytest.raises(BackendUnavailableError, match="is no socket"):
+    with pytest.raises(BackendUnavailableError, match="is not a socket"):
         EventPublisher(f"ipc://{file}")
     with pytest.raises(BackendUnavailableError, match="embedded null"):
         EventPublisher(f"ipc://{tmp_path}/\0")
