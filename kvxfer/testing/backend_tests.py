@@ -48,11 +48,11 @@ from kvxfer.testing.conformance.suite import (
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 PATIENCE_S = 2.0
-"""Time that a busy thread may take between its result and its next task."""
+"""How long threads, descriptors and references may outlive their call without counting as leaks."""
 LIMIT_S = 10.0
-"""Time after which a call is said to hang."""
+"""How long a call may take before it counts as hanging."""
 MANY_TIMES = 4
-"""Backends opened and closed, of which each may leave something."""
+"""Backends opened and closed after a first one; a test fails if each of them leaks something."""
 
 
 @pytest.mark.asyncio
@@ -187,7 +187,7 @@ class BackendTests(BackendSuite):
             assert statuses(await backend.load(keys[:1], tail)) == [Status.DONE]
             assert payloads[0].endswith(read_payloads(tail)[0])
 
-    # What is seen: lookup, delete, misuse, namespaces, and closing.
+    # Lookup, delete, misuse, namespaces, and closing.
 
     async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
         async with self.opened(20) as (backend, memory, keys):
@@ -359,7 +359,7 @@ class BackendTests(BackendSuite):
                 is_purged = await purge(backend, others[1])
                 gone += others if is_purged else others[:1]
                 [there[kept]] = await store_generated(backend, [kept], memory.describe(0, [2]))
-                if turns % 2:  # a close that is cancelled need not write what was not flushed
+                if turns % 2:  # a cancelled close need not write unflushed blocks
                     await backend.flush()
                     async with await self.make_backend(memory.namespace()) as another:
                         await look(another)
@@ -372,7 +372,7 @@ class BackendTests(BackendSuite):
     ) -> None:
         self.require(self.persistent, "is not persistent")
         memory, keys, others = make_memory(), make_keys(4), make_keys(8, first=50)
-        # Where blocks are few, the next one gets the place of the one before.
+        # A bounded backend puts the new block where the deleted one was.
         make = self.make_backend if self.max_blocks is None else self.make_bounded_backend
         async with (
             await make(memory.namespace()) as ours,
@@ -387,7 +387,7 @@ class BackendTests(BackendSuite):
             for nth, other in enumerate(others):
                 payloads = await store_generated(ours, keys, memory.describe(0, range(4)))
                 await ours.lookup(keys)
-                # While the blocks are loaded, and before.
+                # The more turns, the further the replacement is when the load begins.
                 replacing = await begin(replace(keys[nth % 4], other), nth * 3)
                 outcomes = await ours.load(keys, target)
                 assert_done_are(outcomes, target, payloads)
@@ -470,7 +470,7 @@ class BackendTests(BackendSuite):
                 write_payloads(target, [bytes(len(payload)) for payload in payloads])
                 await cancel(await begin(backend.load(keys, target), turns))
                 quiet = read_payloads(tails(target))
-                # Takes as long as a transfer that the cancelled call may have abandoned.
+                # This load takes as long as one that the cancelled call may have left running.
                 assert await load_done(backend, keys, elsewhere) == payloads
                 assert read_payloads(tails(target)) == quiet, f"cancelled after {turns} turns"
 
@@ -561,7 +561,7 @@ class BackendTests(BackendSuite):
                 keys = make_keys(most, first=most * turns)
                 write_payloads(blocks, [make_payload(key, 576) for key in keys])
                 await cancel(await begin(backend.store(keys, blocks), turns % 3))
-                async with asyncio.timeout(LIMIT_S):  # tiers may still copy the blocks before these
+                async with asyncio.timeout(LIMIT_S):  # tiers may still copy the previous blocks
                     while not all(each.done for each in await backend.store(keys, blocks)):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 payloads = await store_generated(backend, keys, blocks)

@@ -12,16 +12,15 @@ from kvxfer.storage.keys import GroupIdentity, Namespace
 
 
 class BlockMemory:
-    """Canonical caches in host memory that scatter every block, with padding between its pages.
+    """Canonical caches in host memory that scatter every block.
 
-    Every page of a group lies in a tensor of its own, with padding in its pages and a gap between
-    its rows.
+    Each page of a block lies in a tensor of its own, with padded pages and gaps between its rows.
 
     Args:
-        page_sizes_bytes: For each group the pages of one block, un-padded, in payload order.
+        page_sizes_bytes: For each group, the un-padded page sizes of one block, in payload order.
         num_blocks: Blocks of each group.
         blocks_per_chunk: Blocks stored under one key.
-        padding_bytes: Bytes after each page: half of them in the page, half between the rows.
+        padding_bytes: Bytes after each page: half of them in the padded page, half between rows.
 
     Attributes:
         caches: The canonical caches.

@@ -18,7 +18,7 @@ class DictConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     """Configuration of a `DictBackend`.
 
     Attributes:
-        max_blocks: Bound on the blocks; the one stored first is evicted. None for no bound.
+        max_blocks: Maximum number of blocks; the oldest one is evicted. None for no bound.
     """
 
     max_blocks: int | None = None
@@ -38,7 +38,7 @@ class _Stored:
 class DictBackend(Backend):
     """Backend that keeps blocks in a dictionary: the reference model of a backend, for tests.
 
-    Copies on the event loop, byte by byte, after yielding to other tasks once.
+    Copies run on the event loop; each store and load yields to other tasks once.
 
     Args:
         config: See `DictConfig`; None for the default.

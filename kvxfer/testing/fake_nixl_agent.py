@@ -47,14 +47,14 @@ class _Flight:
 class FakeNixlAgent(TransferAgent):
     """Fake agent for memory of this process; passes the same tests as `NixlAgent`.
 
-    Memory of GPUs is moved by copies of their driver, by way of host memory.
+    GPU memory is copied by the driver, through host memory.
 
-    Bytes are moved at the end of a read, as late as hardware might do it: also those of a
-    transfer whose caller was cancelled meanwhile.
+    A read moves its bytes at its end, as late as hardware might, even if its caller was cancelled
+    meanwhile.
 
     Attributes:
-        delay_s: Seconds that reads are in flight; may be changed at any time.
-        failing: Whether new reads move only half of their fragments and fail.
+        delay_s: Seconds that a read is in flight; may be changed at any time.
+        failing: Whether new reads move only half of their fragments and then fail.
     """
 
     _agents: ClassVar["WeakValueDictionary[str, FakeNixlAgent]"] = WeakValueDictionary()
@@ -70,7 +70,7 @@ class FakeNixlAgent(TransferAgent):
         self._num_users: Counter[str] = Counter()
         self._flights: dict[_Flight, None] = {}
         self._holding = self._closed = False
-        # Engines run backends on a loop of their own, and tests release them from another thread.
+        # Engines run backends on a loop of their own; tests release reads from another thread.
         self._lock = runtime.lock()
         self._someone_is_held = runtime.event()
         self._agents[self.name] = self
@@ -88,14 +88,14 @@ class FakeNixlAgent(TransferAgent):
         self._holding = True
 
     def release(self) -> None:
-        """End held reads, and hold no more; thread-safe."""
+        """End held reads, and hold no further ones; thread-safe."""
         self._holding = False
         self._someone_is_held.clear()
         for flight in list(self._flights):
             self._land(flight)
 
     async def until_held(self) -> None:
-        """Wait until a read is held, on any event loop, for ten seconds at most."""
+        """Wait until a read is held on any event loop, for at most ten seconds."""
         await until_set(self._someone_is_held)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -151,7 +151,7 @@ class FakeNixlAgent(TransferAgent):
         *,
         last: Fragments | None = None,
     ) -> Flight:
-        """See `TransferAgent.begin`; of a cancelled read the run in flight still lands."""
+        """See `TransferAgent.begin`; when a read is cancelled, its run in flight still lands."""
         self._require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")

@@ -1,4 +1,4 @@
-"""Fault-injecting backend: a wrapper that injects the same faults for the same seed."""
+"""Wrapper of a backend that injects the same faults for the same seed."""
 
 import asyncio
 import enum
@@ -29,10 +29,7 @@ Ask: TypeAlias = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 
 
 class Fault(enum.Enum):
-    """Kind of fault, in the order in which they are drawn.
-
-    `FAILURE` and `FLIP` hit a block, the others a whole call.
-    """
+    """Kind of fault; `FAILURE` and `FLIP` hit a block, the others a whole call."""
 
     DELAY = "delay"
     HANG = "hang"
@@ -50,18 +47,18 @@ class FaultRates:
 
     Attributes:
         delay: A call begins `delay_s` late.
-        hang: A call does not begin before `release`, unless it is cancelled.
-        stuck: A call does not end before `release` even when cancelled, like a thread in a
-            system call; only then does it touch the described memory.
-        late: A store or load does not begin before `release`, and does so even if it was cancelled
-            and raised at once, like hardware that cannot be stopped. `drain` waits for it.
-        unsafe: The same, and the store or load ends at once: `FAILED`, with `memory_safe=False`.
+        hang: A call begins only after `release`; it can be cancelled before.
+        stuck: A call begins only after `release`, even if it was cancelled, like a thread in a
+            system call. It touches the described memory no earlier.
+        late: A store or load begins only after `release`, even if it was cancelled and has
+            raised, like hardware that cannot be stopped. `drain` waits for it.
+        unsafe: Like `late`, but the call returns at once: `FAILED`, with `memory_safe=False`.
         error: A call raises `BackendUnavailableError`; nothing was moved.
         failure: A block is `FAILED`; it was not moved.
-        flip: One bit of a block differs: of the stored bytes, or of the loaded memory after the
-            inner backend has verified it. The block is reported `DONE`.
+        flip: One bit of a block is flipped: in the stored bytes, or in the loaded memory after
+            the inner backend has verified it. The block is reported `DONE`.
         delay_s: Delay of a `DELAY` fault in seconds.
-        operations: The operations that are hit.
+        operations: The operations that may be hit.
     """
 
     delay: float = 0.0
@@ -95,7 +92,7 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of a backend; the ticket of each key decides its faults, whatever else is there."""
+    """Call of a backend. The ticket of a key alone decides the faults of that key."""
 
     operation: Operation
     keys: Sequence[BlockKey]
@@ -103,7 +100,7 @@ class _Call:
 
 
 class FaultInjector(WrappingBackend):
-    """Wrapper with faults, which a subclass decides: how a question is asked, and a batch moved."""
+    """Base of wrappers that inject faults, which a subclass does in `_ask` and `_move`."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -131,12 +128,12 @@ class FaultInjector(WrappingBackend):
         await self.inner.drain()
 
     async def require_quiet(self) -> None:
-        """Wait for the work that goes on."""
+        """Wait until all work begun by `go_on` has ended."""
         while self._going_on:
             await asyncio.wait(list(self._going_on))
 
     def go_on(self, work: Awaitable[T]) -> "asyncio.Future[T]":
-        """Let work go on whatever happens to its caller; `drain` waits for it."""
+        """Begin work that outlives its caller; `drain` waits for it."""
         future = asyncio.ensure_future(work)
         self._going_on[future] = None
         future.add_done_callback(lambda _: self._going_on.pop(future, None))
@@ -144,21 +141,21 @@ class FaultInjector(WrappingBackend):
 
     @abstractmethod
     async def _ask(self, operation: Operation, keys: Sequence[BlockKey], ask: Ask) -> list[bool]:
-        """Ask the inner backend about keys, or have a fault."""
+        """Ask the inner backend about keys, or inject a fault."""
 
     @abstractmethod
     async def _move(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Let the inner backend move blocks, or have a fault."""
+        """Let the inner backend move blocks, or inject a fault."""
 
 
 class FaultyBackend(FaultInjector):
-    """Wrapper of a backend that injects faults.
+    """Wrapper that injects faults into the calls of a backend.
 
-    The faults of a key depend on the seed, the operation and the number of times that the key was
-    used in it, not on the order in which tasks run. Closing the wrapper releases held calls and
-    closes the inner backend.
+    The faults of a key depend on the seed, the operation and how often the operation was given the
+    key, not on the order in which tasks run. Closing the wrapper releases waiting calls and closes
+    the inner backend.
 
     Args:
         inner: The backend that does the work.
@@ -168,7 +165,7 @@ class FaultyBackend(FaultInjector):
     Attributes:
         rates: As given; may be replaced at any time.
         injected: The faults injected so far, in order.
-        late: Memory of calls hit by `LATE` or `UNSAFE`, which they touch after `release`.
+        late: Memory of the calls hit by `LATE` or `UNSAFE`; they touch it after `release`.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
@@ -178,7 +175,7 @@ class FaultyBackend(FaultInjector):
         self.late: list[Descriptors] = []
         self._seed = seed
         self._attempts: Counter[tuple[Operation, BlockKey]] = Counter()
-        # Engines run backends on a loop of their own, and tests release them from another thread.
+        # Engines run backends on a loop of their own; tests release calls from another thread.
         self._lock = runtime.lock()
         self._released = False
         self._waiters: set[asyncio.Future[None]] = set()
@@ -186,18 +183,18 @@ class FaultyBackend(FaultInjector):
 
     @property
     def waiting(self) -> int:
-        """Number of calls that hang or are stuck now."""
+        """Number of calls that are waiting for `release`."""
         return len(self._waiters)
 
     def release(self) -> None:
-        """Release every call that hangs or is stuck, for good; thread-safe."""
+        """Release all waiting calls, and let no later call wait; thread-safe."""
         with self._lock:
             self._released = True
             for waiter in self._waiters:
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
     async def until_waiting(self) -> None:
-        """Wait until a call hangs or is stuck, on any event loop.
+        """Wait until a call, on any event loop, is waiting for `release`.
 
         Raises:
             TimeoutError: No call did within ten seconds.
@@ -309,7 +306,7 @@ class FaultyBackend(FaultInjector):
 
 
 async def until_set(event: threading.Event) -> None:
-    """Wait until a call sets an event on any thread, for ten seconds at most."""
+    """Wait until any thread sets an event, for at most ten seconds."""
     waiting = partial(event.wait, UNTIL_WAITING_TIMEOUT_S)
     if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
         raise TimeoutError("no call hangs, or is held")

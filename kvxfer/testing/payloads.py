@@ -1,6 +1,6 @@
-"""Payloads of described blocks: made up, written and read byte by byte, for tests.
+"""Payloads of described blocks, for tests: made up, written, and read.
 
-Slow and obvious on purpose: the fast paths are compared with it. Host memory only.
+Slow and obvious on purpose: the fast paths are compared with these. Host memory only.
 """
 
 import ctypes

@@ -95,7 +95,7 @@ class BackendStateMachine(RuleBasedStateMachine):
 
     @rule(keys=SOME_KEYS)
     def delete(self, keys: list[BlockKey]) -> None:
-        """Delete keys: returns which were present; none of them is found afterwards."""
+        """Delete keys: the answer says which were present, and none is found afterwards."""
         deleted = self.run(self.backend.delete(keys))
         for key, was_there in zip(keys, deleted, strict=True):
             if was_there:
@@ -148,7 +148,7 @@ class BackendStateMachine(RuleBasedStateMachine):
             assert self.bounded, f"an unbounded backend refused a block: {outcome}"
             assert outcome.status is Status.FAILED, outcome
             return
-        if self.bounded:  # the block may have been evicted since, and then it is the new one
+        if self.bounded:  # if the old block was evicted, the new one took its place
             self.model.setdefault(key, set()).add(version)
         else:
             self.model.setdefault(key, {version})

@@ -30,7 +30,7 @@ class BackendSuite(ABC):
 
     Attributes:
         persistent: Whether blocks survive closing a backend and opening it again.
-        max_blocks: Blocks that fit into the backend of `make_bounded_backend`, None without one.
+        max_blocks: Blocks that fit into a bounded backend; None skips the tests that use it.
         stores_parts: Whether a part of a chunk can be stored.
         num_blocks: Blocks for which `make_backend` must have room.
     """
@@ -56,7 +56,7 @@ class BackendSuite(ABC):
         pytest.skip(f"{type(self).__name__} cannot corrupt {key!r} in {type(backend).__name__}")
 
     def require(self, offered: T | None, what: str) -> T:
-        """Skip a test of something that is not offered."""
+        """Return `offered`, or skip the test if it is falsy: "this backend" and `what` say why."""
         if not offered:
             pytest.skip(f"this backend {what}")
         return offered
@@ -65,7 +65,7 @@ class BackendSuite(ABC):
     async def opened(
         self, num_keys: int, memory: BlockMemory | None = None
     ) -> AsyncIterator[tuple[Backend, BlockMemory, list[BlockKey]]]:
-        """Open a backend for the blocks of a memory, with keys for them, until a test ends."""
+        """Open a backend for `memory`, with keys of group 0, and close it on exit."""
         memory = memory or make_memory()
         async with await self.make_backend(memory.namespace()) as backend:
             yield backend, memory, make_keys(num_keys)
@@ -78,7 +78,7 @@ def make_memory(*, blocks_per_chunk: int = 1) -> BlockMemory:
 
 
 def make_large_memory(num_blocks: int = 24) -> BlockMemory:
-    """Make caches whose blocks take long enough to copy that a call is hit in the middle."""
+    """Make caches whose blocks take so long to copy that a call can be interrupted halfway."""
     return BlockMemory([[512 << 10, 128 << 10]], num_blocks=num_blocks)
 
 
@@ -88,7 +88,7 @@ def make_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey
 
 
 def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
-    """Read the statuses; every call has returned, so all memory must be safe."""
+    """Return the statuses. The call has returned, so all of its memory must be safe."""
     assert all(outcome.memory_safe for outcome in outcomes), outcomes
     return [outcome.status for outcome in outcomes]
 
@@ -120,7 +120,7 @@ def assert_done_are(
     *,
     otherwise: Status | None = None,
 ) -> None:
-    """Check that each block that is reported as done has its bytes, and each other one a status."""
+    """Check that each `DONE` block has its bytes, and that all others have status `otherwise`."""
     assert otherwise is None or set(statuses(outcomes)) <= {Status.DONE, otherwise}, outcomes
     loaded = read_payloads(blocks)
     assert len(outcomes) == len(payloads)
@@ -144,14 +144,14 @@ async def yield_to_loop(turns: int) -> None:
 
 
 async def begin(call: Coroutine[Any, Any, T], turns: int) -> "asyncio.Task[T]":
-    """Begin a call, and let it go on for some turns of the event loop."""
+    """Begin a call, and let it run for some turns of the event loop."""
     task = asyncio.ensure_future(call)
     await yield_to_loop(turns)
     return task
 
 
 async def cancel(transfer: "asyncio.Future[Any]") -> None:
-    """Cancel a transfer and wait for it: unless it has ended already, it raises that."""
+    """Cancel a transfer and wait for it; it must raise `CancelledError` unless it had ended."""
     was_running = transfer.cancel()
     try:
         await transfer
@@ -162,7 +162,7 @@ async def cancel(transfer: "asyncio.Future[Any]") -> None:
 
 
 async def purge(backend: Backend, prefix: bytes) -> bool:
-    """Purge the blocks of a prefix; return whether the backend, with all its tiers, can."""
+    """Purge the blocks of a prefix; return False if the backend or one of its tiers cannot."""
     purgeable = backend.provide(Purgeable)
     with suppress(BackendUnavailableError):
         if purgeable is not None and (prefix or can_purge_all(purgeable)):

@@ -1,4 +1,4 @@
-"""Conformance tests of backends that wrap another one, with staging buffers or without."""
+"""Conformance tests of backends that wrap another backend, with or without staging buffers."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -39,17 +39,17 @@ class _Watched(DictBackend):
 
 @pytest.mark.asyncio
 class WrapperTests(ABC):
-    """Tests of a wrapper whose inner backend still writes after its call was cancelled or failed.
+    """Tests of a wrapper whose inner backend uses memory after its call was cancelled or failed.
 
     Attributes:
-        moving: Names of the calls for which the inner backend moves bytes.
+        moving: Calls (`load`, `store`, `lookup`) in which the inner backend moves bytes.
     """
 
     moving: ClassVar[frozenset[str]] = frozenset({"load", "store"})
 
     @abstractmethod
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
-        """Open the backend around `inner`, which alone keeps the stored blocks."""
+        """Open the backend around `inner`, which must keep all stored blocks."""
 
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.parametrize("call", ["load", "store", "lookup"])
@@ -100,7 +100,7 @@ class WrapperTests(ABC):
 async def _end_when_late(
     call: Coroutine[Any, Any, Sequence[Any]], faulty: FaultyBackend
 ) -> Sequence[Any]:
-    """Wait for a call with a fault; one that is late is cancelled, and returns nothing."""
+    """Await a call hit by `UNSAFE`; cancel a call hit by `LATE`, and return no outcomes."""
     task = asyncio.ensure_future(call)
     await faulty.until_waiting()
     assert faulty.injected[-1].operation in {Operation.LOAD, Operation.STORE}
