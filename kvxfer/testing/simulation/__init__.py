@@ -1,4 +1,4 @@
-"""Simulation: the real code on a clock, threads, a disk and a network that one seed decides."""
+"""Simulation: the real code on a clock, threads, a disk and a network that one seed controls."""
 
 from kvxfer.testing.simulation.campaign import cut_down, main
 from kvxfer.testing.simulation.engine_scenario import EngineRun, EngineScenario, Opened

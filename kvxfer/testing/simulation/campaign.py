@@ -1,4 +1,4 @@
-"""Campaign: many seeds of some scenarios, and a short report of each one that fails."""
+"""Campaign: runs many seeds of some scenarios, and reports each seed that fails."""
 
 import argparse
 import contextlib
@@ -21,18 +21,18 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 
 MOST_CUTS = 200
-"""Most runs for cutting down one plan."""
+"""Maximum number of runs spent on shortening one plan."""
 MOST_REPORTS = 5
-"""Most failures that are told in full; of more, only which seed failed, and how."""
+"""Maximum number of failures reported in full; later ones give only their seed and violation."""
 MOST_COLLECTIONS = 10
-"""Most collections after a run, whose finalizers may make garbage for ever."""
+"""Maximum number of collections after a run: finalizers may create garbage for ever."""
 SEEDS_PER_SHARE = 10
 LAST_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """Seeds of one scenario that were run, and reports of those that failed."""
+    """Result of running some seeds of one scenario, with a report of each seed that failed."""
 
     name: str
     num_seeds: int
@@ -42,7 +42,7 @@ class _Ran:
 
 
 def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> _Ran:
-    """Run some seeds of a scenario, none after `until_s` of `time.monotonic` unless that is 0."""
+    """Run some seeds of a scenario; begin none after `until_s` of `time.monotonic`, unless 0."""
     num_run = num_calls = 0
     virtual_s, reports = 0.0, []
     for seed in range(first, first + num_seeds):
@@ -58,7 +58,7 @@ def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 
 
 
 def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
-    """Cut the plan of a seed down to steps that still lead to the same kind of violation.
+    """Shorten the plan of a seed to steps that still lead to the same kind of violation.
 
     Args:
         scenario: The scenario.
@@ -66,7 +66,7 @@ def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
         kind: Kind of its violation.
 
     Returns:
-        Steps, none of which can be left out, or as far as `MOST_CUTS` runs lead.
+        Steps of which none can be left out, or the shortest plan found in `MOST_CUTS` runs.
     """
     steps = scenario.plan(Simulation(seed).random("plan"))
     size, num_runs = max(1, len(steps) // 2), 0
@@ -87,7 +87,7 @@ def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What is known of a run when its world is gone; see `Simulation`."""
+    """Results of a run, which keep nothing of its world alive; see `Simulation`."""
 
     seed: int
     now: float
@@ -98,16 +98,16 @@ class _Ended:
 
 
 def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> _Ended:
-    """Run a seed without the collector of garbage, whose moments no seed decides."""
+    """Run a seed without automatic garbage collection, whose timing no seed controls."""
     gc.disable()
-    gc.freeze()  # what was there before takes no time of the collection afterwards
+    gc.freeze()  # so that the collections below do not scan older objects
     try:
-        run = run_seed(copy(scenario), seed, steps)  # which may note things of its run in itself
+        run = run_seed(copy(scenario), seed, steps)  # a scenario may keep state of its run
         ended = _Ended(seed, run.now, run.num_calls, run.violations, run.trace, run.digest())
         del run
         return ended
     finally:
-        for _ in range(MOST_COLLECTIONS):  # what ends a coroutine may hold it once more
+        for _ in range(MOST_COLLECTIONS):  # closing a coroutine may leave new garbage
             if not gc.collect():
                 break
         gc.unfreeze()
@@ -132,14 +132,14 @@ def _report(scenario: Scenario, failed: _Ended) -> str:
 
 
 def main(scenarios: Sequence[Scenario], arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign, as a command says.
+    """Run a campaign by its command line.
 
     Args:
         scenarios: Scenarios to choose from.
         arguments: Arguments of the command; those of the process by default.
 
     Returns:
-        Exit status: 1 if a seed has failed.
+        Exit status: 1 if a seed failed, else 0.
     """
     given = _parse(scenarios, arguments)
     chosen = [each for each in scenarios if given.scenario in ("", each.name)]
@@ -192,7 +192,7 @@ def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
 def _shares(
     scenarios: Sequence[Scenario], first: int, num_seeds: int, until_s: float, num_processes: int
 ) -> Iterator[_Ran]:
-    """Run shares of the seeds, of each scenario in turn, until all are done or it is time."""
+    """Run shares of the seeds, of each scenario in turn, until all have run or time is up."""
     every = SEEDS_PER_SHARE
     starts = range(first, first + num_seeds, every) if num_seeds else count(first, every)
     work = (
@@ -215,7 +215,7 @@ def _shares(
         running: set[Future[_Ran]] = set()
         for share in work:
             running.add(pool.submit(_run_share, *share, until_s))
-            if len(running) > num_processes:  # one more than run: none waits for another one
+            if len(running) > num_processes:  # one share is queued, so that no process idles
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (each.result() for each in done)
             if until_s and time.monotonic() > until_s:
@@ -224,10 +224,10 @@ def _shares(
 
 
 def _pin(free: "SimpleQueue[int]") -> None:
-    """Log nothing, and run on one processor: threads that take turns do it faster there.
+    """Turn logging off, and pin the process to one core, where threads take turns faster.
 
-    A thread of a batch that is woken does not interrupt the one that wakes it, only to wait for
-    the interpreter lock. Some containers permit no such choice.
+    Under `SCHED_BATCH`, a woken thread does not preempt its waker only to wait for the interpreter
+    lock. Some containers forbid this policy.
     """
     logging.disable(logging.CRITICAL)
     os.sched_setaffinity(0, {free.get()})
@@ -236,13 +236,13 @@ def _pin(free: "SimpleQueue[int]") -> None:
 
 
 def _gets_more(share: float, turn: int) -> bool:
-    """Whether a scenario of this share gets seeds in a turn, counted from 0: the first one does."""
+    """Whether a scenario of this share gets seeds in a turn, counted from 0; all do in turn 0."""
     return not turn or int(share * turn) > int(share * (turn - 1))
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Log nothing: the faults of a plan are no news."""
+    """Turn logging off: the faults of a plan are expected."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -275,7 +275,7 @@ def _say(text: str) -> None:
 
 
 def scenario_named(name: str) -> Scenario:
-    """Make the scenario that a module and a class in it name, such as `my.module:MyScenario`."""
+    """Find a scenario by its module and its class or instance, such as `my.module:MyScenario`."""
     module, _, attribute = name.partition(":")
     scenario = getattr(importlib.import_module(module), attribute or "SCENARIO")
     made = scenario() if isinstance(scenario, type) else scenario

@@ -15,31 +15,32 @@ from typing import NoReturn, TypeAlias
 from kvxfer.testing.simulation.scheduler import FaultWindows, Scheduler, SimulatedProcess
 
 FIRST_FD = 1 << 20
-"""First descriptor: so large that none of the operating system is meant by mistake."""
+"""First descriptor, too large to be mistaken for one of the operating system."""
 SECTOR_BYTES = 512
 MOST_FDS = 512
-"""Descriptors of a process."""
+"""Maximum number of open descriptors of a process."""
 FRAGMENT_BYTES = 4096
 
 NO_MEMORY = -1
-"""Error of a call for which the process has no memory: a `MemoryError`."""
+"""Fault, in place of an errno, that makes a call raise `MemoryError`."""
 
 READS = ("read", "list")
 WRITES = ("write", "name", "sync")
 CALLS = (*READS, *WRITES, "look", "open")
-"""Kinds of calls, of which a fault may concern some."""
+"""Kinds of calls that a fault may hit."""
 
 _Name: TypeAlias = "str | bytes | os.PathLike[str]"
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """File or folder; of either what processes see, what is on the medium, and what is between.
+    """File or folder: what processes see, what the medium has, and the changes in between.
 
     Attributes:
-        pending: Bytes with their offsets, lengths to which a file is cut, or names with what they
-            mean from then on.
-        is_damaged: Whether its inode cannot be read: it can neither be opened nor be removed.
+        safe_data, safe_names: What the medium has.
+        pending: Unsynced writes (offset and bytes) and truncations (length) of a file, in order.
+        pending_names: Unsynced changes of names in a folder, in order; None removes a name.
+        is_damaged: Whether its inode cannot be read, so that it can be neither opened nor removed.
     """
 
     number: int
@@ -56,14 +57,14 @@ class _Node:
     is_damaged: bool = False
 
     def sync(self) -> None:
-        """Bring everything to the medium."""
+        """Write everything to the medium."""
         self.safe_data, self.safe_names = bytes(self.data), dict(self.names)
         self.pending, self.pending_names = [], []
 
 
 @dataclass(slots=True, eq=False)
 class _Opened:
-    """Open file or folder: what a descriptor means."""
+    """Open file or folder, which duplicated descriptors share."""
 
     node: _Node
     process: SimulatedProcess
@@ -71,15 +72,14 @@ class _Opened:
 
 
 class SimulatedDisk:
-    """Disk of a simulation; see `kvxfer.runtime.Disk`, of which it has all calls.
+    """Disk of a simulation, with all calls of `kvxfer.runtime.Disk`.
 
-    The calls of several processes see the same files, as the kernel shows them. What was written
-    and not synced is lost at a power cut, or torn; names, too, of which each folder keeps the first
-    ones.
+    All processes see the same files, as the kernel shows them. A power cut loses or tears unsynced
+    writes. Of unsynced changes of names, each folder keeps the first few.
 
     Attributes:
-        size_bytes: Room for all files.
-        num_changes: Calls so far that changed something.
+        size_bytes: Capacity for all files.
+        num_changes: Number of calls so far that changed something.
         when_changed: Called after a change of names or of the length of a file.
     """
 
@@ -104,28 +104,28 @@ class SimulatedDisk:
     def begin_fault(
         self, error: int, for_s: float, share: float, calls: Collection[str] = CALLS
     ) -> None:
-        """Let a share of some calls fail from now on, and for a time; wait till its end for 0."""
+        """Make a share of some calls fail for a time; with error 0, they wait until its end."""
         self._windows.begin(error, self._scheduler.now + for_s, share, calls)
 
     def end_faults(self) -> None:
-        """Let no call fail any more."""
+        """End all faults, and repair damaged inodes."""
         self._windows = FaultWindows()
         for node in self._nodes.values():
             node.is_damaged = False
 
     def damage_inode(self, path: str) -> None:
-        """Damage the inode of a file or folder: EIO says whoever looks for it, until the end."""
+        """Damage the inode of a file or folder: until `end_faults`, a look at it fails with EIO."""
         folder, name = self._find(path, None)
         folder.names[name].is_damaged = True
 
     def crash_at(
         self, process: SimulatedProcess, num_changes: int, crash: Callable[[], object]
     ) -> None:
-        """Call `crash` in the middle of a change by a process, after so many others."""
+        """Call `crash` in the middle of a change by a process, after `num_changes` by any."""
         self._crashes[process] = (self.num_changes + num_changes, crash)
 
     def forget(self, process: SimulatedProcess) -> None:
-        """Close all that a process has open, as its end does."""
+        """Close the descriptors of a process, as the kernel does when the process ends."""
         self._crashes.pop(process, None)
         for fd, opened in list(self._opened.items()):
             if opened.process is process:
@@ -133,7 +133,7 @@ class SimulatedDisk:
                 self._drop(fd)
 
     def cut_power(self) -> None:
-        """Lose what was not synced, all of it or some; all processes must be gone."""
+        """Lose unsynced changes: all, some or none of them. All processes must have ended."""
         share = self._random.choice((0.0, 0.5, 1.0))
         for node in (nodes := [*self._nodes.values(), *self._gone]):
             node.num_names = 0
@@ -155,20 +155,20 @@ class SimulatedDisk:
         self._gone = []
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of every file that has a name, by its path."""
+        """Return the size in bytes of every file that has a name, by its path."""
         return {
             path: len(node.data) for path, node in self._paths(self._root) if not node.is_folder
         }
 
     def damage(self, path: str) -> None:
-        """Flip a bit of a file that is not empty, as a medium that rots; nothing tells of it."""
+        """Flip a bit of a non-empty file silently, as a rotting medium does."""
         folder, name = self._find(path, None)
         data = folder.names[name].data
         data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         folder.names[name].sync()
 
     def is_readable(self, path: str) -> bool:
-        """Whether neither a file nor a folder above it has a damaged inode."""
+        """Whether neither the file nor a folder above it has a damaged inode."""
         try:
             self._existing(path, None)
         except OSError as exc:
@@ -176,7 +176,7 @@ class SimulatedDisk:
         return True
 
     def safe_files(self) -> list[str]:
-        """List the paths of the files that a power cut would leave whole, whatever it takes."""
+        """List the paths of the files that any power cut would leave whole."""
         paths = self._paths(self._root, is_safe=True)
         return [path for path, node in paths if not (node.is_folder or node.pending)]
 
@@ -211,7 +211,7 @@ class SimulatedDisk:
         return fd
 
     def close(self, fd: int) -> None:
-        """See `os.close`; what a thread closes that is being ended may be closed already."""
+        """See `os.close`; does nothing in a thread being ended: the descriptor may be closed."""
         if self._scheduler.is_ending:
             return
         self._scheduler.point()
@@ -254,7 +254,7 @@ class SimulatedDisk:
         return _status(self._existing(path, dir_fd))
 
     def listdir(self, path: "_Name | int") -> list[str]:
-        """See `os.listdir`; the order is any."""
+        """See `os.listdir`; the order is random."""
         self._begin("list")
         node = self._get(path).node if isinstance(path, int) else self._existing(path, None)
         if not node.is_folder:
@@ -326,7 +326,7 @@ class SimulatedDisk:
     def utime(
         self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
     ) -> None:
-        """See `os.utime`, for now."""
+        """See `os.utime`; sets the current time."""
         del follow_symlinks
         self._begin("name", path)
         self._existing(path, dir_fd).used = self._scheduler.now
@@ -351,7 +351,7 @@ class SimulatedDisk:
         return len(data)
 
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
-        """See `os.pwrite`: all of it, as the kernel writes a page."""
+        """See `os.pwrite`; short only if the disk is full."""
         self._begin("write")
         return self._write(self._file(fd), offset, data)
 
@@ -382,7 +382,7 @@ class SimulatedDisk:
         self.when_changed()
 
     def fsync(self, fd: int) -> None:
-        """See `os.fsync`. Of a file that cannot be synced, the kernel forgets what was left."""
+        """See `os.fsync`. When it fails, the kernel drops the pending writes of the file."""
         node = self._get(fd).node
         try:
             self._begin("sync")
@@ -404,7 +404,7 @@ class SimulatedDisk:
         del offset, length, advice
 
     def _begin(self, kind: str, path: "_Name | None" = None) -> None:
-        """Let others go on, wait as a disk does, and fail if a fault says so."""
+        """Let other threads run, wait as a disk does, and fail if a fault says so."""
         scheduler, now = self._scheduler, self._scheduler.now
         scheduler.point()
         if self._latency and self._random.random() < self._latency:
@@ -417,7 +417,7 @@ class SimulatedDisk:
             scheduler.sleep(ends_at - scheduler.now)
 
     def _crash(self) -> None:
-        """Count a change; end in the middle of it, if that was planned."""
+        """Count a change, and crash in the middle of it if that was planned."""
         is_due = self._is_crash_due()
         self.num_changes += 1
         if is_due:
@@ -430,7 +430,7 @@ class SimulatedDisk:
     def _change(
         self, folder: _Node, changes: dict[str, _Node | None], *, is_whole: bool = True
     ) -> dict[str, _Node | None]:
-        """Change the meaning of names in a folder, at once."""
+        """Change names in a folder, all at once; None removes a name."""
         if not folder.num_names:
             _fail(errno.ENOENT)
         if is_whole:
@@ -503,7 +503,7 @@ class SimulatedDisk:
         self._free(opened.node)
 
     def _free(self, node: _Node) -> None:
-        """Free the room of a file or folder that has no name and is not open.
+        """Free the room of a file or folder that has neither a name nor a descriptor.
 
         A power cut may give it a name again.
         """
@@ -531,7 +531,7 @@ class SimulatedDisk:
         return node
 
     def _find(self, path: _Name, dir_fd: int | None) -> tuple[_Node, str]:
-        """Find the folder of a path, and the name there; empty for the folder itself."""
+        """Find the folder of a path, and the name in it; empty for the folder itself."""
         node = self._root if dir_fd is None else self._get(dir_fd).node
         parts = _parts(path)
         for each in parts[:-1]:
@@ -590,7 +590,7 @@ def _pieces(address: int, num_pieces: int) -> Iterator[tuple[int, int]]:
 
 
 def _apply(data: bytearray, change: "tuple[int, bytes] | int") -> None:
-    """Write bytes at an offset, or cut a file to a length; what is between is zeros."""
+    """Apply a write or a truncation to the bytes of a file; gaps are filled with zeros."""
     if isinstance(change, int):
         del data[change:]
         data.extend(bytes(change - len(data)))

@@ -36,19 +36,19 @@ ENGINE_TIMEOUT_S = 20.0
 MAX_BYTES = (1024, 4096, 1 << 20)
 CLOSE_TIMEOUT_S = 60.0
 MOST_S = 900.0
-"""Virtual time after which a call without a deadline is said to hang."""
+"""Virtual time after which a call without a deadline counts as hanging."""
 
 POLL_S = (0.003, 0.05)
-"""Shortest and longest pause of asking whether a job has finished."""
+"""Shortest and longest pause between polls of a job."""
 
 BURSTS_S = (0.02, 0.1)
 MILD_S = 0.2
-"""Longest delay of a call that no deadline notices, and that excuses nothing."""
+"""Longest delay of a call that excuses no violation."""
 
 LOOK_S = 0.15
-"""Virtual time between two looks for memory that has become safe."""
+"""Virtual time between two attempts to drain memory that is not safe."""
 LOOK_EVERY = 4
-"""Every so many looks, the bytes of all blocks that nobody may touch are checked."""
+"""Number of such attempts per check that free blocks are untouched."""
 
 MOVES = ("store", "load", "poll_store", "poll_load")
 
@@ -65,7 +65,7 @@ CALLS = {
     "poll_load": 6,
 }
 TIMEOUTS_S = (None, None, 1e-6, 0.01, 0.1, 1.0, 5.0)
-"""Deadlines; the shortest is over when a call has begun, and before any thread has ended."""
+"""Timeouts of calls; the shortest ends after a call has begun, but before any thread can end."""
 CANCELS_S = (None, None, None, None, 0.0, 0.005, 0.05, 1.0)
 
 T = TypeVar("T")
@@ -77,14 +77,14 @@ class Opened:
 
     Attributes:
         backend: The backend.
-        tiers: Its tiers, fastest first: those that a plan deletes from, behind its back.
-        faulty: Those that may have faults, by their number in a plan.
+        tiers: Its tiers, fastest first; plans delete from them behind its back.
+        faulty: The tiers that may have faults, by their number in a plan.
         is_roomy: Whether it has room for all keys, so that none is evicted.
-        may_evict_unseen: Whether its first tier may evict between an answer and the store after
-            it, if it evicts at all, so that two tiers may have bytes of different stores.
-        may_raise: Whether its calls may raise that it is gone, as one tier alone does.
-        may_delete_late: Whether a deletion that found nothing may still be on its way.
-        may_time_out: Whether a batch may time out that waits for others, without any fault.
+        may_evict_unseen: Whether its first tier, if it evicts at all, may evict between an answer
+            and the next store, so that two tiers may have bytes of different stores.
+        may_raise: Whether its calls may raise `BackendUnavailableError`, as a single tier's may.
+        may_delete_late: Whether a delete that found nothing may still take effect later.
+        may_time_out: Whether a batch that waits for others may time out without any fault.
     """
 
     backend: Backend
@@ -97,7 +97,7 @@ class Opened:
     may_time_out: bool = False
 
     def excuse(self, faults: Iterable[Mapping[str, Any]], history: History) -> None:
-        """Tell the oracle what the faults of a plan excuse."""
+        """Set in `history` which violations the faults of a plan excuse."""
         is_orderly = self.is_roomy or not self.may_evict_unseen
         history.is_strict = is_orderly and all(map(_is_mild, faults))
         history.keeps_all = history.is_strict and self.is_roomy
@@ -107,9 +107,9 @@ class EngineScenario(Scenario):
     """Scenario of a `TransferEngine` over the backend that `open` makes.
 
     Attributes:
-        num_faulty: Most tiers that may have faults.
-        delete_s: Virtual time that a delete may take where nothing fails.
-        rest_s: Virtual time after which nothing is under way any more.
+        num_faulty: Number of tiers that a plan gives faults.
+        delete_s: Virtual time that a delete may take when nothing fails.
+        rest_s: Virtual time after which all work in the background has ended.
         lasting: Names of threads that a process keeps until it ends.
     """
 
@@ -123,7 +123,7 @@ class EngineScenario(Scenario):
         """Open the backend under test, as the seed decides."""
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:  # noqa: ARG002
-        """Describe what is left of calls that have all ended, and should not be."""
+        """Describe what calls have left behind though all of them have ended."""
         return []
 
     def plan(self, random: Random) -> list[Step]:
@@ -177,11 +177,11 @@ class EngineScenario(Scenario):
         simulation.run(self._run(self.make_run(simulation, world, opened), steps))
 
     def make_run(self, simulation: Simulation, world: World, opened: Opened) -> "EngineRun":
-        """Make the engine of a run; one of your own may have further steps, as `_name`."""
+        """Make the engine of a run; a subclass may add steps as methods `_name`."""
         return EngineRun(self, simulation, world, opened)
 
     async def _run(self, engine: "EngineRun", steps: Sequence[Step]) -> None:
-        """Carry out the steps, then look at what is left."""
+        """Carry out the steps, then check what they leave behind."""
         await engine.start()
         if await engine.carry_out_all(steps) and not engine.is_closing:
             await engine.look_at_the_end()
@@ -190,10 +190,11 @@ class EngineScenario(Scenario):
 
 
 class _Bounded(WrappingBackend):
-    """Backend of an engine, which checks the bound on bytes that the engine hands to it.
+    """Wrapper that checks the engine's bound on bytes in flight.
 
     Attributes:
-        is_checked: Whether the bound holds: not when calls are given up, which then are not in it.
+        is_checked: Whether the bound is checked: not if the engine may give up calls, since it no
+            longer counts their bytes.
     """
 
     passes_on = frozenset({Purgeable, Retaining})
@@ -227,12 +228,12 @@ class _Bounded(WrappingBackend):
 
 
 class EngineRun:
-    """Engine of a run, on an event loop: carries out steps, and looks at what they leave.
+    """Engine of a run, on an event loop: carries out steps, and checks what they leave behind.
 
-    A process of a scenario is one of these, and after a restart another one with the same world.
+    Each process of a scenario has one; after a restart, it has another one with the same world.
 
     Attributes:
-        was_stopped: Whether its process has stood still: its calls may end late.
+        was_stopped: Whether its process was stopped, so that calls may end late.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class EngineRun:
         )
         self.is_closing = self.was_stopped = False
         self._finished: dict[JobId, FinishedJob] = {}
-        self._faulted: dict[int, None] = {}  # tiers that have a fault at some time
+        self._faulted: dict[int, None] = {}  # tiers with a fault in the plan
 
     async def start(self) -> None:
         """Start the backend and the engine."""
@@ -263,7 +264,7 @@ class EngineRun:
         await self._engine.__aenter__()
 
     async def carry_out_all(self, steps: Sequence[Step]) -> bool:
-        """Carry out steps, each at its time from now on; return whether all have ended."""
+        """Carry out each step at its time, counted from now; return whether all have ended."""
         faults = [step.arguments["tier"] for step in steps if step.what == "fault"]
         self._faulted = {tier: None for tier in faults if tier in self.opened.faulty}
         running = [asyncio.create_task(self._carry_out(step)) for step in steps]
@@ -298,7 +299,7 @@ class EngineRun:
         except BackendUnavailableError as exc:
             if not (self.opened.may_raise or step.what in ("purge", "drain")):
                 self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
-        except Exception as exc:  # noqa: BLE001 - that is what is looked for
+        except Exception as exc:  # noqa: BLE001 - any error is a finding
             if self.opened.faulty and self.opened.may_raise and step.what not in MOVES:
                 return
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
@@ -361,7 +362,7 @@ class EngineRun:
     async def _follow(
         self, job_id: JobId, batch: Batch, timeout_s: float | None, cancel_s: float | None
     ) -> Sequence[Outcome] | None:
-        """Poll for the end of a job, and cancel it at some time; None if it does not end."""
+        """Poll a job until it ends, and cancel it after `cancel_s`; None if it ends too late."""
         ends_at = batch.began + (ENGINE_TIMEOUT_S if timeout_s is None else timeout_s)
         cancel_at, pause_s = inf if cancel_s is None else batch.began + cancel_s, POLL_S[0]
         while job_id not in self._finished:
@@ -401,7 +402,7 @@ class EngineRun:
                 self._simulation.fail("not found in tiers without a fault", part)
 
     async def _find_reachable(self, parts: Sequence[Part]) -> list[Part]:
-        """Find the chunks that the last of several tiers has, if it and the first have no fault."""
+        """Find the chunks in the last of several tiers, if neither it nor the first has a fault."""
         last = len(self.opened.tiers) - 1
         if last < 1 or not self._faulted.keys().isdisjoint((0, last)):
             return []
@@ -417,7 +418,7 @@ class EngineRun:
         return is_kept and history.must_be_there(key, num_blocks, since=since)
 
     def _inner(self, tier: int) -> Backend:
-        """Return a tier as it is behind its faults."""
+        """Return a tier without the wrapper that injects its faults."""
         backend = self.opened.tiers[tier]
         return backend.inner if isinstance(backend, FaultyTier) else backend
 
@@ -442,9 +443,9 @@ class EngineRun:
     async def _evict(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> None:
-        """Delete from the first of several tiers, as another user of it would evict.
+        """Delete from the first of several tiers, as if another user had caused an eviction.
 
-        What the last tier has is not gone then.
+        Chunks that the last tier has are still there.
         """
         del timeout_s, cancel_s
         if len(self.opened.tiers) < 2:
@@ -472,7 +473,7 @@ class EngineRun:
         try:
             is_whole = await self._timed("purge", _true_after(backend.purge), MOST_S, cancel_s)
         finally:
-            if is_whole or history.is_strict:  # else a tier may go on with it
+            if is_whole or history.is_strict:  # else a tier may still be purging
                 history.end_purge(began, is_whole=bool(is_whole))
 
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
@@ -484,7 +485,7 @@ class EngineRun:
     async def _require_below(self, since: float) -> None:
         """Check that the last tier has what was stored before a flush began.
 
-        Faults of tiers excuse nothing; others may, such as those of a bucket.
+        Faults of tiers excuse nothing here; other faults may, such as those of a bucket.
         """
         is_judged = self._world.history.is_strict or self.opened.faulty
         if len(self.opened.tiers) < 2 or not is_judged:
@@ -531,7 +532,7 @@ class EngineRun:
         return task.result()
 
     async def _keep(self) -> None:
-        """Look at the memory again and again, and release what a drain makes safe."""
+        """Check the memory again and again, and release what a drain makes safe."""
         for number in count():
             await asyncio.sleep(LOOK_S)
             if number % LOOK_EVERY == 0:
@@ -548,7 +549,7 @@ class EngineRun:
                     self._world.release(batch)
 
     async def look_at_the_end(self) -> None:
-        """Look at what is there when all is quiet: what was stored, and nothing held."""
+        """Check, once all is quiet, that stored blocks are there and that nothing is held."""
         await asyncio.sleep(self._scenario.rest_s)
         if unsafe := self._world.take_unsafe():
             await self._within(MOST_S, "drain", self._engine.drain())
@@ -561,13 +562,13 @@ class EngineRun:
         self._require_no_leftovers("when all is quiet")
         await self._compare_tiers()
         if await self._load_all():
-            # A tier that is paused after errors lets one request through, and the next ones
-            # when that is answered.
+            # A tier that is paused after errors lets one request through; once that is
+            # answered, it takes the next ones.
             for part, outcome in await self._load_all():
                 self._simulation.fail("lost", f"{part} is now {outcome}")
 
     async def _load_all(self) -> list[tuple[Part, Outcome]]:
-        """Load every part; return those that must be there, and are not."""
+        """Load every part; return those that must be there but were not loaded."""
         parts = self._world.every_part()
         keys, batch = self._world.keys(parts), self._world.begin(tuple(parts), is_store=False)
         assert batch is not None
@@ -584,7 +585,7 @@ class EngineRun:
         return lost if self.opened.is_roomy else []
 
     async def _compare_tiers(self) -> None:
-        """Look at the copies of each chunk in all tiers: they are of one store."""
+        """Check that the copies of each chunk in all tiers are of one store."""
         tiers = [self._inner(number) for number in range(len(self.opened.tiers))]
         versions: dict[Part, list[int]] = {part: [] for part in self._world.every_part()}
         for tier, group in product(tiers, range(len(PAGE_SIZES_BYTES))):
@@ -618,7 +619,7 @@ class EngineRun:
             return None
 
     async def close(self, cancel_s: float | None = None) -> None:
-        """Close the engine, within its time, perhaps after a first attempt that is cancelled."""
+        """Close the engine and check the time, perhaps after a first attempt that is cancelled."""
         self.is_closing = True
         self._world.history.keeps_all = False
         if cancel_s is not None:
@@ -641,7 +642,7 @@ class EngineRun:
                 self._simulation.fail("close left the last tier without", part)
 
     def _watch_last_tier(self, kept: dict[Part, bool]) -> None:
-        """Note which chunks the last of several tiers has when it is closed."""
+        """Note which chunks the last tier has just before it is closed."""
 
         async def look() -> None:
             parts = self._world.every_part()
@@ -652,7 +653,7 @@ class EngineRun:
             last.on_close = look
 
     async def require_nothing_left(self) -> None:
-        """Look at what is left a while after the close: no task, thread or touched memory."""
+        """Check, a while after the close, that no task or thread is left and no memory touched."""
         await asyncio.sleep(MOST_S)
         self._world.watched.look()
         self._require_no_leftovers("after the close")
@@ -670,13 +671,13 @@ class EngineRun:
 
 
 async def _true_after(call: Callable[[], Awaitable[object]]) -> bool:
-    """Await a call that returns nothing; True tells its end from a cancellation."""
+    """Await a call that returns nothing, and return True to tell its end from a cancellation."""
     await call()
     return True
 
 
 def _is_mild(fault: Mapping[str, Any]) -> bool:
-    """Whether a fault excuses nothing: calls take a little longer."""
+    """Whether a fault excuses no violation, since it only makes calls a little slower."""
     return fault["fault"] is TierFault.SLOW and fault["for_s"] <= MILD_S
 
 

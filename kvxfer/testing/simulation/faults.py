@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 
 class TierFault(enum.StrEnum):
-    """Fault of the calls of a backend that begin in a window of time.
+    """Fault of the backend calls that begin in a window of time.
 
     Attributes:
-        SLOW: They begin later.
-        HANG: They begin at the end of the window, unless they are cancelled before.
-        STUCK: The same, and to cancel them does not end them earlier.
-        LATE: Cancelled ones end, and still touch their memory, for which `drain` waits.
-        ERROR: They raise one of many errors; a `drain` that does has made nothing quiet.
-        FOREIGN_CANCEL: Something in them is cancelled, and not by their caller; it may touch their
-            memory until `drain` returns.
+        SLOW: Calls begin later.
+        HANG: Calls begin at the end of the window; they can be cancelled before.
+        STUCK: Calls begin at the end of the window; a cancelled call ends no earlier.
+        LATE: Cancelled calls end, but touch their memory later; `drain` waits for that.
+        ERROR: Calls raise one of several errors. A `drain` that raises has waited for nothing.
+        FOREIGN_CANCEL: Calls raise `CancelledError` although no caller cancelled them, and may
+            touch their memory until `drain` returns.
         FAILED: Some blocks are `FAILED`.
         UNSAFE: Some blocks are `FAILED`, and their memory is touched until `drain` returns.
     """
@@ -51,16 +51,16 @@ class TierFault(enum.StrEnum):
 
 
 class FaultyTier(FaultInjector):
-    """Backend that takes some time for each call, and has faults in windows of time.
+    """Wrapper that delays each call a little, and injects faults in windows of time.
 
     Args:
         inner: Backend that does the work.
         simulation: The run.
-        name: Name of the tier in the trace.
+        name: Name of the tier; it selects the random numbers of the tier.
 
     Attributes:
-        has_refused_drain: Whether a `drain` raised: memory may be lost to an engine that closes.
-        on_close: Awaited before the backend is closed.
+        has_refused_drain: Whether a `drain` raised: an engine that closes may not free all memory.
+        on_close: Awaited before the inner backend is closed.
     """
 
     has_refused_drain = False
@@ -76,7 +76,7 @@ class FaultyTier(FaultInjector):
     def begin_fault(
         self, fault: TierFault, for_s: float, share: float, calls: Collection[str] = CALLS
     ) -> None:
-        """Let a share of some calls that begin from now on, and for a time, have a fault."""
+        """Inject a fault into a share of the given calls that begin within `for_s` from now."""
         self._windows.begin(fault, self._simulation.now + for_s, share, calls)
 
     async def purge(self, prefix: bytes = b"") -> None:
@@ -104,9 +104,9 @@ class FaultyTier(FaultInjector):
         await self.inner.aclose()
 
     def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
-        """Make the random numbers of a call, which do not depend on other calls.
+        """Make the random numbers of a call, independent of all calls that differ from it.
 
-        A plan is cut down: what is left of it should happen as before.
+        When a plan is shortened, its remaining steps should happen as before.
         """
         call = (name, *(key.hex() for key in keys))
         self._num_calls[call] += 1
@@ -171,7 +171,7 @@ class FaultyTier(FaultInjector):
     async def _touch_until(
         self, ends_at: float, random: Random, blocks: Descriptors, *, is_load: bool
     ) -> None:
-        """Touch memory until some time: a load may write anything before it ends."""
+        """Touch memory until `ends_at`: a load may write anything before it ends."""
         while self._simulation.now < ends_at:
             await asyncio.sleep(0.1 + (ends_at - self._simulation.now) / 3)
             if is_load:
@@ -179,7 +179,7 @@ class FaultyTier(FaultInjector):
                 write_payloads(blocks, made)
 
     async def _delay(self, drawn: tuple[TierFault, float] | None, random: Random) -> bool:
-        """Wait as long as a fault lets a call wait; return whether it was cancelled meanwhile."""
+        """Delay a call as its fault says; return whether it was cancelled and went on waiting."""
         if drawn is None:
             return False
         fault, ends_at = drawn
