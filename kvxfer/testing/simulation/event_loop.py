@@ -26,7 +26,7 @@ _TASKS_SHOWN = 12
 
 
 class _Numbered:
-    """Task or future with a hash that is the same in every run, and with it the order in sets."""
+    """Task or future whose hash, and so its order in sets, is the same in every run."""
 
     serial: int
 
@@ -45,10 +45,10 @@ class _Future(_Numbered, asyncio.Future[Any]):
 
 
 class _Ready(deque[asyncio.Handle]):
-    """Queue of what is ready: a task may overtake tasks, a callback keeps its place.
+    """Queue of ready handles, in which a handle may overtake tasks but no callback.
 
-    The order of callbacks is a promise of asyncio; which of two tasks goes on first mostly follows
-    from the times at which bytes and threads happened to come.
+    asyncio promises the order of callbacks. Which of two tasks runs first mostly depends on when
+    bytes happened to arrive and threads to end.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -116,7 +116,7 @@ class _Selector(selectors.BaseSelector):
         return cast("Mapping[FileDescriptorLike, selectors.SelectorKey]", self._keys)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for a socket or a signal, no longer than some virtual time."""
+        """Wait for a socket or a signal, for at most `timeout` of virtual time."""
         scheduler = self._scheduler
         if timeout is not None and timeout <= 0:
             scheduler.point()
@@ -135,12 +135,12 @@ class _Selector(selectors.BaseSelector):
         return ready
 
     def signal(self) -> None:
-        """Let the loop go on; may be called on any thread."""
+        """Wake the loop; thread-safe."""
         self._is_signalled = True
         self._scheduler.wake(self)
 
     def change(self) -> None:
-        """Look at the sockets again, since one has changed."""
+        """Make `select` check its sockets again, since one of them has changed."""
         self._is_changed = True
         self._scheduler.wake(self)
 
@@ -181,9 +181,9 @@ class SimulatedLoop(BaseSelectorEventLoop):
         return self.scheduler.now
 
     def close(self) -> None:
-        """Close the loop, and the tasks of a killed process: these clean nothing up."""
+        """Close the loop, and throw away the tasks of a killed process."""
         closed: list[asyncio.Task[Any]] = []
-        with warnings.catch_warnings():  # of coroutines that were about to be awaited
+        with warnings.catch_warnings():  # about coroutines that will never be awaited
             warnings.simplefilter("ignore", RuntimeWarning)
             while self.process.has_ended and (tasks := asyncio.all_tasks(self).difference(closed)):
                 for task in tasks:
@@ -215,7 +215,7 @@ class SimulatedLoop(BaseSelectorEventLoop):
         return await super().create_connection(protocol_factory, **given)
 
     def describe_tasks(self) -> str:
-        """Describe where tasks stand that have not ended."""
+        """Describe where unfinished tasks are waiting."""
         tasks = sorted(asyncio.all_tasks(self), key=hash)
         parts = []
         for task in tasks[:_TASKS_SHOWN]:
@@ -243,10 +243,10 @@ class SimulatedLoop(BaseSelectorEventLoop):
         return await self.getaddrinfo(*address[:2])
 
     def _make_self_pipe(self) -> None:
-        """Make none: threads signal the selector."""
+        """Do nothing: threads signal the selector instead."""
 
     def _close_self_pipe(self) -> None:
-        """Close none."""
+        """Do nothing: there is no pipe."""
 
     def _write_to_self(self) -> None:
         self._waker.signal()
@@ -257,7 +257,7 @@ def _fileno(fileobj: "FileDescriptorLike") -> int:
 
 
 def _note_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Keep an error that nobody has fetched: the simulation says it at its end."""
+    """Keep an unretrieved error, which the simulation reports at its end."""
     assert isinstance(loop, SimulatedLoop)
     error = context.get("exception")
     lines = traceback.format_exception(error) if isinstance(error, BaseException) else []

@@ -18,15 +18,15 @@ from typing import Any, Self
 from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedProcess
 
 FIRST_FILENO = 1 << 20
-"""Descriptors of simulated sockets begin behind those that the operating system gives."""
+"""First descriptor of a simulated socket, beyond those of the operating system."""
 FIRST_PORT = 40_000
 LATENCIES_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 LATENCIES_ON_HOST_S = (0.0, 1e-6, 1e-5)
 CAPACITIES_BYTES = (4096, 65536, 1 << 20)
-"""Bytes that are under way or unread before a sender has to wait: small ones make slow readers."""
+"""Bytes in flight or unread before a sender must wait; small capacities mimic slow readers."""
 CAPACITIES_ON_HOST_BYTES = (80, 1024, 65536)
 CUT_SHARE = 0.15
-"""Share of what is sent that arrives in two parts."""
+"""Share of sends whose bytes arrive in two parts."""
 SO_PEERPIDFD = 77
 
 Address = Any  # a path, or host and port
@@ -34,7 +34,7 @@ Address = Any  # a path, or host and port
 
 @dataclass(slots=True)
 class _Segment:
-    """Bytes under way, and the descriptors that come with the first of them."""
+    """Bytes in flight, and the descriptors that arrive with them."""
 
     arrives_at: float
     data: bytes
@@ -42,7 +42,7 @@ class _Segment:
 
 
 class _Pipe:
-    """One direction of a connection: what one end sends and the other one receives."""
+    """One direction of a connection."""
 
     def __init__(self, latency_s: float, capacity: int) -> None:
         self.segments: deque[_Segment] = deque()
@@ -55,14 +55,14 @@ class _Pipe:
         self.lost_until: float | None = None
 
     def changes_at(self) -> float | None:
-        """Time of the next change that its reader sees, in the past if it sees one now."""
+        """Time of the next change that the reader sees; not in the future if there is one now."""
         at = self.segments[0].arrives_at if self.segments else self.ends_at
         if self.error is not None and (at is None or self.error[0] < at):
             return self.error[0]
         return at
 
     def drop(self) -> None:
-        """Drop what has not been received."""
+        """Drop all bytes that were not received."""
         for segment in self.segments:
             for descriptor in segment.descriptors:
                 os.close(descriptor)
@@ -71,10 +71,10 @@ class _Pipe:
 
 
 class Network:
-    """Network between the processes of a simulation, which a seed makes slow, late or cut.
+    """Network between the processes of a simulation, with latency and faults by seed.
 
-    Sockets of it have the methods of `socket.socket` that kvxfer and asyncio call. Connections over
-    paths take next to no time, and only their processes end them.
+    Its sockets have the methods of `socket.socket` that kvxfer and asyncio call. Unix sockets have
+    almost no latency, and break only when a process ends.
     """
 
     def __init__(self, scheduler: Scheduler, random: Random) -> None:
@@ -83,7 +83,7 @@ class Network:
         self.sockets: dict[int, SimulatedSocket | WatchedProcess] = {}
         self.listeners: dict[Address, SimulatedSocket] = {}
         self._num_opened = self._num_ports = 0
-        self._until: dict[tuple[str, Address], float] = {}  # of what hinders connections
+        self._until: dict[tuple[str, Address], float] = {}  # when each fault ends
         self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
 
     @property
@@ -106,12 +106,12 @@ class Network:
         return made
 
     def next_port(self) -> int:
-        """Get a port that nobody has."""
+        """Return an unused port."""
         self._num_ports += 1
         return FIRST_PORT + self._num_ports
 
     def partition(self, one: str, other: str, for_s: float) -> None:
-        """Let nothing pass between two processes for a time; what is sent comes late."""
+        """Let nothing pass between two processes for a time; bytes sent meanwhile arrive later."""
         self._until["partition", frozenset((one, other))] = self.now + for_s
 
     def refuse(self, where: str | Address, for_s: float) -> None:
@@ -119,19 +119,19 @@ class Network:
         self._until["refuse", where] = self.now + for_s
 
     def starve(self, name: str, for_s: float) -> None:
-        """Let a process open and accept no connection for a time, for want of descriptors."""
+        """Let a process run out of descriptors for a time: it opens and accepts no connection."""
         self._until["starve", name] = self.now + for_s
 
     def crash_at(
         self, process: SimulatedProcess, num_calls: int, crash: Callable[[], object] | None
     ) -> None:
-        """Make a call in the middle of a later send or receive of a process, which it kills."""
+        """Call `crash` to kill a process in its send or receive after the next `num_calls`."""
         self._crashes.pop(process, None)
         if crash is not None:
             self._crashes[process] = num_calls, crash
 
     def count(self, process: SimulatedProcess) -> None:
-        """Count a send or receive; one that meets a crash ends with the process."""
+        """Count a send or receive of a process, and crash it there if that was planned."""
         if process in self._crashes:
             left, crash = self._crashes.pop(process)
             if left:
@@ -142,7 +142,7 @@ class Network:
             raise OSError(errno.ECONNRESET, "the process was killed")
 
     def heal(self) -> None:
-        """End all that hinders connections from now on."""
+        """End all partitions, refusals and shortages of descriptors."""
         self._until.clear()
 
     def cut(self, one: str, other: str, share: float) -> None:
@@ -157,9 +157,9 @@ class Network:
                 each.peer.reset()
 
     def end(self, process: SimulatedProcess, lost_for_s: float | None = None) -> None:
-        """End the sockets of a process that has ended.
+        """Close the sockets of a process that has ended, as its kernel does.
 
-        None is told for a time if its machine has lost its power; else its system ends them now.
+        If its machine lost power, other machines do not notice for `lost_for_s`.
         """
         for each in list(self.sockets.values()):
             if isinstance(each, WatchedProcess):
@@ -171,7 +171,7 @@ class Network:
                     each.vanish(self.now + lost_for_s)
 
     def watch(self, process: SimulatedProcess) -> int:
-        """Open a descriptor that is readable when a process has ended, as `os.pidfd_open`."""
+        """Open a descriptor that is readable once a process has ended, like `os.pidfd_open`."""
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.sockets[descriptor] = WatchedProcess(self, process)
         return descriptor
@@ -186,7 +186,7 @@ class Network:
         return self.now < self._until.get(("starve", name), 0.0)
 
     def passes_at(self, one: SimulatedProcess, other: SimulatedProcess) -> float:
-        """Time from which on something passes between two processes."""
+        """Earliest time at which bytes pass between two processes."""
         pair = frozenset((one.name, other.name))
         return max(self.now, self._until.get(("partition", pair), 0.0))
 
@@ -208,7 +208,7 @@ class Waitable:
         return None
 
     def change(self) -> None:
-        """Tell those that wait."""
+        """Wake the threads and selectors that wait."""
         self._num_changes += 1
         self.network.scheduler.wake(self)
         for each in list(self.selectors):
@@ -216,7 +216,7 @@ class Waitable:
 
 
 class WatchedProcess(Waitable):
-    """Descriptor of a process, readable when that has ended."""
+    """Descriptor of a process, readable once the process has ended."""
 
     def __init__(self, network: Network, process: SimulatedProcess) -> None:
         super().__init__(network)
@@ -226,7 +226,7 @@ class WatchedProcess(Waitable):
         return self._process.has_ended, False
 
     def look(self) -> None:
-        """Tell those that wait for its end, if it has come."""
+        """Wake those that wait if the process has ended."""
         if self._process.has_ended:
             self.change()
 
@@ -235,11 +235,11 @@ class SimulatedSocket(Waitable):
     """Socket of a simulated network, with the methods of `socket.socket`.
 
     Attributes:
-        process: Process that has it.
+        process: Process that owns the socket.
         peer: Other end of the connection; None without one.
         address: Path, or host and port, of this end.
         incoming, outgoing: Directions of the connection.
-        backlog: Ends of connections that wait to be accepted, and when each of them is there.
+        backlog: Sockets that wait to be accepted, each with the time at which it arrives.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class SimulatedSocket(Waitable):
         self._most_waiting = 0
         self._connecting: tuple[float, Address] | None = None
         self._connect_error = 0
-        self._is_ended = False  # on this side, for reading
+        self._is_ended = False  # whether this end was shut down for reading
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +268,7 @@ class SimulatedSocket(Waitable):
     def __repr__(self) -> str:
         return f"SimulatedSocket({self.address!r} of {self.process.name})"
 
-    # What asks or sets something.
+    # Options and addresses.
 
     def fileno(self) -> int:
         return self._fileno
@@ -293,11 +293,11 @@ class SimulatedSocket(Waitable):
         return self.peer.address
 
     def setsockopt(self, *_: object) -> None:
-        """See `socket.socket.setsockopt`; nothing of it changes anything."""
+        """See `socket.socket.setsockopt`; has no effect."""
         self._require_open()
 
     def getsockopt(self, level: int, option: int, num_bytes: int = 0) -> Any:  # noqa: ARG002 - as in `socket`
-        """See `socket.socket.getsockopt`, for those options that kvxfer and asyncio ask for."""
+        """See `socket.socket.getsockopt`, for the options that kvxfer and asyncio read."""
         self._require_open()
         if option == socket.SO_ERROR:
             self._finish_connecting()
@@ -313,7 +313,7 @@ class SimulatedSocket(Waitable):
     # How connections begin and end.
 
     def bind(self, address: Address) -> None:
-        """See `socket.socket.bind`; a path is one of the file system."""
+        """See `socket.socket.bind`; a path is created in the real file system."""
         if self.family == socket.AF_UNIX:
             if Path(address).exists():
                 raise OSError(errno.EADDRINUSE, "address in use")
@@ -378,7 +378,7 @@ class SimulatedSocket(Waitable):
         self.network.scheduler.point()
 
     def close(self) -> None:
-        """See `socket.socket.close`; an end that has not received all resets the other one."""
+        """See `socket.socket.close`; closing with unread bytes resets the other end."""
         if self._fileno < 0:
             return
         del self.network.sockets[self._fileno]
@@ -404,12 +404,12 @@ class SimulatedSocket(Waitable):
         raise OSError(errno.ENOTSUP, "a simulated socket has no descriptor")
 
     def reset(self) -> None:
-        """End the connection at once, and lose what is under way to this end."""
+        """Fail this end with ECONNRESET at once, and lose the bytes in flight to it."""
         self.incoming.drop()
         self.fail_at(self.network.now, errno.ECONNRESET)
 
     def vanish(self, lost_until: float) -> None:
-        """End without telling the other end, which has to find out, and is told from some time."""
+        """End silently; until `lost_until`, not even a reset answers what the other end sends."""
         if self.peer is not None:
             self.incoming.lost_until = lost_until
         self._fileno, fileno = -1, self._fileno
@@ -427,7 +427,7 @@ class SimulatedSocket(Waitable):
         if self.family != socket.AF_UNIX:
             self.address = ("127.0.0.1", network.next_port())
         random = network.random
-        is_on_host = self.family == socket.AF_UNIX  # messages may not fit in a socket as a whole
+        is_on_host = self.family == socket.AF_UNIX  # so small that a message may not fit
         capacities = CAPACITIES_ON_HOST_BYTES if is_on_host else CAPACITIES_BYTES
         latency_s, capacity = random.choice(latencies), random.choice(capacities)
         there, back = _Pipe(latency_s, capacity), _Pipe(latency_s, capacity)
@@ -449,7 +449,8 @@ class SimulatedSocket(Waitable):
     # How bytes move.
 
     def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002 - as in `socket`
-        # Released before an error is seen: the buffer of a transport is emptied then.
+        # Both views must be released before an error propagates: asyncio's transport then clears
+        # its buffer, which fails while a view exports it.
         with memoryview(data) as view, view.cast("B") as octets:
             return self._send(octets, [])
 
@@ -588,7 +589,7 @@ class SimulatedSocket(Waitable):
         return self.incoming.changes_at()
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
-        """Wait as long as the time limit of the socket says."""
+        """Wait for a condition, for at most the timeout of the socket."""
         scheduler = self.network.scheduler
         limit_s = self._timeout_s
         ends_at = None if limit_s is None else scheduler.now + limit_s
@@ -613,7 +614,7 @@ class SimulatedSocket(Waitable):
         return [each for each in self.incoming.segments if each.arrives_at <= now]
 
     def _arrival(self) -> float:
-        """Time at which something arrives that is sent now."""
+        """Time at which bytes that are sent now arrive."""
         assert self.peer is not None
         passes_at = self.network.passes_at(self.process, self.peer.process)
         return passes_at + self.outgoing.latency_s * (0.5 + self.network.random.random())
@@ -625,7 +626,7 @@ class SimulatedSocket(Waitable):
             self.peer.change()
 
     def fail_at(self, at: float, error: int) -> None:
-        """Let calls of this end fail from some time on."""
+        """Make calls on this end fail from a given time on."""
         self.incoming.error = self.incoming.error or (at, error)
         self.change()
 
@@ -634,7 +635,7 @@ class SimulatedSocket(Waitable):
         return error[1] if error is not None and error[0] <= self.network.now else 0
 
     def _refusal(self) -> int:
-        """Error of whoever sends to an end that is closed, or has ended sending itself."""
+        """Error of a send after this end stopped sending, or to a closed peer; 0 for none."""
         if self.outgoing.ends_at is not None:
             return errno.EPIPE
         is_gone = self.peer is not None and self.peer.is_closed

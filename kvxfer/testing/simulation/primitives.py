@@ -1,4 +1,4 @@
-"""Locks, conditions and events of simulated threads, with the faces of those of `threading`."""
+"""Locks, conditions, events and queues of simulated threads, as in `threading` and `queue`."""
 
 # ruff: noqa: D102 - the methods are those of `threading` and `queue`
 
@@ -12,7 +12,7 @@ from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
 
 
 class SimulatedLock:
-    """Lock at which the scheduler may let another thread go on; see `threading.Lock`."""
+    """Lock at which the scheduler may switch threads; see `threading.Lock`."""
 
     def __init__(self, scheduler: Scheduler, *, is_reentrant: bool = False) -> None:
         self._scheduler = scheduler

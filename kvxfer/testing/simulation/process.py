@@ -1,4 +1,4 @@
-"""Process of a simulation: an event loop on a thread of its own, stopped and killed at will."""
+"""Process of a simulation: an event loop on a thread of its own, to be stopped and killed."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from kvxfer.testing.simulation.scheduler import SimulatedProcess
 
 FIRST_PID = 1000
 LAST_S = 300.0
-"""Virtual time for which what is left of a process may take to end."""
+"""Virtual time that `ProcessRun.bury` may take."""
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class ProcessRun:
     """Process of a simulation, with an event loop on a thread of its own.
 
-    One that is started again has the name of the one before.
+    After a restart, the new process has the name of the old one.
     """
 
     def __init__(self, simulation: Simulation, name: str) -> None:
@@ -31,7 +31,7 @@ class ProcessRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was not killed."""
+        """Whether the process was not killed."""
         return not self.process.has_ended
 
     async def call(self, func: Callable[[], T]) -> T:
@@ -45,26 +45,26 @@ class ProcessRun:
         return await asyncio.wrap_future(self.loop.submit(work))
 
     def stop(self) -> None:
-        """Let the process stand still, as SIGSTOP does."""
+        """Stop the process, as SIGSTOP does."""
         self._simulation.note(f"stop {self.process.name}")
         self.process.is_stopped = True
 
     def go_on(self) -> None:
-        """Let the process go on, unless it was killed."""
+        """Continue the process, as SIGCONT does, unless it was killed."""
         self.process.is_stopped = self.process.has_ended
 
     def kill(self, lost_for_s: float | None = None) -> None:
-        """Kill the process: nothing of it runs any more, and its connections end.
+        """Kill the process: none of its threads runs again, and its connections end.
 
         Args:
-            lost_for_s: Time for which peers on other machines are not told; None to tell them.
+            lost_for_s: Time for which peers on other machines do not notice; None for no delay.
         """
         self._simulation.note(f"kill {self.process.name}")
         self.process.has_ended = self.process.is_stopped = True
         self._simulation.runtime.network.end(self.process, lost_for_s)
 
     async def bury(self, end: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Give back what a killed process has, at the very end; nobody looks at it any more."""
+        """Run `end` to free what a killed process holds, after everything was checked."""
         self.process.is_stopped = False
         with contextlib.suppress(Exception):
             async with asyncio.timeout(LAST_S):
@@ -72,7 +72,7 @@ class ProcessRun:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Start threads and open sockets of the process, for a moment."""
+        """Start threads and open sockets as the process, inside the block."""
         thread = self._simulation.runtime.scheduler.current
         before, thread.process = thread.process, self.process
         try:

@@ -30,7 +30,7 @@ FutureT = TypeVar("FutureT", bound=Future[Any])
 
 
 class SimulatedRuntime(Runtime):
-    """Runtime in which one seed decides everything that arguments do not."""
+    """Runtime in which one seed decides everything that arguments leave open."""
 
     def __init__(self, seed: int) -> None:
         self.scheduler = Scheduler(Random(f"{seed}/order"))
@@ -56,7 +56,7 @@ class SimulatedRuntime(Runtime):
         return self._random
 
     def num_cores(self) -> int:
-        """See `Runtime.num_cores`; a seed does the same on every machine."""
+        """See `Runtime.num_cores`; constant, so that a seed does the same on every machine."""
         return NUM_CORES
 
     def start_thread(

@@ -1,4 +1,4 @@
-"""Scenarios: what a seed does to real code, step by step, and what is found to be wrong."""
+"""Scenarios: the steps that a seed takes with real code, and the violations that they find."""
 
 import functools
 import gc
@@ -42,11 +42,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that must never be, and was.
+    """Violation of something that must always hold.
 
     Attributes:
-        kind: What it is, the same words for the same kind.
-        detail: Where and when.
+        kind: Kind of the violation, in words that do not vary.
+        detail: Where and when it happened.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Violation:
 
 
 class Simulation:
-    """One run of a scenario by a seed.
+    """One run of a scenario with one seed.
 
     Args:
         seed: The seed.
@@ -66,9 +66,9 @@ class Simulation:
         seed: As given.
         runtime: Runtime of the run.
         trace: What happened, in order.
-        violations: What was found to be wrong.
-        num_calls: Calls of the code under test.
-        num_processes: Processes that were started beside the first one.
+        violations: Violations found so far.
+        num_calls: Number of calls of the code under test.
+        num_processes: Number of processes started besides the main one.
     """
 
     def __init__(self, seed: int) -> None:
@@ -84,28 +84,28 @@ class Simulation:
         return self.runtime.scheduler.now - FIRST_TIME_S
 
     def random(self, name: str) -> Random:
-        """Make random numbers of a name, the same for a seed whatever else is drawn."""
+        """Make a generator whose numbers depend on the seed and the name alone."""
         return Random(f"{self.seed}/{name}")
 
     def note(self, text: str) -> None:
-        """Note in the trace what happened."""
+        """Add a line to the trace."""
         self.trace.append(f"{self.now:9.4f} {text}")
 
     def fail(self, kind: str, detail: object = "") -> None:
-        """Note a violation, unless it is what a thread says that is being ended."""
+        """Note a violation, unless a thread that is being ended reports it."""
         if self.runtime.scheduler.is_ending and not self.runtime.scheduler.is_over:
             return
         self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
         self.note(f"VIOLATION {kind}: {detail}")
 
     def require_no_threads(self, lasting: Collection[str] = ()) -> None:
-        """Check that no thread is left in processes that have not ended, but those that last."""
+        """Check that no thread is left in live processes, except those named in `lasting`."""
         alive = [each for each in self.runtime.scheduler.alive() if not each.process.has_ended]
         if names := sorted(each.name for each in alive if each.name not in lasting):
             self.fail("threads left", f"{names}: {self.stacks()}")
 
     def stacks(self) -> str:
-        """Describe where the tasks of all loops stand, from a line of its own on."""
+        """Describe where the tasks of all loops are waiting, after a line break."""
         return "\n" + self.runtime.scheduler.describe_waiting()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -113,20 +113,20 @@ class Simulation:
         return runtime.run(work)
 
     def digest(self) -> str:
-        """Compute a digest of everything that happened, in its order and at its times."""
+        """Compute a digest of the trace, the number of steps and the virtual time."""
         steps = f"{self.runtime.scheduler.num_steps} {self.runtime.scheduler.now!r}"
         return hashlib.sha256("\n".join([*self.trace, steps]).encode()).hexdigest()[:16]
 
 
 class Scenario(ABC):
-    """Scenario: a plan that a seed makes, and the real code that it is carried out on.
+    """Scenario: makes plans from random numbers, and carries them out with real code.
 
-    Implementors must draw random numbers from what they are given alone, and iterate over nothing
-    whose order differs between two runs.
+    Implementors must draw random numbers only from the generators they are given, and must not
+    iterate over anything whose order differs between two runs.
 
     Attributes:
         name: Name of the scenario, unique in a command.
-        share: Share of a command's seeds: less where one takes long, so that all get as much time.
+        share: Share of the seeds, from 0 to 1: smaller if a seed takes long, to even out the time.
     """
 
     name: ClassVar[str]
@@ -134,11 +134,11 @@ class Scenario(ABC):
 
     @abstractmethod
     def plan(self, random: Random) -> list[Step]:
-        """Make a plan. Any part of it is one, too: a failing plan is cut down."""
+        """Make a plan. Any subset of its steps must be a plan, too, to shorten one that fails."""
 
     @abstractmethod
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """Carry out a plan, on the main thread of the simulation, and look at the end of it."""
+        """Carry out a plan on the main thread of the simulation, and check what it leaves."""
 
 
 def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> Simulation:
@@ -150,7 +150,7 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         steps: Steps to carry out; all of the plan by default.
 
     Returns:
-        The run; its violations say what was found to be wrong.
+        The run, with the violations that were found.
     """
     _clear_caches()
     simulation = Simulation(seed)
@@ -162,7 +162,7 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
             scenario.run(simulation, steps)
         except StuckError as exc:
             simulation.fail("stuck", simulation.runtime.scheduler.stuck_at or exc)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the seed has found it
+        except Exception as exc:  # noqa: BLE001 - any error is a finding
             simulation.fail("raised", "".join(traceback.format_exception(exc)[-6:]))
 
     with runtime.use(simulation.runtime), warnings.catch_warnings(record=True) as told:
@@ -173,14 +173,14 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
 
 
 def _clear_caches() -> None:
-    """Clear what functions of kvxfer remember: no seed depends on those that ran before it."""
+    """Clear the caches of kvxfer's functions, so that no seed depends on earlier ones."""
     for each in _cached_functions(len(sys.modules)):
         each.cache_clear()
 
 
 @functools.lru_cache(1)
 def _cached_functions(num_modules: int) -> list[Any]:
-    del num_modules  # which grows when there may be further functions
+    del num_modules  # only a key of the cache: new modules may have further functions
     ours = [each for name, each in sys.modules.items() if name.startswith("kvxfer.")]
     functions = [each for module in ours for each in vars(module).values()]
     cached = [each for each in functions if hasattr(each, "cache_clear")]
@@ -188,7 +188,7 @@ def _cached_functions(num_modules: int) -> list[Any]:
 
 
 def _look_behind(simulation: Simulation, warned: Sequence[str]) -> None:
-    """Look at what a run leaves: errors that nobody fetched, and warnings of coroutines."""
+    """Check what a run leaves: unretrieved errors, and coroutines that were never awaited."""
     for loop in simulation.runtime.loops:
         for error in [] if loop.process.has_ended else loop.errors:
             simulation.fail("error that nobody fetched", error)
@@ -199,6 +199,6 @@ def _look_behind(simulation: Simulation, warned: Sequence[str]) -> None:
         if _NEVER_AWAITED in message:
             simulation.fail("coroutine that nobody awaited", message)
     if was_killed:
-        with warnings.catch_warnings():  # of coroutines of a killed process that nobody awaits
+        with warnings.catch_warnings():  # about coroutines of a killed process
             warnings.simplefilter("ignore", RuntimeWarning)
             gc.collect(2 if gc.isenabled() else 0)

@@ -1,4 +1,4 @@
-"""Scheduler of simulated threads: one of them runs at a time, and a seed decides which."""
+"""Scheduler of simulated threads: one thread runs at a time, and a seed decides which."""
 
 import ctypes
 import sys
@@ -15,27 +15,27 @@ _PACKAGE = Path(__file__).parents[2]
 _ROOTS = (f"{_PACKAGE}/", f"{_PACKAGE.parent}/backends/")
 _NOT_TRACED = (f"{_PACKAGE}/testing/", f"{_PACKAGE}/runtime/")
 MOST_REAL_S = 30.0
-"""Seconds, of a real clock, that may pass between two steps."""
+"""Maximum real time between two steps."""
 STEP_S = 1e-6
-"""Virtual time that passes at each step, so that a loop that never waits reaches its deadline."""
+"""Virtual time that each step takes, so that a loop that never waits reaches its deadline."""
 
 
 F = TypeVar("F")
 
 
 class SimulationEnded(BaseException):
-    """Raised in threads that a simulation leaves behind, to end them."""
+    """Raised in the threads that a simulation leaves behind, to end them."""
 
 
 class StuckError(KeyboardInterrupt):
-    """Nothing can go on any more, or something goes on for ever; says where everything stands.
+    """Deadlock, or a loop without end; the text shows the stack of every thread.
 
-    An interrupt, as no task may take it for the failure of a call.
+    A `KeyboardInterrupt`, so that no task takes it for the failure of a call.
     """
 
 
 class FaultWindows(Generic[F]):
-    """Windows of virtual time, in which a share of the calls of some kinds has a fault."""
+    """Windows of virtual time in which a share of the calls of some kinds has a fault."""
 
     def __init__(self) -> None:
         self._windows: list[tuple[F, float, float, Collection[str]]] = []
@@ -45,7 +45,7 @@ class FaultWindows(Generic[F]):
         self._windows.append((fault, ends_at, share, calls))
 
     def draw(self, now: float, call: str, random: Random) -> Iterator[tuple[F, float]]:
-        """Draw the faults of a call, one after the other, and when their windows end."""
+        """Draw the faults of a call, each with the time at which its window ends."""
         self._windows = [each for each in self._windows if each[1] > now]
         for fault, ends_at, share, calls in self._windows:
             if call in calls and random.random() < share:
@@ -53,10 +53,10 @@ class FaultWindows(Generic[F]):
 
 
 class SimulatedProcess:
-    """Process of a simulation: threads that are stopped, as by SIGSTOP, and ended together.
+    """Process of a simulation: threads that are stopped (as by SIGSTOP) and ended together.
 
-    One that is started again has the name of the one before. Threads of a killed one, which has
-    ended, stand still for ever.
+    After a restart, the new process has the name of the old one. A killed process `has_ended`, and
+    its threads stay stopped.
     """
 
     def __init__(self, name: str, pid: int) -> None:
@@ -66,10 +66,10 @@ class SimulatedProcess:
 
 
 class SimulatedThread:
-    """Thread of a simulation: an operating system's thread that runs when it is its turn.
+    """Thread of a simulation: a thread of the operating system that runs when it is its turn.
 
     Attributes:
-        waits_for: Object that the thread waits for; None while it could go on.
+        waits_for: Object that the thread waits for; None while it could run.
         due: Virtual time until which it waits; None for no limit.
     """
 
@@ -97,16 +97,16 @@ class SimulatedThread:
 class Scheduler:
     """Scheduler of the threads of one simulation, and their clock.
 
-    A thread goes on until it waits, or reaches a point at which the seed lets another one go on.
-    When all wait, the clock jumps to the first deadline.
+    A thread runs until it waits, or reaches a point at which the seed switches to another thread.
+    When all threads wait, the clock jumps to the first deadline.
 
     Attributes:
         now: Virtual time in seconds.
-        num_steps: Points and waits so far; after `max_steps` a simulation is said to be stuck.
+        num_steps: Points and waits so far; after `max_steps`, a simulation counts as stuck.
         current: Thread whose turn it is.
-        is_ending: Whether the threads that are left are being ended, or have ended.
-        is_over: Whether the simulation has ended: nothing waits any more.
-        stuck_at: Where all stood when a thread went on without a step; empty if none has.
+        is_ending: Whether the remaining threads are being ended, or have ended.
+        is_over: Whether the simulation has ended, so that waits return at once.
+        stuck_at: Stacks at the moment when a thread had run too long without a step, else empty.
     """
 
     def __init__(self, random: Random) -> None:
@@ -141,19 +141,19 @@ class Scheduler:
             self.is_ending = True
             tell = sys.unraisablehook
             sys.unraisablehook = lambda unraisable: (
-                # Raised in a generator that is collected as its thread ends, it has no caller.
+                # A generator that is collected as its thread ends raises it without a caller.
                 isinstance(unraisable.exc_value, SimulationEnded) or tell(unraisable)
             )
             for thread in self.alive():
                 self._hand_over(thread)
-            for started in self._started:  # its last frame is gone: nothing is held any more
+            for started in self._started:  # wait until their last frames hold nothing
                 started.join()
             self.is_over, sys.unraisablehook = True, tell
 
     def start(
         self, target: Callable[[], object], name: str, process: SimulatedProcess | None = None
     ) -> SimulatedThread:
-        """Start a thread, of the running process by default, which runs when it is its turn."""
+        """Start a thread, of the running process by default; it runs when it is its turn."""
         if self.is_ending and self.current is not self._main:
             raise SimulationEnded
         thread = SimulatedThread(self, name, process or self.current.process)
@@ -163,7 +163,7 @@ class Scheduler:
             thread.turn.acquire()
             try:
                 if not self.is_ending:
-                    if self._by_line:  # else whoever measures coverage goes on
+                    if self._by_line:  # else keep the tracer of a coverage tool
                         sys.settrace(self._trace)
                     target()
             except SimulationEnded:
@@ -189,15 +189,14 @@ class Scheduler:
         return thread
 
     def switch_by_line(self, share: float) -> None:
-        """Let another thread go on after a share of the lines of kvxfer, in threads from now on.
+        """Switch threads after a share of the lines of kvxfer, in threads started from now on.
 
-        Then it is seen, too, where a lock is missing. To trace lines makes the code ten times as
-        slow.
+        This also finds missing locks. Tracing lines makes the code ten times as slow.
         """
         self._by_line = share
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Trace the lines of kvxfer, but not those that import it, which holds a lock of Python."""
+        """Trace the lines of kvxfer, except while importing: that holds a lock of Python."""
         del argument
         code = frame.f_code
         if event == "call":
@@ -212,7 +211,7 @@ class Scheduler:
         return self._trace
 
     def point(self) -> None:
-        """Let another thread go on, if the seed says so."""
+        """Switch to another thread, if the seed says so."""
         if self.is_over:
             return
         self._step()
@@ -223,7 +222,7 @@ class Scheduler:
     def wait_until(
         self, is_true: Callable[[], bool], on: object, timeout_s: float | None = None
     ) -> bool:
-        """Wait until a condition holds, which changes only at a `wake`; return whether it does."""
+        """Wait until a condition holds, checked at each `wake(on)`; return whether it holds."""
         due = None if timeout_s is None else self.now + timeout_s
         while not is_true():
             if self.is_over or (due is not None and self.now >= due):
@@ -236,13 +235,13 @@ class Scheduler:
         self.wait_until(lambda: False, object(), max(0.0, seconds))
 
     def wake(self, on: object) -> None:
-        """Let those go on that wait for an object."""
+        """Wake the threads that wait for an object."""
         if not self.is_over:
             self._wake(on)
 
     def stacks(self) -> str:
-        """Describe where every thread and every task stands."""
-        frames = sys._current_frames()  # noqa: SLF001 - there is no other way to another thread
+        """Describe the stack of every thread, and where tasks are waiting."""
+        frames = sys._current_frames()  # noqa: SLF001 - the only way to another thread's stack
         parts = []
         for thread in self._threads:
             frame = frames.get(thread.ident or -1)
@@ -254,7 +253,7 @@ class Scheduler:
         return "\n".join([*parts, self.describe_waiting()])
 
     def _watch(self, ended: threading.Event) -> None:
-        """Raise an error in a thread that goes on for ever, without a step."""
+        """Raise a `StuckError` in a thread that runs for `MOST_REAL_S` without a step."""
         num_steps = -1
         while not ended.wait(MOST_REAL_S):
             if num_steps == self.num_steps:
@@ -287,7 +286,7 @@ class Scheduler:
             self._fail(f"no end after {self.num_steps} steps")
 
     def _fail(self, why: str) -> None:
-        """Let the main thread raise an error, at once or when it goes on."""
+        """Let the main thread raise an error, at once or in its next turn."""
         error = StuckError(f"{why}\n{self.stacks()}")
         if self.current is self._main:
             raise error
@@ -315,11 +314,11 @@ class Scheduler:
         return chosen
 
     def _able(self) -> list[SimulatedThread]:
-        """List the threads that could go on and whose processes do."""
+        """List the ready threads whose processes are not stopped."""
         return [thread for thread in self._ready if not thread.process.is_stopped]
 
     def _switch(self) -> None:
-        """Let the next thread go on, and wait for the turn of this one."""
+        """Run the next thread, and wait for the turn of this one."""
         me = self.current
         chosen = self._choose()
         if chosen is not me:
@@ -333,12 +332,12 @@ class Scheduler:
             raise error
 
     def _release_next(self) -> None:
-        """Let the next thread go on, at the end of this one."""
+        """Run the next thread, at the end of this one."""
         self.current = self._choose()
         self.current.turn.release()
 
     def _hand_over(self, thread: SimulatedThread) -> None:
-        """Let a thread end, from the main one."""
+        """Let a thread run until it has ended; called by the main thread."""
         thread.waits_for = thread.due = None
         self.current = thread
         thread.turn.release()
