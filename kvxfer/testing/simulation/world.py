@@ -1,4 +1,4 @@
-"""World of an engine: its memory, keys and batches, and what loads of it may find."""
+"""World of an engine: its memory, keys and batches, and what its loads may find."""
 
 import hashlib
 from collections import Counter
@@ -21,16 +21,16 @@ BLOCKS_PER_CHUNK = 2
 NUM_KEYS = 10
 MAX_PARTS = 16
 GIVEN_UP = (Status.TIMED_OUT, Status.CANCELLED)
-"""How blocks end that were not looked for to the end."""
+"""Statuses of blocks that the engine stopped looking for."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """Store of a key: blocks of its chunk, with bytes that no other store of it has.
+    """Store of a key: blocks of its chunk, with bytes that no other store of the key has.
 
     Attributes:
-        ended: When it ended; None as long as something may still read the memory.
-        is_flushed: Whether a flush has ended that began later.
+        ended: When the store ended; None while it may still read the memory.
+        is_flushed: Whether a flush that began after the store has ended.
     """
 
     version: int
@@ -42,12 +42,12 @@ class Stored:
     is_flushed: bool = False
 
     def covers(self, first: int, num_blocks: int) -> bool:
-        """Whether it has these blocks of the chunk."""
+        """Whether the store has these blocks of the chunk."""
         return self.first <= first and first + num_blocks <= self.first + self.num_blocks
 
 
 class WatchedMemory:
-    """Memory of an engine, of which each block that nobody may touch has bytes of its own."""
+    """Memory of an engine, in which each free block has unique bytes that nothing may touch."""
 
     def __init__(self, simulation: Simulation, memory: BlockMemory, random: Random) -> None:
         self._simulation = simulation
@@ -61,7 +61,7 @@ class WatchedMemory:
             self.give_back(group, range(memory.num_blocks))
 
     def take(self, group: int, num_blocks: int) -> list[int]:
-        """Take free blocks, which nobody can have touched; none if there are too few."""
+        """Take free blocks, and check that they are untouched; none if there are too few."""
         free = self._free[group]
         if len(free) < num_blocks:
             return []
@@ -72,7 +72,7 @@ class WatchedMemory:
         return block_ids
 
     def give_back(self, group: int, block_ids: Sequence[int]) -> None:
-        """Give blocks back that are said to be safe, with new bytes in them."""
+        """Give back blocks that were reported safe, and fill them with new bytes."""
         canaries = []
         for _ in block_ids:
             self._num_canaries += 1
@@ -84,7 +84,7 @@ class WatchedMemory:
         self._free[group] |= dict.fromkeys(block_ids)
 
     def look(self) -> None:
-        """Check all blocks that nobody may touch."""
+        """Check that all free blocks are untouched."""
         for group, free in enumerate(self._free):
             self._check(group, list(free))
 
@@ -113,17 +113,17 @@ class WatchedMemory:
 
 
 class History:
-    """Stores, loads and deletes of keys, and which bytes they allow.
+    """History of stores, loads and deletes, and which bytes a load may find after them.
 
     Args:
         simulation: The run.
-        block_size_bytes: Bytes of a block.
+        block_size_bytes: Size of a block, for each group.
 
     Attributes:
-        is_strict: Whether nothing excuses that an older store comes back: no fault, no eviction
-            that nobody sees.
-        keeps_all: Whether nothing excuses, either, that what was stored is not found.
-        may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
+        is_strict: Whether an older store must not come back, since neither a fault nor an unseen
+            eviction excuses it.
+        keeps_all: Whether, in addition, every stored block must be found.
+        may_be_torn: Whether bytes on the medium may be damaged, so that a load may be `CORRUPT`.
         is_healed: Whether a block is gone once a load has found it corrupt.
         remembered_s: Seconds for which an engine may still believe that a removed block is there.
     """
@@ -148,7 +148,7 @@ class History:
         self._corrupt: dict[BlockKey, float] = {}
 
     def note_rot(self, key: BlockKey) -> None:
-        """Note that bytes of a key rot on the medium, until they are found corrupt."""
+        """Note that bytes of a key rotted on the medium: it may be corrupt once, and then gone."""
         self.may_be_torn = True
         self._corrupt.pop(key, None)
         self.begin_removal(key)
@@ -172,21 +172,21 @@ class History:
         stored.ended, stored.is_done = self._simulation.now, is_done
 
     def end_flush(self, began: float) -> None:
-        """Note that all that was stored before a time is safe from a power cut."""
+        """Note that everything stored before `began` survives a power cut."""
         for stores in self._stores.values():
             for each in stores:
                 each.is_flushed |= each.is_done and each.ended is not None and each.ended <= began
 
     def lose_power(self, *, is_durable: bool) -> None:
-        """Note a power cut: what was not flushed may be lost, and what was deleted come back.
+        """Note a power cut: unflushed blocks may be lost, and deleted ones may come back.
 
-        On a durable medium whatever is `DONE` is there after it, and nothing is in part.
+        On a durable medium, every block that was `DONE` is still there, and none is torn.
         """
         for stores in self._stores.values():
             for each in stores:
                 each.is_done &= each.is_flushed or is_durable
         self._deleted, self._found, self._missed = {}, {}, {}
-        self._corrupt = {}  # what was moved away may be back
+        self._corrupt = {}  # quarantined blocks may be back
         self.may_be_torn |= not is_durable
 
     def begin_removal(self, key: BlockKey) -> None:
@@ -194,12 +194,12 @@ class History:
         self._removing[key] += 1
 
     def note_unseen_eviction(self, key: BlockKey) -> None:
-        """Note that a tier evicts a key unseen: of a store beside it, others may have bytes."""
+        """Note that a tier evicts a key unseen: it may then lack a store that is under way."""
         if any(each.ended is None for each in self._stores.get(key, [])):
             self._mixed[key] = None
 
     def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
-        """Note that nothing removes a key any more, and whether a delete has found it."""
+        """Note that a removal of a key has ended, and whether a delete found the key."""
         self._removing[key] -= 1
         self._note_removed(key, self.remembered_s)
         if was_found:
@@ -210,7 +210,7 @@ class History:
         self._num_purges += 1
 
     def end_purge(self, began: float, *, is_whole: bool) -> None:
-        """Note that a purge has ended, and removes nothing any more; and whether it said so."""
+        """Note that a purge has ended, and whether it returned, so that all blocks are gone."""
         self._num_purges -= 1
         for key in self._stores:
             self._note_removed(key, self.remembered_s)
@@ -218,9 +218,10 @@ class History:
                 self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
     def judge_damage(self, key: BlockKey, reason: object, began: float) -> None:
-        """Check that bytes of a key may be damaged; stores that have met these are gone with them.
+        """Check that bytes of a key may be damaged, and note that the key is gone.
 
-        A store of what is there reads nothing, and is `DONE`. What was found before is gone.
+        Stores that found these bytes are gone, too: storing a present key is `DONE` and compares
+        nothing.
         """
         if not self.may_be_torn:
             self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
@@ -230,14 +231,14 @@ class History:
         self._note_removed(key)
 
     def note_loss(self, key: BlockKey) -> None:
-        """Note that a fault has removed a key, in one place at least."""
+        """Note that a fault has removed a key from at least one tier."""
         self._note_removed(key)
         self._mixed[key] = None
 
     def note_damage(self, key: BlockKey, found_s: float | None) -> None:
-        """Note that a byte of a key changed where it is stored, so that it may be dropped.
+        """Note that a stored byte of a key changed, so that the key may be dropped.
 
-        After `found_s` no load has that byte; None if it need not be found.
+        Loads that begin within `found_s` may return that byte; None for no limit.
         """
         self.note_loss(key)
         until = inf if found_s is None else self._simulation.now + found_s
@@ -248,11 +249,11 @@ class History:
         self._removed[key] = max(self._removed.get(key, until), until)
 
     def note_late_store(self, key: BlockKey) -> None:
-        """Note that a store that had failed, or was given up, has stored a key all the same."""
+        """Note that a store that had failed or been given up stored its key nevertheless."""
         self._mixed[key] = None
 
     def judge_load(self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float) -> int:
-        """Check the bytes of a load that is `DONE`; return the version of the one store, or 0."""
+        """Check the bytes of a `DONE` load; return the version of their store, or 0 for none."""
         now, matches = self._simulation.now, None  # type: tuple[float, set[int] | None]
         for index, found in enumerate(blocks, first):
             version = self._versions.get((key, index), {}).get(found)
@@ -273,12 +274,12 @@ class History:
         return version
 
     def note_miss(self, key: BlockKey, first: int, num_blocks: int, began: float) -> None:
-        """Note that a call that began then has said that blocks are not there."""
+        """Note that a call that began at `began` did not find blocks."""
         missed = (began, self._simulation.now, first, num_blocks)
         self._missed.setdefault(key, []).append(missed)
 
     def judge_hit(self, key: BlockKey, began: float, *, known_s: float = 0.0) -> None:
-        """Check that a lookup may find a key as it is when that begins, or was `known_s` before."""
+        """Check that a lookup may find a key, going by its state at `began` or `known_s` before."""
         stores = self._stores.get(key, [])
         if not stores:
             self._simulation.fail("found, and never stored", _name(key))
@@ -288,25 +289,25 @@ class History:
             self._simulation.fail("deleted and found again", _name(key))
 
     def last_stored(self, key: BlockKey) -> float:
-        """When the last store of a key has ended; `inf` while one goes on."""
+        """Time at which the last store of a key ended; `inf` while one is running."""
         return max(inf if each.ended is None else each.ended for each in self._stores[key])
 
     def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
-        """Check that a key may be gone whose whole chunk, of so many blocks, was not found."""
+        """Check that a key may be gone, since its whole chunk of `of` blocks was not found."""
         if self.keeps_all and self.must_be_there(key, of, since=began):
             self._simulation.fail("not found", f"{_name(key)}, which was stored before")
 
     def is_of_one_store(self, key: BlockKey) -> bool:
-        """Whether all its copies are of one store: not of parts, or beside an unseen eviction."""
+        """Whether all copies of a key are of one store: it has no parts, and no tier lacks one."""
         parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
         return len(parts) <= 1 and not self.is_mixed(key)
 
     def is_mixed(self, key: BlockKey) -> bool:
-        """Whether a tier may lack a store of it: beside an unseen eviction, or by a loss."""
+        """Whether a tier may lack a store of a key, after an unseen eviction or a loss."""
         return key in self._mixed
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
-        """Check that a store is not found again after it was deleted, or a later one was found."""
+        """Check that a store is not found after it was deleted or missed, or another was found."""
         [stored] = [each for each in self._stores[key] if each.version == version]
         if stored.ended is None:
             return
@@ -327,16 +328,16 @@ class History:
                 return
 
     def _deleted_between(self, key: BlockKey, after: float, before: float) -> float | None:
-        """Find a whole delete of a key between two moments; return when it had ended."""
+        """Return the end of a delete that lies wholly between two times; None without one."""
         deletes = self._deleted.get(key, [])
         return next((end for begin, end in deletes if after < begin and end < before), None)
 
     def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
-        """Whether a chunk was stored before a time, and nothing can have removed it since.
+        """Whether a chunk was stored before `since`, and nothing can have removed it afterwards.
 
-        Each of `num_blocks` is wanted; 0 if any of them will do.
+        The store must have the first `num_blocks`; with 0, any part will do.
         """
-        # A store of what is there reads nothing: it goes with bytes that are found to be damaged.
+        # Storing a present key writes nothing: such a store is lost with the damaged bytes.
         removed = max(self._removed.get(key, -1.0), self._damaged.get(key, -1.0))
         return not (self._removing[key] or self._num_purges) and any(
             each.is_done
@@ -349,7 +350,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a chunk: consecutive blocks of a key, by its number, that are stored or loaded."""
+    """Part of a chunk to store or load: consecutive blocks of a key, which is a number here."""
 
     group: int
     key: int
@@ -378,7 +379,7 @@ def draw_parts(random: Random, num_keys: int = NUM_KEYS) -> tuple[Part, ...]:
 
 @dataclass(slots=True)
 class Batch:
-    """Batch of an engine: its parts, in memory that was taken for them."""
+    """Batch of an engine: its parts, and the memory taken for them."""
 
     parts: tuple[Part, ...]
     is_store: bool
@@ -437,7 +438,7 @@ class World:
         return [Part(group, key) for group in range(len(self._keys)) for key in range(NUM_KEYS)]
 
     def begin(self, parts: tuple[Part, ...], *, is_store: bool) -> Batch | None:
-        """Take memory for a batch, and write it if it is to be stored; None if there is none."""
+        """Take memory for a batch, and fill it for a store; None if too little is free."""
         block_ids: list[list[int]] = []
         for part in parts:
             taken = self.watched.take(part.group, part.num_blocks)
@@ -459,9 +460,9 @@ class World:
         return batch
 
     def end(self, batch: Batch, outcomes: Sequence[Outcome] | None) -> None:
-        """Judge the outcomes of a batch, and take back its memory as far as it is safe.
+        """Check the outcomes of a batch, and take back the memory that is safe.
 
-        A call that was cancelled has none, and nothing is safe.
+        A cancelled call has no outcomes, and none of its memory is safe.
         """
         if outcomes is None:
             self._unsafe.append(batch)
@@ -488,18 +489,18 @@ class World:
         return unsafe
 
     def put_back(self, batches: Sequence[Batch]) -> None:
-        """Put batches back whose drain did not return."""
+        """Put back batches whose drain failed."""
         self._unsafe += batches
 
     def release(self, batch: Batch) -> None:
-        """Take back all the memory of a batch: nothing touches it any more."""
+        """Take back all the memory of a batch, which nothing may touch from now on."""
         for at in range(len(batch.parts)):
             self._release(batch, at)
 
     def judge_miss(self, part: Part, began: float, *, is_gone: bool = True) -> None:
-        """Note that a call that had the time has not found a part, and whether it says it is gone.
+        """Check that a part may be missing that a call, which was not given up, did not find.
 
-        A load that has failed says nothing of what is there.
+        `is_gone` is False for a load that failed: it does not say that the part is gone.
         """
         key, of = self.key(part), BLOCKS_PER_CHUNK
         if is_gone:
