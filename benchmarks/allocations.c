@@ -1,4 +1,4 @@
-/* Counts the memory that Python allocates for objects. Python's own header may not be installed. */
+/* Counts allocations for Python objects. Declares the interface, since Python.h may be missing. */
 #include <stddef.h>
 
 #define PYMEM_DOMAIN_OBJ 2

@@ -1,4 +1,4 @@
-"""Batches of blocks that benchmarks store and load again, their memory, caches and folders."""
+"""Batches of blocks that benchmarks store and load, with their memory, caches and folders."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_k
 KIB, MIB = 1 << 10, 1 << 20
 
 Calls = tuple[Callable[[], object], Callable[[], object]]
-"""Calls of a contender: one stores a batch of new blocks, and one loads those stored last."""
+"""Calls of a contender: the first stores a batch of new blocks, the second loads the last batch."""
 
 _numbers = itertools.count()
 
@@ -57,7 +57,7 @@ def describe(
     device: torch.device = HOST,
     owner: object = None,
 ) -> Descriptors:
-    """Describe blocks of contiguous memory by their places in it."""
+    """Describe blocks of contiguous memory, given by their positions in it."""
     addresses = np.uint64(address) + np.asarray(order, np.uint64) * np.uint64(block_bytes)
     sizes = np.full(len(addresses), block_bytes)
     return Descriptors.of_pieces(addresses, sizes, device=device, owners=(owner,))
@@ -67,7 +67,7 @@ def require_done(outcomes: Sequence[Outcome]) -> None:
     """Check that every block was moved.
 
     Raises:
-        RuntimeError: One was not.
+        RuntimeError: A block was not moved.
     """
     for outcome in outcomes:
         if not outcome.done:
@@ -76,7 +76,7 @@ def require_done(outcomes: Sequence[Outcome]) -> None:
 
 @contextlib.contextmanager
 def bench_folder(name: str) -> Iterator[Path]:
-    """Make a folder, below that of `KVXFER_BENCH_DIR`, and remove it at the end."""
+    """Make a folder below `KVXFER_BENCH_DIR` (`build/bench` by default); remove it on exit."""
     parent = Path(os.environ.get("KVXFER_BENCH_DIR", "build/bench"))
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=parent) as folder:
@@ -92,9 +92,9 @@ def make_secret(folder: Path) -> str:
 
 
 class Batch:
-    """Blocks of `source`, which a backend stores, and loads into `target`.
+    """Blocks of `source` that a backend stores, and loads into `target`.
 
-    Each call moves one batch, or several at once.
+    Each call moves all of them, in one batch or in `num_batches` concurrent ones.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Batch:
         )
         self.calls: Calls = self.store, self.load
         self._keys: list[list[BlockKey]] = []
-        self._first_keys = self._make_keys()  # outside of the time of a batch that is stored once
+        self._first_keys = self._make_keys()  # made here, so that the first store is not slower
 
     def store(self) -> None:
-        """Store blocks that are not there yet."""
+        """Store the blocks under new keys."""
         self._keys, self._first_keys = self._first_keys or self._make_keys(), []
         self._move(self._backend.store, self._source)
 
@@ -133,10 +133,10 @@ class Batch:
         self._move(self._backend.load, self._target)
 
     def require_same(self) -> None:
-        """Check that what is loaded is what was stored.
+        """Check that the loaded bytes are those that were stored.
 
         Raises:
-            RuntimeError: It is not.
+            RuntimeError: They differ.
         """
         source, target = self.memory
         target.zero_()
@@ -178,7 +178,7 @@ def store_and_load(
     goal: str = "",
     loads_per_store: int = 1,
 ) -> list[BenchRow]:
-    """Measure stores, and then loads: a server that has just stored goes on working on that."""
+    """Measure all stores, then all loads: a server may still work on a store after its answer."""
     rows = []
     for name, calls in zip(("store", "load"), zip(ours, baseline, strict=True), strict=True):
         times = time_in_turn(calls, rounds=rounds * (loads_per_store if name == "load" else 1))

@@ -1,7 +1,7 @@
-"""Benchmark of the fixed cost of a call: what Python does for it, counted instead of timed.
+"""Benchmark of the fixed cost of a call: the work that Python does for it, counted, not timed.
 
 Counts are the same on every machine with the same release of Python, so CI compares them with the
-limits of `calls.json`. Whoever makes a call cheaper lowers its limits; nobody raises one.
+limits in `calls.json`. When a call gets cheaper, lower its limits; never raise one.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ from kvxfer.units import ByteSize
 BLOCK_BYTES = 128 << 10
 KEY = make_block_key(b"block", 0)
 MESSAGE_BYTES = 4 << 10
-"""Bytes of a block that comes from a peer: more arrive in one piece today, in two tomorrow."""
+"""Bytes of a block that is loaded from a peer, so few that they always arrive in one piece."""
 NUM_CHUNKS = 16
 LIMITS = Path(__file__).with_name("calls.json")
-"""Limits by release of Python, and by the case of a row."""
+"""Limits by release of Python, then by case."""
 
 NUM_CALLS = 40
-"""Calls of which the least counts: threads and sockets make some of them longer."""
+"""Number of calls, of which the cheapest counts: threads and sockets add work to some of them."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
-    """Count what a polled load, a polled store, a load from a peer and vLLM's lookup do.
+    """Count the work of a polled load, a polled store, a load from a peer, and vLLM's lookup.
 
-    Baseline: the limits of this release of Python; without any there are no goals.
+    Baseline: the limits for this release of Python; without a limit, a case has no goal.
 
     Args:
-        quick: Fewer calls, whose least may be above that of more.
+        quick: Whether to make fewer calls, the cheapest of which may cost more.
     """
     release = "{}.{}".format(*sys.version_info)
     limits = msgspec.json.decode(LIMITS.read_bytes(), type=dict[str, dict[str, int]])
@@ -63,13 +63,13 @@ def run(*, quick: bool) -> list[BenchRow]:
             case = f"{name}, {counter.what}"
             limit = limits.get(release, {}).get(case)
             goal = "" if limit is None else "<= 1"
-            against = (least if limit is None else limit) or 0.5  # one is above a limit of none
+            against = (least if limit is None else limit) or 0.5  # a count of 1 exceeds 0
             rows.append(compare(case, [least], [against], unit="", goal=goal, of_time=True))
     return rows
 
 
 class _Counter:
-    """Counter of one kind of what calls do, in all threads."""
+    """Counter of one kind of work, in all threads."""
 
     what: str
 
@@ -78,21 +78,21 @@ class _Counter:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Make what is opened meanwhile be counted."""
+        """Count the work of everything opened inside the block."""
         yield
 
     def total(self) -> int:
-        """Count all until now."""
+        """Return the count so far."""
         return next(self._numbers)
 
     def count(self, num_calls: int) -> Iterator[tuple[str, int]]:
-        """Count each case several times; yield its name and the least."""
+        """Count each case several times; yield its name and the smallest count."""
         for name, opened in CASES.items():
-            with opened() as call:  # imports what it needs
+            with opened() as call:  # a first call does all imports
                 call()
             with self.watching(), opened() as call:
                 counts = [self._count(call) for _ in range(num_calls)]
-                nothing = min(self._count(int) for _ in range(3))  # what it takes to count
+                nothing = min(self._count(int) for _ in range(3))  # the cost of counting itself
             yield name, min(counts) - nothing
 
     def _count(self, call: Callable[[], object]) -> int:
@@ -102,7 +102,7 @@ class _Counter:
 
 
 class _PythonCalls(_Counter):
-    """Counter of functions and generators of Python that are entered."""
+    """Counter of calls of Python functions, including resumed generators."""
 
     what = "Python calls"
 
@@ -122,7 +122,7 @@ class _PythonCalls(_Counter):
 
 
 class _Allocations(_Counter):
-    """Counter of memory that Python allocates for objects."""
+    """Counter of memory allocations for Python objects."""
 
     what = "allocations"
 
@@ -141,7 +141,7 @@ class _Allocations(_Counter):
 
 
 class _Locks(_Counter, runtime.Runtime):
-    """Counter of locks and conditions of the runtime that are acquired."""
+    """Counter of acquired locks and conditions of the runtime."""
 
     what = "lock operations"
 
@@ -186,7 +186,7 @@ def _polled(make_call: Callable[[Loop], Callable[[], object]]) -> Iterator[Calla
 
 @contextlib.contextmanager
 def _peer_load() -> Iterator[Callable[[], object]]:
-    """Open a holder and a backend that reads it through a socket; both sides are counted."""
+    """Open a holder and a backend that reads from it through a socket; both sides are counted."""
     namespace = make_namespace(MESSAGE_BYTES)
     memory = np.ones(MESSAGE_BYTES, np.uint8)
     block = describe(memory.ctypes.data, MESSAGE_BYTES, [0], owner=memory)
@@ -206,7 +206,7 @@ def _peer_load() -> Iterator[Callable[[], object]]:
 
 @contextlib.contextmanager
 def _vllm_lookup() -> Iterator[Callable[[], object]]:
-    """Open the scheduler's side of offloading, and find a prompt in host memory."""
+    """Open the scheduler's side of offloading; the call finds a prompt in host memory."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
     from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager

@@ -21,7 +21,7 @@ BENCHES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("vllm", "pd"), ("vllm", "transformers")),
     "transformers": ("transformers",),
 }
-"""Benchmarks, with what each compares with: packages of the extra `bench`, or of its own."""
+"""Benchmarks, with the packages that each needs, of the extra `bench` or (Mooncake) its own."""
 COLUMNS = BenchRow.__struct_fields__
 
 
@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
     arguments = parser.parse_args(argv)
-    if arguments.name != "vllm":  # engines keep their threads as users have them
-        # Threads of torch would go on spinning after a call, and take a core from the next one.
-        # OpenMP reads this once, when the benchmark imports torch.
+    if arguments.name != "vllm":  # engines run with the same threads as a user's
+        # Otherwise torch's threads spin after a call, and take a core from the next one. OpenMP
+        # reads this once, when the benchmark imports torch.
         os.environ["OMP_WAIT_POLICY"] = "passive"
     for package in BENCHES[arguments.name]:
         extra = package if package == "mooncake" else "bench"
         require_extra(extra, package, what=f"{PROGRAM} {arguments.name}")
     bench = importlib.import_module(f"benchmarks.{arguments.name.replace('-', '_')}")
-    with ending_by_sigterm():  # and so do the servers and engines of the benchmark
+    with ending_by_sigterm():  # so that the servers and engines of the benchmark end, too
         rows: list[BenchRow] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")

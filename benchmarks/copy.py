@@ -14,18 +14,18 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 NUM_THREADS = 2
 FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
 SCATTERED_GOALS = {8: 0.3, 16: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
-"""Goals by KiB of a fragment."""
+"""Goals, by fragment size in KiB."""
 GATHER_GOAL = ">= 0.7"
 SCATTER_GOAL = ">= 0.6"
 SMALLEST_GOAL = 8 * KIB
-"""Bytes of a fragment from which on gathering and scattering have a goal."""
+"""Smallest fragment, in bytes, for which gathering and scattering have a goal."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure the CPU copy engine on host memory, source and destination shuffled.
 
-    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. Where there
-    is a GPU, copies to and from it follow.
+    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. On a machine
+    with a GPU, copies to and from the GPU follow.
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)

@@ -27,7 +27,7 @@ Pair = tuple[Descriptors, Descriptors]
 
 LARGE_BYTES = 256 * KIB
 GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.98"}
-"""Goals by KiB of a fragment."""
+"""Goals, by fragment size in KiB."""
 
 BATCH_BUDGET_S = 100e-6
 FRAGMENT_BUDGET_S = 1e-9
@@ -35,14 +35,14 @@ FRAGMENT_BUDGET_S = 1e-9
 MANY_FRAGMENTS = 1 << 16
 
 SMALL_BYTES = 8 * KIB
-"""Bytes of a fragment that the kernel copies beside matrix products."""
+"""Fragment size of the kernel's copies beside matrix products."""
 
 MATRIX_SIZE = 8192
 NUM_PRODUCTS = 40
 
 
 def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
-    """Measure the copy engine of a GPU, with so many bytes, or by `quick`.
+    """Measure the copy engine of a GPU; unless `num_bytes` is given, `quick` decides how many.
 
     Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
     """
@@ -58,7 +58,7 @@ def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
         if torch.cuda.is_available():
             rows.append(_measure_beside("during copies", sides.gpu, _halves(sides), rounds))
             if sides.gpu.has_kernel:
-                methods = MethodTable(dict.fromkeys(Way, sides.num_bytes + 1))  # of every size
+                methods = MethodTable(dict.fromkeys(Way, sides.num_bytes + 1))  # always the kernel
                 kernel, index = open_kernel(sides.gpu.device), sides.gpu.driver.device_index
                 with closing(CudaCopyEngine(index, methods, kernel)) as gpu:
                     gpu.attach([MemoryRegion(sides.host_address, sides.num_bytes, sides)])
@@ -146,7 +146,7 @@ def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
 
 
 def _halves(sides: _Sides) -> list[Pair]:
-    """Make two copies: one half of the memory to the device, the other half to the host."""
+    """Describe two copies: one half of the memory to the device, the other half to the host."""
     half = sides.num_bytes // 2 // LARGE_BYTES
     up = sides.pair(Way.TO_DEVICE, LARGE_BYTES, 2 * half, scattered=False)
     down = sides.pair(Way.TO_HOST, LARGE_BYTES, 2 * half, scattered=False)
@@ -157,7 +157,7 @@ def _halves(sides: _Sides) -> list[Pair]:
 
 
 def _measure_calibration(sides: _Sides) -> BenchRow:
-    """Measure how long it takes to find out what is small, as a GPU is opened."""
+    """Measure the calibration of the copy methods, which is done when a GPU is opened."""
     kernel = open_kernel(sides.gpu.device)
     assert kernel is not None, "there was one a moment ago"
     began = time.perf_counter()
@@ -183,7 +183,7 @@ def _measure_overhead(sides: _Sides, rounds: int) -> list[BenchRow]:
 
 
 def _small(sides: _Sides) -> list[Pair]:
-    """Make two copies of small fragments: half of the memory each way."""
+    """Describe two copies of small fragments: half of the memory each way."""
     count = sides.num_bytes // 2 // SMALL_BYTES
     pairs = (sides.pair(way, SMALL_BYTES, 2 * count, scattered=False) for way in Way)
     order = np.random.default_rng(0).permutation(count)
@@ -204,7 +204,7 @@ def _measure_beside(what: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], round
 
 
 def _multiply(matrix: torch.Tensor) -> float:
-    """Multiply matrices some times; return the seconds it took."""
+    """Multiply matrices `NUM_PRODUCTS` times; return the seconds."""
     torch.cuda.synchronize(matrix.device)
     began = time.perf_counter()
     for _ in range(NUM_PRODUCTS):

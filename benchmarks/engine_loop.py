@@ -18,20 +18,20 @@ from kvxfer.transfer.job import JobId
 SMALL, LARGE = 128 * KIB, 2048 * KIB
 NUM_BLOCKS = (1, 16, 256)
 HIT = (28, LARGE)
-"""Blocks of a hit of 2448 tokens of SmolLM2, 56 MB, and their bytes."""
+"""Number and size of the blocks in a hit of 2448 tokens of SmolLM2: 56 MiB."""
 LONG_HIT = (128, LARGE)
-"""Blocks of a hit of 8192 tokens of a model of 1 billion parameters, 256 MiB, and their bytes."""
+"""Number and size of the blocks in a hit of 8192 tokens of a model of 1B parameters: 256 MiB."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
     The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
-    the same bytes, in one piece, on the same thread; to and from a GPU, where there is one, by
-    `cudaMemcpyAsync` and a wait for it.
+    the same bytes, in one piece, on the same thread. On a machine with a GPU, the same follows for
+    the GPU, with `cudaMemcpyAsync` and a wait as the baseline.
 
     Args:
-        quick: Fewer rounds, and no batch of 256 blocks.
+        quick: Whether to run fewer rounds, and no batch of 256 blocks.
 
     Raises:
         RuntimeError: A block was not moved.
@@ -85,7 +85,7 @@ def _measure(
 
 
 def open_engine(memory: torch.Tensor, parameters: str = "") -> contextlib.closing[TransferEngine]:
-    """Open an engine over blocks `(num_blocks, block_bytes)`, and host memory for two of each."""
+    """Open an engine over blocks `(num_blocks, block_bytes)`, with host memory for two of each."""
     num_blocks, block_bytes = memory.shape
     url = f"host://?capacity={(2 * num_blocks + 1) * (block_bytes + 4 * KIB)}{parameters}"
     namespace = Namespace(model="bench", revision="1")
@@ -107,13 +107,13 @@ class Loop:
         self._engine = engine
 
     def loading(self, num_blocks: int) -> Callable[[], None]:
-        """Make a call that loads blocks, which are stored now."""
+        """Store blocks; return a call that loads them."""
         keys, ids = make_keys(num_blocks), [np.arange(num_blocks)]
         self._finish(self._engine.submit_store(keys, ids))
         return lambda: self._finish(self._engine.submit_load(keys, ids))
 
     def storing(self, num_blocks: int, num_calls: int) -> Callable[[], None]:
-        """Make a call that stores blocks under new keys, for so many calls."""
+        """Return a call that stores blocks under new keys, to be made at most `num_calls` times."""
         batches = iter([make_keys(num_blocks) for _ in range(num_calls)])
         ids = [np.arange(num_blocks)]
         return lambda: self._finish(self._engine.submit_store(next(batches), ids))

@@ -41,22 +41,22 @@ COMPARISONS: tuple[tuple[str, str, str, dict[int, str]], ...] = (
     ("batches", "vLLM, batches", "{many} against vLLM", {SMALL: ">= 1.0", LARGE: ">= 1.0"}),
     ("kvxfer", "aiofiles", "{blocks} against a call of aiofiles per block", {SMALL: ">= 3.0"}),
 )
-"""Contenders, their baselines, the cases, and their goals by the sizes of blocks that they have."""
+"""Contender, baseline, case, and goals by block size; each runs for the sizes in its goals."""
 
 INDEX_BLOCKS = 100_000
 CAPACITY = ByteSize(1 << 40)
 """Capacity that evicts nothing: the benchmark empties the files itself."""
 
 Moves = Iterator[Callable[[], float | None]]
-"""Store and load of a contender, between what is not measured; they may return their seconds."""
+"""Store and load of a contender, between unmeasured steps; each call may return its seconds."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
-    """Measure stores and loads of blocks in files, with checksums, and the index built at a start.
+    """Measure stores and loads of blocks in files, with checksums, and a rebuild of the index.
 
     All contenders take turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
-    (`build/bench` by default), past the page cache where the file system allows it. Rows against
-    fio are left out, with a note, where fio is not installed.
+    (`build/bench` by default), and bypass the page cache where the file system allows it. If fio
+    is not installed, its rows are left out with a note.
     """
     rows: list[BenchRow] = []
     with bench_folder("file") as folder, asyncio.Runner() as runner:
@@ -91,7 +91,7 @@ class _Bench:
         seconds: dict[str, list[list[float]]] = {n: [] for each in compared for n in each[:2]}
         contenders, rng = self._contenders(), random.Random(self._block_bytes)
         for nth in range(rounds + 1):
-            # In another order each time, so that one's unwritten data burdens not always the same.
+            # Shuffled each round: unwritten data of one should not always slow the same other one.
             for name in rng.sample(sorted(seconds), len(seconds)):
                 taken = _time(contenders[name]())
                 if nth:
@@ -125,7 +125,7 @@ class _Bench:
         }
 
     def _new_folder(self, name: str) -> Path:
-        """Name a folder of this round: one that was filled before is filled faster."""
+        """Name a new folder for this round, since one that was filled before fills faster."""
         return self._folder / f"{name} {self._block_bytes} {next(self._nth)}"
 
     def _kvxfer(self, num_batches: int = 1, *, integrity: Integrity = Integrity.FAST) -> Moves:
@@ -193,7 +193,7 @@ class _Bench:
         empty_files(folder.iterdir())
 
     def _aiofiles(self) -> Moves:
-        """Yield the obvious code: per block a file opened, written or read, and closed."""
+        """Yield the obvious code: for each block, open a file, write or read it, and close it."""
         folder = self._folder / "aiofiles"
         folder.mkdir(exist_ok=True)
         paths = [folder / key.hex() for key in make_keys(self._num_blocks)]
@@ -218,7 +218,7 @@ class _Bench:
 
 
 def _time(moves: Moves) -> list[float]:
-    """Measure the seconds of a store and a load, after the last contender's data is written."""
+    """Measure the seconds of a store and a load, once the data of the last contender is written."""
     seconds: list[float] = []
     for move in moves:
         if not seconds:
@@ -239,8 +239,8 @@ def make_folders(parent: Path) -> None:
 def empty_files(paths: Iterable[Path]) -> None:
     """Truncate files instead of removing them.
 
-    Without a journal ext4 searches past every inode that was freed in the last minutes when it
-    makes a file, which would burden the next contender.
+    Without a journal, ext4 searches past every inode freed in the last minutes when it creates a
+    file, which would slow the next contender.
     """
     for path in paths:
         os.truncate(path, 0)
@@ -254,9 +254,9 @@ def drop_from_cache(path: Path) -> None:
 
 
 def _fio_seconds(folder: Path, direction: str, block_bytes: int, total_bytes: int) -> float:
-    """Time the better of one file at depth 16 and 16 jobs with a file each; io_uring, O_DIRECT.
+    """Time fio (io_uring, O_DIRECT): the faster of one job at depth 16 and 16 jobs, a file each.
 
-    The files of a read are written first, which does not count.
+    fio first writes the files that it reads, which does not count.
     """
     rates: list[int] = []
     for num_jobs, depth in ((1, 16), (16, 1)):
@@ -271,7 +271,7 @@ def _fio_seconds(folder: Path, direction: str, block_bytes: int, total_bytes: in
 
 
 def _measure_index(root: Path, num_blocks: int) -> BenchRow:
-    """Measure the rebuild of a backend's index, with every inode in the page cache."""
+    """Measure the rebuild of a backend's index, with every inode cached."""
     namespace = make_namespace(64 * KIB)
     config = FileConfig(path=str(root), capacity=CAPACITY)
     folder = root / namespace.fingerprint

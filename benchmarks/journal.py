@@ -1,4 +1,4 @@
-"""Benchmark of the journal: what it adds to the processor time of the same store without it."""
+"""Benchmark of the journal: the processor time that it adds to requests."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from kvxfer.transfer.engine import TransferEngine
 BATCH_BYTES = 64 << 20
 NAMESPACE = Namespace(model="m", revision="1")
 CASES = {"host memory": 64 << 10, "host memory and files": 1 << 20}
-"""Media, and the bytes of a block."""
+"""Media, with the block size in bytes."""
 
 
 class TimedJournal(Observer):
-    """Journal that measures the processor time that it takes on all threads."""
+    """Journal that measures its own processor time, on all threads."""
 
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(str(folder))
@@ -44,7 +44,7 @@ class TimedJournal(Observer):
         self._observer.watch(tier, ask)
 
     def take_seconds(self) -> float:
-        """Write what was noted; return the processor seconds so far."""
+        """Flush the journal; return its processor seconds so far."""
         began = time.thread_time()
         self._journal.flush()
         self._seconds += time.thread_time() - began
@@ -56,12 +56,12 @@ class TimedJournal(Observer):
 
 
 def run(*, quick: bool) -> list[BenchRow]:
-    """Measure requests: lookup of a miss, store, lookup and load.
+    """Measure requests: a lookup that misses, a store, a lookup that hits, and a load.
 
-    Baseline: the processor time of all threads for a request without a journal. Ours: the same,
-    and what the journal takes for an equal request, its thread included, on average. (Runs with and
-    without it, compared as a whole, differ by more than that from one to the next.) The store is
-    full, so each block that is stored evicts another.
+    Baseline: processor time of all threads for a request without a journal. Ours: the same plus
+    the mean time that a journal, with its thread, takes for an equal request. (Two whole runs, with
+    and without a journal, would differ by more than that.) The tiers are full, so each stored block
+    evicts another.
     """
     rows = []
     with bench_folder("journal") as folder:
@@ -74,7 +74,7 @@ def run(*, quick: bool) -> list[BenchRow]:
 
 
 async def _measure(root: Path, block_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Measure processor seconds of each round, with the journal and without."""
+    """Measure the processor seconds of each round, with the journal and without."""
     num_blocks = BATCH_BYTES // block_bytes
     caches = make_caches(torch.ones((num_blocks, block_bytes), dtype=torch.int8))
     seconds: list[float] = []
@@ -91,7 +91,7 @@ async def _measure(root: Path, block_bytes: int, rounds: int) -> tuple[list[floa
             engines.append(await opened.enter_async_context(engine))
         for nth in range(rounds + 2):
             keys = make_keys(num_blocks)
-            if nth == 2:  # the stores are full
+            if nth == 2:  # the tiers are full
                 before = journal.take_seconds()
             await _request(engines[0], keys)
             began = time.process_time()

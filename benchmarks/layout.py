@@ -27,7 +27,7 @@ EACH_LAYER, ALL_LAYERS = "a tensor for each layer", "blocks of all layers"
 CACHE_BYTES = 68 << 30
 """Memory for the cache of a small model on an H100 of 80 GB."""
 MAP_NORESERVE = 0x4000
-"""Flag of Linux that Python's `mmap` lacks: memory that is not touched is not reserved either."""
+"""Flag of Linux, missing in Python's `mmap`, that reserves no memory before it is touched."""
 
 
 WORKLOAD_MODEL = "Qwen3-0.6B"
@@ -38,15 +38,15 @@ WORKLOADS = (
 )
 """Requests, tokens, and published descriptors of a transfer: with a tensor for each layer, and
 with blocks of all. Source: https://github.com/vllm-project/vllm/pull/30207, prefill to decode over
-NIXL on H100. The block ids from a reused cache depend on all requests before; there only the drop
-has a goal."""
+NIXL on H100. In a reused cache, block ids depend on all earlier requests; there only the drop has
+a goal."""
 
 
 class FreeBlocks:
-    """Queue from which vLLM takes blocks, with its prefix cache on.
+    """vLLM's queue of free blocks, with the prefix cache on.
 
-    Blocks are taken from its head, and the full ones of a request go back to its end, last block
-    first: the beginning of a prompt is the likeliest prefix hit. Block 0 is the null block.
+    Blocks are taken from the head. The full blocks of a request return to the end, last block
+    first, since the beginning of a prompt is the likeliest prefix hit. Block 0 is the null block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -56,7 +56,7 @@ class FreeBlocks:
         """Take the blocks of a new request, in its order.
 
         Raises:
-            IndexError: There are not as many free blocks.
+            IndexError: Too few blocks are free.
         """
         return np.array([self._ids.popleft() for _ in range(count)], np.int64)
 
@@ -68,7 +68,7 @@ class FreeBlocks:
 def assign_blocks(
     num_blocks: int, num_requests: int, blocks_per_request: int
 ) -> Iterator[BlockIds]:
-    """Yield the blocks of each request; a prompt is computed while the one before is sent."""
+    """Yield the blocks of each request; a prompt is computed while the previous one is sent."""
     free, being_sent = FreeBlocks(num_blocks), None
     for _ in range(num_requests):
         block_ids = free.take(blocks_per_request)
@@ -79,14 +79,14 @@ def assign_blocks(
 
 
 def run(*, quick: bool) -> list[BenchRow]:  # noqa: ARG001 - it measures no time
-    """Reproduce published figures of blocks of all layers, which are the baseline.
+    """Reproduce published figures for blocks of all layers; those figures are the baseline.
 
-    Sizes are those of the descriptors of tiny caches of the models' shapes, made both ways.
+    Sizes are measured on the descriptors of tiny caches with the models' shapes, made both ways.
 
-    Descriptors of a transfer are those of a cache as large as an H100's, in memory that is
-    reserved and never touched, for block ids from vLLM's queue of free blocks. The payload of a
-    transfer is its blocks in order, and neighbours in it merge. The baseline of the drop is the
-    cache with a tensor for each layer.
+    The descriptors of a transfer are counted on a cache as large as an H100's, in memory that is
+    never touched, with block ids from vLLM's queue of free blocks. The payload of a transfer is its
+    blocks in order, and neighbours in it merge. The baseline of the drop is the cache with a
+    tensor for each layer.
     """
     rows = [row for model in MODELS for row in io_sizes(model)]
     (model,) = (each for each in MODELS if each.name == WORKLOAD_MODEL)
@@ -95,7 +95,7 @@ def run(*, quick: bool) -> list[BenchRow]:  # noqa: ARG001 - it measures no time
 
 
 def io_sizes(model: PublishedModel) -> list[BenchRow]:
-    """Measure KiB of each descriptor of a block: a tensor for each layer, and blocks of all."""
+    """Measure the KiB of a block's descriptors: a tensor for each layer, and blocks of all."""
     spec, config = model.spec, _config(model, NUM_TINY_BLOCKS)
     shape = model.backend.cache_shape(spec, NUM_TINY_BLOCKS)
     kv_caches = {
@@ -122,7 +122,7 @@ def _transfers(
     tokens_per_request: int,
     *published: float,
 ) -> list[BenchRow]:
-    """Measure descriptors of a workload both ways; where blocks are reused also how they drop."""
+    """Count the descriptors of a workload both ways and, if blocks are reused, their drop."""
     blocks_per_request = -(-tokens_per_request // model.spec.tokens_per_block)
     num_blocks = len(caches[0].tensors[0].tensor)
     are_reused = num_requests * blocks_per_request > num_blocks
@@ -142,7 +142,7 @@ def _transfers(
 
 
 def _caches_in_reserved_memory(model: PublishedModel) -> list[CanonicalKVCaches]:
-    """Make the model's caches of an H100: a tensor for each layer, and blocks of all layers."""
+    """Make the model's caches for an H100: a tensor for each layer, and blocks of all layers."""
     spec, num_layers = model.spec, model.num_layers
     num_blocks = CACHE_BYTES // (num_layers * spec.page_size_bytes)
     config = _config(model, num_blocks)

@@ -28,7 +28,7 @@ CASES: tuple[tuple[str, EngineShape, EngineShape, str, str], ...] = (
     ("NHD, TP 2 -> 4", _nhd(tp_size=2), _nhd(tp_size=4), ">= 0.7", ">= 0.7"),
     ("NHD, 16 -> 64 tokens a block", _nhd(), _nhd(tokens_per_block=64), ">= 0.7", ">= 0.7"),
 )
-"""Names, engines that write portable pages and read them, goals of writing and of reading."""
+"""Name, engine that writes portable pages, engine that reads them, goals of writing and reading."""
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         self, shape: EngineShape, rank: int, pages: torch.Tensor, tokens_per_page: int
     ) -> None:
         num_blocks = len(pages) * tokens_per_page // shape.tokens_per_block
-        num_bytes = 3 * num_blocks // 2 * shape.block_bytes  # among which the blocks are scattered
+        num_bytes = 3 * num_blocks // 2 * shape.block_bytes  # room to scatter the blocks
         memory = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
         worker = WorkerCaches(shape, rank, memory.numpy().view(np.uint8))
         mappings = map_caches(worker.caches, worker.shard, tokens_per_page=tokens_per_page)
@@ -93,7 +93,7 @@ def _transfer(engine: CopyEngine, workers: Sequence[Worker], *, writes: bool, ma
 
 
 def _describe_parts(pages: torch.Tensor, mapping: PageMapping) -> Descriptors:
-    """Describe a worker's part of every page, in its pieces."""
+    """Describe a worker's part of every page, piece by piece."""
     parts = []
     for index in range(len(pages)):
         fragments = mapping.pages[index % mapping.pages_per_block]

@@ -1,4 +1,4 @@
-"""Models with published sizes of one I/O: their shapes, and these figures."""
+"""Models with published I/O sizes: their shapes, and those sizes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class PublishedModel:
 
     @property
     def shape(self) -> str:
-        """Shape that determines the sizes, in words."""
+        """Shape that determines the sizes, as text."""
         heads = f"{self.spec.num_kv_heads} x {self.spec.head_dim}"
         return f"{self.num_layers} layers of {heads}, {self.spec.tokens_per_block} tokens a block"
 
@@ -64,4 +64,4 @@ MODELS = tuple(
     )
 )
 """Source: "Inside vLLM's New KV Offloading Connector", https://blog.vllm.ai. The 8 KB of
-Llama-3.1-70B are two of its eight heads, which four workers have."""
+Llama-3.1-70B are two of its eight heads, those of one of four workers."""

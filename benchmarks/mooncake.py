@@ -21,8 +21,8 @@ from and to the caller's memory."""
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure loads and stores of batches, over TCP from and to the memory of another process.
 
-    Baseline: Mooncake's own client in this process, with the same objects in calls for the whole
-    batch, whose memory is registered.
+    Baseline: Mooncake's own client in this process, which moves the same objects from and to
+    registered memory, a whole batch in each call.
     """
     num_bytes = (16 if quick else 32) << 20
     rounds = 5 if quick else 15
@@ -44,7 +44,7 @@ def _measure(cluster: Cluster, num_bytes: int, rounds: int, block_bytes: int) ->
 
 @contextlib.contextmanager
 def _own_client(store: Any, block_bytes: int, memory: Sequence[torch.Tensor]) -> Iterator[Calls]:
-    """Yield calls for the same batches by Mooncake's client, from and to registered memory."""
+    """Yield calls of Mooncake's client for the same batches, from and to registered memory."""
     for each in memory:
         assert store.register_buffer(each.data_ptr(), each.numel()) == 0
     source, target = (

@@ -13,7 +13,7 @@ from kvxfer.units import ByteSize
 from tests.cli.peers import serving
 
 AS_HOST = ">= 0.8"
-"""Goal of the ratio to `host://`: the same copies and checksums, and three messages."""
+"""Goal of the ratio to `host://`, which makes the same copies and checksums without messages."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:

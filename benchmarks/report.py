@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import msgspec
 
 Contender = Callable[[], Awaitable[float]]
-"""Contender: moves a batch, and returns the seconds it took."""
+"""Call that moves a batch, and returns the seconds that it took."""
 
 UNITS = {"ms": 1e3, "us": 1e6, "ns": 1e9}
 
@@ -21,8 +21,8 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
         value: Median of our rounds.
         unit: Unit of `value` and `baseline`.
         baseline: Median of the baseline's rounds, measured in the same run.
-        ratio: Median over the rounds of ours against the baseline in the same round.
-        spread: Half the distance between the quartiles of that ratio.
+        ratio: Median of the ratios between our rounds and the baseline's; see `compare`.
+        spread: Half the interquartile range of those ratios.
         goal: Bound on the ratio, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty without a goal.
     """
 
@@ -88,7 +88,7 @@ def compare_all(
     unit: str,
     of_time: bool = False,
 ) -> list[BenchRow]:
-    """Make rows of a case, ours, its baseline and a goal each, by their rounds; see `compare`."""
+    """Make a row of each comparison: case, name of ours, name of the baseline, goal."""
     return [
         compare(case, times[ours], times[baseline], unit=unit, goal=goal, of_time=of_time)
         for case, ours, baseline, goal in comparisons
@@ -96,7 +96,7 @@ def compare_all(
 
 
 def beyond(ours: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Compute what each round took beyond the baseline, at least what a ratio is made of."""
+    """Compute by how much each round exceeds the baseline, at least 1 ns, to allow ratios."""
     return [max(own - theirs, 1e-9) for own, theirs in zip(ours, baseline, strict=True)]
 
 
@@ -106,11 +106,11 @@ def time_in_turn(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Measure the seconds of each call in each round, or those that it returns as a float.
+    """Measure the seconds of each call in each round; a call may return its seconds as a float.
 
-    One round is not counted. The calls take turns, so that other load disturbs them alike, without
-    a pause, after which each would be slower. OpenMP's threads must sleep as soon as their call has
-    ended, which `python -m benchmarks` sees to.
+    The first round is not counted. Calls take turns, so that other load disturbs all of them
+    alike, and make no pause, after which each would be slower. OpenMP's threads must sleep as soon
+    as their call has ended, which `python -m benchmarks` sees to.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for nth in range(rounds + 1):
@@ -124,9 +124,9 @@ def time_in_turn(
 
 
 async def contend(contenders: Sequence[Contender], *, rounds: int) -> list[list[float]]:
-    """Measure the seconds of each contender in each round; one round is not counted.
+    """Measure the seconds of each contender in each round; the first round is not counted.
 
-    They take turns, each after a pause in which background work of the last one can end.
+    Contenders take turns, each after a pause in which background work of the last one can end.
     """
     seconds: list[list[float]] = [[] for _ in contenders]
     for nth in range(rounds + 1):

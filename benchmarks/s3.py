@@ -1,4 +1,4 @@
-"""Benchmark `make bench NAME=s3`: blocks in object storage, on a server of S3 of its own."""
+"""Benchmark `make bench NAME=s3`: blocks in object storage, on an S3 server of its own."""
 
 import asyncio
 import itertools
@@ -37,7 +37,7 @@ AS_CLIENT = ">= 0.9"
 
 LIMIT = {"max_requests": 32}
 LOADS_PER_STORE = 4
-"""Rounds of loads for one of stores, which take ten times as long."""
+"""Rounds of loads for each round of stores, which takes ten times as long."""
 
 Memory = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,9 +47,9 @@ _places = itertools.count()
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure stores and loads of batches, on SeaweedFS in a process beside this one.
 
-    Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, one
-    in an object, the same bytes in blocks of 2 MiB; for sealed blocks, the same blocks with a
-    checksum.
+    Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, also
+    the same bytes in blocks of 2 MiB; for sealed blocks, the same blocks with a checksum only. Each
+    block is an object.
 
     Raises:
         FileNotFoundError: SeaweedFS is not installed.
@@ -64,7 +64,7 @@ def run(*, quick: bool) -> list[BenchRow]:
         secret_file = make_secret(opened.enter_context(bench_folder("s3")))
 
         def open_batch(block_bytes: int, memory: Memory = a_part, **fields: Any) -> Batch:
-            """Open a batch at a place of its own in the bucket."""
+            """Open a batch under a prefix of its own in the bucket."""
             namespace, fields = make_namespace(block_bytes), {**fields, **LIMIT}
             path = f"batch-{next(_places)}"
             backend = object_servers.open_bucket(server, namespace, path=path, **fields)

@@ -1,4 +1,4 @@
-"""Shapes of engines without a model: their caches, in given memory, and what they tell."""
+"""Engines without a model: the shapes of their caches, in given memory, and descriptions."""
 
 from dataclasses import dataclass, replace
 
@@ -26,8 +26,8 @@ class EngineShape:
 
     Attributes:
         order: Axes of all caches in memory, the outermost first.
-        tp_size: Workers that divide the heads.
-        packs_keys: Whether keys are stored by dimensions, as the CPU attention of vLLM does.
+        tp_size: Number of workers that share the heads.
+        packs_keys: Whether keys are stored dimension by dimension, as vLLM's CPU attention does.
     """
 
     order: str = NHD
@@ -38,26 +38,26 @@ class EngineShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token takes at all workers."""
+        """Bytes of a token, of all workers together."""
         return 2 * self.num_layers * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block at one worker."""
+        """Bytes of a block of one worker."""
         return self.tokens_per_block * self.bytes_per_token // self.tp_size
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block that lie in one piece."""
+        """Bytes of each contiguous piece of a block."""
         return self.block_bytes // (1 if self.order == ROWS else 2 * self.num_layers)
 
 
 class WorkerCaches:
-    """Caches of one worker of an engine, in all of the given memory, uint8.
+    """Caches of one worker of an engine, which fill the given memory, uint8.
 
     Attributes:
         shard: Part of the model that this worker has.
-        description: What other engines must know of the caches.
+        description: Description of the caches for other engines.
     """
 
     def __init__(self, shape: EngineShape, rank: int, memory: NDArray[np.uint8]) -> None:
@@ -88,7 +88,7 @@ class WorkerCaches:
 
 
 def _pack_keys(description: CacheDescription) -> CacheDescription:
-    """Describe the same bytes with keys whose tokens are neighbours, and not their dimensions."""
+    """Describe the same bytes, but with keys in which tokens, not dimensions, are neighbours."""
 
     def pack(box: PageBox) -> PageBox:
         """Swap tokens and dimensions within the plane of each head."""

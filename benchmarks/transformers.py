@@ -18,8 +18,8 @@ SPEED_GOAL = ">= 5"
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure the first token of a prompt whose prefix is stored, loading included.
 
-    Baselines of the same rounds: the whole prompt is computed; or the prefix is a deep copy of a
-    cache in the same process, as transformers' documentation has it.
+    Baselines in the same rounds: the whole prompt is computed; or the prefix is a deep copy of a
+    cache in the same process, as in transformers' documentation.
 
     Raises:
         FileNotFoundError: There is no model.

@@ -62,7 +62,7 @@ async def _run(rounds: int) -> list[BenchRow]:
 
 
 async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
-    """Compare whole batches with NIXL reading the same bytes on the near side."""
+    """Compare whole batches with NIXL READs of the same bytes by the near process."""
     rows = []
     async with near.raw() as raw:
         for grade in GRADES:
@@ -136,7 +136,7 @@ async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
 
 
 async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[BenchRow]:
-    """Compare blocks in one piece with blocks in a page for each layer."""
+    """Compare blocks in one piece with blocks that have a page for each layer."""
     pages, rows = near.described(page_bytes), []
     counts = f"{len(near.blocks)} pieces against {len(pages)} pages of {page_bytes // KIB} KiB"
     async with near.raw() as raw:

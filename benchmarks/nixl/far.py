@@ -32,13 +32,13 @@ from kvxfer.units import ByteSize
 
 HOLDER_BYTES = 256 << 20
 PROGRESS_PERIOD_S = 20e-3
-"""Seconds between the calls by which NIXL makes progress: without any, a READ of the other side did
-not end any more after some 20 s, the time between two keep-alive messages of UCX."""
+"""Seconds between the calls by which NIXL makes progress. Without them, READs by the other process
+no longer ended after some 20 s, the time between two keep-alive messages of UCX."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawContender:
-    """Contender NIXL itself; `order` has our block for each block of the other process."""
+    """Contender that is NIXL alone; `order` has our block for each block of the other process."""
 
     agent: RawAgent
     order: NDArray[np.int64]
@@ -51,7 +51,7 @@ class RawContender:
         fragment_bytes: int | None = None,
         num_blocks: int | None = None,
     ) -> Contender:
-        """Make a contender that moves leading blocks in fragments; by default all, unfragmented."""
+        """Make a contender that moves the first blocks in fragments; by default all, whole."""
         size = fragment_bytes or self.block_bytes
         num_per_block = self.block_bytes // size
         count = (num_blocks or len(self.order)) * num_per_block
@@ -121,9 +121,9 @@ class Far:
 
 
 class FarProcess:
-    """Far process, which makes `commands` and runs one after the other.
+    """Far process, which creates `commands` and runs their methods one after the other.
 
-    The environment variables are set in it before NIXL is imported.
+    The environment variables are set in the process before it imports NIXL.
     """
 
     def __init__(self, commands: type[Far] = Far, **environment: str) -> None:
@@ -142,7 +142,7 @@ class FarProcess:
         self._process.join()
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of its commands in the process, or of an attribute of them.
+        """Call a method of the commands, or of one of their attributes (`raw.move`).
 
         Raises:
             RuntimeError: The method failed.
@@ -157,12 +157,12 @@ class FarProcess:
     async def raw(
         self, memory: NDArray[np.uint8], order: NDArray[np.int64], block_bytes: int
     ) -> AsyncIterator[RawContender]:
-        """Open NIXL itself in both processes; see `RawContender`."""
+        """Open NIXL alone in both processes; see `RawContender`."""
         agent = RawAgent(memory, own_progress=False)
         agent.connect(await self.ask("open_raw", False))
         contender = RawContender(agent, order, block_bytes)
         try:
-            await contender.moving("READ", num_blocks=1)()  # upon which NIXL connects
+            await contender.moving("READ", num_blocks=1)()  # makes NIXL connect
             yield contender
         finally:
             await self.ask("close_raw")

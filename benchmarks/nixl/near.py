@@ -23,7 +23,7 @@ from kvxfer.storage.backend import Outcome
 class Near:
     """Near process: its memory, and contenders that move it from and to the far process.
 
-    `blocks` are all of its memory, in an order in which no two touch on both sides.
+    `blocks` are all of its memory, in an order in which hardly any two touch on both sides.
     """
 
     def __init__(self, far: FarProcess, block_bytes: int) -> None:
@@ -65,9 +65,9 @@ class Near:
             await backend.aclose()
 
     def loading(self, backend: NixlBackend, blocks: Descriptors | None = None) -> Contender:
-        """Make a contender that loads the leading blocks of the far process; by default all.
+        """Make a contender that loads the first blocks of the far process; by default all.
 
-        They are looked up first, as engines do; that does not count.
+        The lookup before each load, as engines make it, is not timed.
         """
         wanted = self.blocks if blocks is None else blocks
         keys = self._loaded_keys[: wanted.num_blocks]
@@ -90,7 +90,7 @@ class Near:
         return store
 
     def raw(self) -> AbstractAsyncContextManager[RawContender]:
-        """Open NIXL itself in both processes."""
+        """Open NIXL alone in both processes."""
         return self.far.raw(self._memory, self._order, self.block_bytes)
 
     @contextlib.asynccontextmanager

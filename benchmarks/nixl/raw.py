@@ -1,4 +1,4 @@
-"""Baselines of `make bench NAME=nixl`: NIXL itself, and one plain TCP connection."""
+"""Baselines of `make bench NAME=nixl`: NIXL alone, and one plain TCP connection."""
 
 import socket
 import threading
@@ -19,12 +19,12 @@ TOTAL_BYTES = 64 << 20
 """Bytes of a batch, and of the memory on either side, unless the caller says otherwise."""
 
 LIMIT_S = 60.0
-"""Time that NIXL may take to move a batch: a transfer to a peer that does not answer never ends."""
+"""Maximum time for NIXL to move a batch: a transfer never ends if the peer does not answer."""
 
 TCP_ALONE = {"UCX_TLS": "tcp,self" + ",cuda_copy" * torch.cuda.is_available()}
 """Environment in which UCX moves bytes between processes by TCP alone.
 
-NIXL opens no UCX without CUDA on a machine with a GPU.
+On a machine with a GPU, NIXL does not open UCX without CUDA.
 """
 
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
@@ -48,7 +48,7 @@ def fragments(order: NDArray[np.int64], num_per_block: int) -> tuple[Indices, In
 
     Args:
         order: Our block for each of theirs, which are in order.
-        num_per_block: Fragments of a block, each in the part of memory of a layer.
+        num_per_block: Fragments of a block, each in the memory of another layer.
     """
     layers = np.arange(num_per_block) * len(order)
     near = (order[:, None] + layers).ravel().astype(np.int32)
@@ -85,10 +85,10 @@ class RawAgent:
         """Move fragments of a size by their indices; blocks, and polls without a pause.
 
         Returns:
-            Seconds, without those for lists of the whole memory, which are prepared once.
+            Seconds, without the time to prepare lists of the whole memory once.
 
         Raises:
-            RuntimeError: It failed, or has not ended within `LIMIT_S`.
+            RuntimeError: The transfer failed, or did not end within `LIMIT_S`.
         """
         if fragment_bytes not in self._lists:
             sides = ("NIXL_INIT_AGENT", self._memory.ctypes.data), (self._peer, self._their_address)
@@ -122,7 +122,7 @@ class RawAgent:
 
 
 def serve_plain(memory: NDArray[np.uint8], block_bytes: int) -> int:
-    """Serve one TCP connection that moves memory, a block in each call; return the port."""
+    """Serve one TCP connection that moves memory, one block per call; return the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     views = list(_blocks(memory, block_bytes))
 

@@ -71,18 +71,18 @@ class Prefill(Far):
 
 
 class Decode:
-    """Decode process beside that for prefill: memory for the caches of an engine of any shape."""
+    """Decode process: memory for the caches of an engine of any shape."""
 
     def __init__(self, far: FarProcess) -> None:
         self._far = far
         self.memory = allocate(seed=2, num_bytes=NUM_BYTES)
 
     def raw(self, shape: EngineShape) -> AbstractAsyncContextManager[RawContender]:
-        """Open NIXL itself in both processes, for the blocks of a shape."""
+        """Open NIXL alone in both processes, for the blocks of a shape."""
         return self._far.raw(self.memory, self.block_ids(shape), shape.block_bytes)
 
     def block_ids(self, shape: EngineShape) -> NDArray[np.int64]:
-        """Order our blocks so that hardly any neighbours are neighbours in the prompt, too."""
+        """Shuffle our blocks, so that hardly any neighbours are neighbours in the prompt, too."""
         return np.random.default_rng(shape.block_bytes).permutation(NUM_BYTES // shape.block_bytes)
 
     @contextlib.asynccontextmanager

@@ -17,17 +17,17 @@ HITS_PER_TURN = 3
 BUSY_TOKENS = 48
 BUSY_PROMPT_TOKENS = 200
 LOADED_TOKENS = 2_049
-"""Tokens of prompts that a busy engine loads: 16 blocks and one, which a hit computes too."""
+"""Tokens of the prompts that a busy engine loads: 16 blocks, and one that even a hit computes."""
 STARTS = (5, 12, 19, 26, 33, 40)
-"""Steps of the busy engine after which other prompts come."""
+"""Steps of the busy engine after which the other prompts arrive."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure hand-overs of blocks between two processes and, unless `quick`, between real engines.
 
-    The model of the engines is that of `make bench NAME=vllm`; see `find_model`. One pair of
-    engines runs at a time, the others are stopped: on two cores an idle NixlConnector would take a
-    part of both from the engine that is measured.
+    The model of the engines is that of `make bench NAME=vllm`; see `find_model`. Only one pair of
+    engines runs at a time: on two cores, an idle NixlConnector would take time on both of them from
+    the engine that is measured.
 
     Raises:
         FileNotFoundError: There is no model.
@@ -89,7 +89,7 @@ def _first_tokens(
 
 
 def _disturbance(pair: EnginePair, chance: random.Random, rounds: int, goal: str) -> BenchRow:
-    """Measure the tokens of a busy D while other prompts are loaded, and while they are hits."""
+    """Measure the time between tokens of a busy D as it loads prompts, and as it has them."""
     prompts = [random_prompt(chance, LOADED_TOKENS) for _ in STARTS]
     times: dict[str, list[float]] = {"load": [], "hit": []}
     order = [*times]
@@ -104,7 +104,7 @@ def _disturbance(pair: EnginePair, chance: random.Random, rounds: int, goal: str
                 taken = _between_tokens(pair, [busy, *prompts], params)
                 if nth:
                     times[what].append(taken)
-            order.reverse()  # hits are those of the round before
+            order.reverse()  # if hits come first, the round before has loaded them
     case = f"mean time between tokens of a busy D that loads {len(STARTS)} prompts"
     case += f", against one that has them, {pair.connector}"
     return compare(case, *times.values(), unit="ms", goal=goal, of_time=True)
@@ -113,10 +113,10 @@ def _disturbance(pair: EnginePair, chance: random.Random, rounds: int, goal: str
 def _between_tokens(
     pair: EnginePair, prompts: Sequence[list[int]], params: dict[int, dict[str, object]]
 ) -> float:
-    """Run a prompt, to which others come; return the mean time between tokens.
+    """Run a prompt while others arrive; return the mean time between its tokens.
 
     Raises:
-        NotLoadedError: Another prompt was computed.
+        NotLoadedError: One of the others was computed.
     """
     busy, *others = pair.decode.generate(
         prompts,

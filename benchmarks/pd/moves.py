@@ -1,4 +1,4 @@
-"""Blocks handed over between two engines without models, against NIXL itself."""
+"""Blocks handed over between two engines without models, against NIXL alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,11 +32,11 @@ SHAPE_CASES = [
     for form, shape in (("NHD", PAGES), ("keys by dimensions", _hnd(packs_keys=True)))
     for theirs, ours in ((128, 64), (64, 128))
 ]
-"""Names, shapes of a prefill and of a decode engine; the baseline is two of the latter."""
+"""Name, shapes of the prefill and the decode engine; the baseline is two of the latter."""
 
 
 async def measure_moves(*, rounds: int) -> list[BenchRow]:
-    """Measure fetches of all blocks of an engine in another process; errors as `run`."""
+    """Measure fetches of all blocks of an engine in another process; raises like `run`."""
     with FarProcess(Prefill) as far:
         decode = Decode(far)
         rows = []
@@ -55,7 +55,7 @@ async def measure_moves(*, rounds: int) -> list[BenchRow]:
 
 
 async def _against_raw(decode: Decode, shape: EngineShape, rounds: int) -> list[BenchRow]:
-    """Compare fetches with NIXL reading the same fragments; of large rows also that of one."""
+    """Compare fetches with NIXL READs of the same fragments; for large rows, also of one block."""
     rows = []
     async with decode.raw(shape) as raw:
         all_of_them = raw.moving("READ", fragment_bytes=shape.page_bytes)
@@ -93,7 +93,7 @@ async def _rows_against_pages(decode: Decode, rounds: int) -> list[BenchRow]:
 
 
 def _size(shape: EngineShape) -> str:
-    """Number and size of the pieces that an engine's blocks lie in, in words."""
+    """Describe the number and the size of the contiguous pieces of an engine's blocks."""
     what = "rows" if shape.order == ROWS else "pages"
     return f"{NUM_BYTES // shape.page_bytes} {what} of {shape.page_bytes // KIB} KiB"
 

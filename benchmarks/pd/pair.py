@@ -26,19 +26,19 @@ CACHED_AT_P = "remote_prefill_cached_tokens"
 """Parameter that vLLM adds. Source: `vllm/v1/engine/output_processor.py`."""
 
 NUM_MEETINGS = 10
-"""Attempts to hand over a first prompt: while engines connect, D may compute it itself."""
+"""Maximum attempts to hand over a first prompt: while engines connect, D may compute it."""
 MEETING_PROMPT = list(range(3, 303))
 LOG_CHARACTERS = 8_000
 """Characters of an engine's log that are shown when nothing is handed over."""
 SETTLE_S = 3.0
-"""Time after which an engine that has nothing to do is idle."""
+"""Time that an engine without requests needs to become idle."""
 
 ENVIRONMENT = ON_SHARED_CORES | {"NIXL_LOG_LEVEL": "WARN", "UCX_MODULES": "^efa"}
 COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-"""What a router asks of the prefill engine. Source: vLLM, `toy_proxy_server.py`."""
+"""Parameters of a router for the prefill engine. Source: vLLM, `toy_proxy_server.py`."""
 
 
 class NotLoadedError(RuntimeError):
@@ -47,7 +47,7 @@ class NotLoadedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EnginePair:
-    """Engine that computes prompts, and one that goes on with them; stopped but when `running`."""
+    """Prefill engine P and decode engine D, which are paused except while `running`."""
 
     connector: str
     prefill: EngineProcess
@@ -55,9 +55,9 @@ class EnginePair:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let both run meanwhile, and connect again if they have to; errors as `hand_over`.
+        """Let both run inside the block, connected again if necessary; raises like `hand_over`.
 
-        Stopped, they disturb nobody: an idle `NixlConnector` polls without a pause.
+        Outside of it they are paused, since even an idle `NixlConnector` polls all the time.
         """
         for engine in (self.prefill, self.decode):
             engine.resume()
@@ -69,16 +69,16 @@ class EnginePair:
                 engine.pause()
 
     def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Have a prompt computed, or found in the device cache; return what D is to be told."""
+        """Let P compute a prompt, or find it in its device cache; return the parameters for D."""
         (answer,) = self.prefill.generate([prompt], max_tokens=1, params={0: ASK})
-        # With it D would tell how many tokens were cached at P, and not at D itself.
+        # With CACHED_AT_P, D would report the number of tokens cached at P instead of at D.
         return {name: value for name, value in answer.params.items() if name != CACHED_AT_P}
 
     def hand_over(self, prompt: Sequence[int]) -> Generation:
-        """Have D go on with a prompt of which it has nothing.
+        """Let D continue a prompt of which it has no blocks.
 
         Raises:
-            NotLoadedError: It has not loaded all but the last token.
+            NotLoadedError: D did not load all tokens but the last.
         """
         params = self.offer(prompt)
         if not self.decode.reset():
@@ -89,7 +89,7 @@ class EnginePair:
         return answer
 
     def _meet(self) -> None:
-        """Hand over a prompt until it is loaded; errors as `hand_over`, with the engines' logs."""
+        """Hand over a prompt until it is loaded; raises as `hand_over`, with the engines' logs."""
         for left in reversed(range(NUM_MEETINGS)):
             try:
                 self.hand_over(MEETING_PROMPT)
@@ -104,12 +104,12 @@ class EnginePair:
 
 @contextlib.contextmanager
 def start_pair(model: EngineModel, connector: str) -> Iterator[EnginePair]:
-    """Start a pair of engines that have met, and stop them where they are.
+    """Start a pair of engines, let them connect, and pause them.
 
     Each gets half of our cores, as if it had a machine of its own: vLLM steps without a pause while
-    a lease is held, or a load goes on, and on shared cores they would measure how they disturb each
-    other. A `NixlConnector` pins itself to the last core of its node; that is undone. Source:
-    `base_worker.py` of it, `core.py` of vLLM.
+    a lease is held or a load runs, so on shared cores the engines would disturb each other. A
+    `NixlConnector` pins itself to the last core of its node; that is undone. Source: its
+    `base_worker.py`, and `core.py` of vLLM.
     """
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
@@ -129,10 +129,10 @@ def start_pair(model: EngineModel, connector: str) -> Iterator[EnginePair]:
 def start_engines(
     model: EngineModel, connectors: Sequence[str | None]
 ) -> Iterator[list[EngineProcess]]:
-    """Start engines, all at once: with `KVXferConnector`, `NixlConnector`, or None.
+    """Start engines, all at once: with `KVXferConnector`, with `NixlConnector`, or without (None).
 
     Raises:
-        EngineDiedError: One did not start; the others are closed.
+        EngineDiedError: An engine did not start; the others are closed.
     """
     with ThreadPoolExecutor(len(connectors)) as threads:
         starting = [threads.submit(_start, model, connector) for connector in connectors]
@@ -144,7 +144,7 @@ def start_engines(
 
 
 def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
-    """Measure the cores that engines use which have nothing to do; blocks."""
+    """Measure the cores that idle engines use; blocks."""
     time.sleep(SETTLE_S)
     before = [_cpu_seconds(engine.process_id) for engine in engines]
     time.sleep(IDLE_S)
@@ -176,7 +176,7 @@ def _start(model: EngineModel, connector: str | None) -> EngineProcess:
 
 
 def _processes(group: int) -> Iterator[Path]:
-    """Find the processes of a process group: the `stat` of each in `/proc`."""
+    """Find `/proc/PID/stat` of each process in a process group."""
     for each in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             if int(_fields(each)[2]) == group:
@@ -193,5 +193,5 @@ def _cpu_seconds(group: int) -> float:
 
 
 def _fields(stat: Path) -> list[str]:
-    """Read the fields of a process after its name: its state first."""
+    """Read the fields of a process that follow its name; the first one is its state."""
     return stat.read_text().rpartition(")")[2].split()

@@ -14,15 +14,15 @@ from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProce
 CACHED_TOKENS = 19 * TOKENS_PER_BLOCK
 PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts
 NUM_STARTS = 3
-"""Engines of each kind, one after the other: memory of one process is up to a tenth faster."""
+"""Engines of each kind, one after the other: one process may have up to a tenth faster memory."""
 ROUNDS = 3
 HITS_PER_ROUND = 3
 BATCH_TOKENS = 2 * TOKENS_PER_BLOCK + 45
 OUTPUT_TOKENS = 16
 REQUESTS_AT_A_TIME = (4, 16)
 PAIRED_ROUNDS = 12
-"""Rounds of throughput for each start, the first of which warms up: nine in all did not tell 0.84
-from 0.95."""
+"""Rounds of throughput per start; the first one warms up. Nine in all could not tell 0.84 from
+0.95."""
 
 COMPUTED, DEVICE, HOST, FILES = "computed", "device hit", "host hit", "hit in files"
 BOUND = "1.05 device hits + 5 ms"
@@ -31,8 +31,9 @@ PLAIN_DEVICE = "device hit beside a plain spec"
 OURS, PLAIN_SPEC, WITHOUT = "with offloading", "with a plain spec", "without"
 
 KEEPING_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-"""Else glibc returns the memory of large tensors in some processes, but not in others of the same
-code, which then take 200,000 page faults and a tenth more time for a batch of 16 requests."""
+"""Settings without which, in some processes but not in others of the same code, glibc returns the
+memory of large tensors: a batch of 16 requests then takes 200,000 page faults and a tenth more
+time."""
 
 CONNECTOR = {
     "spec_name": "KVXferOffloadingSpec",
@@ -51,8 +52,8 @@ Start = Callable[[Mapping[str, Any] | None], EngineProcess]
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure the time to the first token, and the throughput without a single hit.
 
-    The model's folder is named by the environment variable `KVXFER_BENCH_MODEL`, its data type by
-    `KVXFER_BENCH_DTYPE`, and where files are written, and deleted, by `KVXFER_BENCH_DIR`.
+    Environment variables: `KVXFER_BENCH_MODEL` names the model's folder, `KVXFER_BENCH_DTYPE` its
+    data type, and `KVXFER_BENCH_DIR` the folder where files are written and then deleted.
 
     Raises:
         FileNotFoundError: There is no model.
@@ -96,7 +97,7 @@ def run(*, quick: bool) -> list[BenchRow]:
 
 
 class _FirstTokens:
-    """Times and engine steps until the first token, by what the prompt hit."""
+    """Times and engine steps until the first token, by kind of hit."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -115,7 +116,7 @@ class _FirstTokens:
         self._steps[hit].append(len(engine.step_times()))
 
     def rows(self, case: str, hit: str, goals: Mapping[str, str]) -> list[BenchRow]:
-        """Compare hits with others, by their goals, and their engine steps with device hits'."""
+        """Compare a kind of hit with those in `goals`, and its engine steps with a device hit's."""
         compared = ((f"{case}, {hit} against {each}", hit, each, goals[each]) for each in goals)
         steps = f"engine steps until the first token, {hit} against {DEVICE}"
         return [
@@ -127,7 +128,7 @@ class _FirstTokens:
 def _take_host_hits(
     engine: EngineProcess, plain: EngineProcess, prompt: Sequence[int], first: _FirstTokens
 ) -> None:
-    """Take hits of two engines in turns, so that each finds the caches that the other one left."""
+    """Take hits of two engines in turns, so that each finds CPU caches that the other has used."""
     for one in (engine, plain):
         _FirstTokens().take(COMPUTED, one, prompt)
         one.settle()
@@ -166,7 +167,7 @@ def _take_file_hits(start: Start, chance: random.Random, *, quick: bool) -> _Fir
 
 
 class _Batches:
-    """Times of batches of requests without a hit, which engines are given in turns."""
+    """Times of batches of requests without a hit, which the engines run in turns."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_requests = num_requests
@@ -176,7 +177,7 @@ class _Batches:
     def take(
         self, engines: Mapping[str, EngineProcess], chance: random.Random, *, rounds: int
     ) -> None:
-        """Run batches, the first of which warms up."""
+        """Run batches; the first one warms up."""
         turns, hits = list(engines), "vllm:external_prefix_cache_hits"
         before = engines[OURS].metrics()[hits]
         for nth in range(rounds):
@@ -212,9 +213,8 @@ class _Batches:
     def _most_delayed_step(self) -> tuple[list[float], list[float]]:
         """Find the step with the longest median delay over the rounds, with offloading and without.
 
-        The engines are given the same prompts, so that each step computes the same with and
-        without. The first step is left out: it computes prompts for seconds, and there is nothing
-        to store yet.
+        The engines are given the same prompts, so each step computes the same in both. The first
+        step is left out: it computes prompts for seconds, and there is nothing to store yet.
         """
         ours, baseline = self._steps[OURS], self._steps[WITHOUT]
         steps = [

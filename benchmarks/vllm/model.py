@@ -35,7 +35,7 @@ def random_prompt(chance: random.Random, num_tokens: int) -> list[int]:
 
 
 def fast_dtype() -> str:
-    """Return the model's own data type where a processor computes with it, else float32."""
+    """Return bfloat16 if there is a GPU, or the processor computes with it, else float32."""
     processor = Path("/proc/cpuinfo")
     flags = processor.read_text().split() if processor.exists() else []
     has_bfloat16 = not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)

@@ -34,7 +34,7 @@ class _Chunk:
 
 
 class PlainOffloadingSpec(vllm.OffloadingSpec):
-    """Plain offloading spec; `capacity` in `kv_connector_extra_config` is that of its slots.
+    """Plain offloading spec; `capacity` in `kv_connector_extra_config` is the bytes of its slots.
 
     Raises:
         InvalidArgumentError: The engine has several workers.
@@ -57,7 +57,7 @@ class PlainOffloadingSpec(vllm.OffloadingSpec):
 
 
 class PlainManager(vllm.OffloadingManager):
-    """Plain index of the chunks in slots, the least recently used first."""
+    """Plain index of the chunks in slots, least recently used first."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -133,7 +133,7 @@ class PlainManager(vllm.OffloadingManager):
 
 
 class PlainWorker(vllm.OffloadingWorker):
-    """Plain worker: a job has ended when it was submitted."""
+    """Plain worker, whose jobs have ended when `submit_store` or `submit_load` returns."""
 
     def __init__(self, caches: CanonicalKVCaches, num_slots: int, *, blocks_per_chunk: int) -> None:
         self._blocks_per_chunk = blocks_per_chunk
@@ -168,7 +168,7 @@ class PlainWorker(vllm.OffloadingWorker):
         return True
 
     def get_finished(self) -> list[vllm.TransferResult]:
-        """Return the jobs since the last call."""
+        """Return the jobs that ended since the last call."""
         results, self._results = self._results, []
         return results
 
@@ -194,7 +194,7 @@ class PlainWorker(vllm.OffloadingWorker):
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """View blocks as words where they can be: torch copies bytes one by one."""
+    """View blocks as 64-bit words if possible, since torch copies bytes one by one."""
     blocks = cache.view(len(cache), -1)
     whole = all(n % 8 == 0 for n in (blocks.shape[1], blocks.stride(0), blocks.data_ptr()))
     return blocks.view(torch.int64) if whole else blocks
@@ -203,7 +203,7 @@ def _as_words(cache: torch.Tensor) -> torch.Tensor:
 def _copy(
     target: torch.Tensor, target_rows: torch.Tensor, source: torch.Tensor, source_rows: torch.Tensor
 ) -> None:
-    """Copy rows in one call of torch where either side's rows are neighbours, else in two.
+    """Copy rows in one call of torch if the rows of either side are neighbours, else in two.
 
     Between a GPU and the host, rows are gathered on one side and scattered on the other.
     """
