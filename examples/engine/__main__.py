@@ -1,4 +1,4 @@
-"""`python -m examples.engine`: continues texts with a model, and tiers below its KV cache."""
+"""`python -m examples.engine`: continues texts with a model that has tiers below its KV cache."""
 
 import argparse
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ def open_engine(folder: str, backend: Sequence[str], vllm_keys: VLLMKeys | None 
     """Open an engine with keys of its own, or with the keys and the namespace of vLLM's pages.
 
     Args:
-        folder: Folder of a model of transformers.
+        folder: Folder of a transformers model.
         backend: URLs of the tiers, fastest first.
-        vllm_keys: Keys of the vLLM to share pages with, which has opened the store in files.
+        vllm_keys: Keys of the vLLM to share pages with; it must have opened the files before.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if vllm_keys:
@@ -61,7 +61,7 @@ def open_engine(folder: str, backend: Sequence[str], vllm_keys: VLLMKeys | None 
 
 
 def main() -> None:
-    """Continue texts, and say how much of them was not computed."""
+    """Continue texts, and print how many of their tokens were reused."""
     parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a model of transformers")
     parser.add_argument("--backend", required=True, action="append", help="URL; fastest first")
@@ -80,8 +80,8 @@ def run(options: argparse.Namespace) -> None:
     """Continue texts as the command line says.
 
     Raises:
-        ValueError: The model, a text or the number of tokens is of no use.
-        NotImplementedError: The engine does not know the attention of the model.
+        ValueError: The model, a text or the number of tokens cannot be used.
+        NotImplementedError: The engine does not support the attention of the model.
         TimeoutError: The texts were not continued in time.
         KVXferError: A backend cannot be opened.
     """

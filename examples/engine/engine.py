@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 import kvxfer
 from kvxfer.engine_side import BlockTable
 
-MAX_REQUESTS, MAX_TOKENS, LAYOUT = 8, 512, "block kv token head dim"  # of a step; of a layer
+MAX_REQUESTS, MAX_TOKENS, LAYOUT = 8, 512, "block kv token head dim"  # per step; of a layer
 
 
 def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **step: Any) -> Any:
@@ -34,7 +34,7 @@ def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **st
 
 
 class BlockPool:
-    """Blocks of the cache; a free one keeps what it holds until somebody takes it."""
+    """Blocks of the cache; a free block keeps its content until it is taken."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_users = [0] * num_blocks
@@ -43,11 +43,11 @@ class BlockPool:
         self._blocks: dict[kvxfer.BlockKey | None, int] = {}
 
     def find(self, keys: Sequence[kvxfer.BlockKey]) -> list[int]:
-        """Use the blocks of the leading keys that are still here."""
+        """Use the blocks of the leading keys that are still in the cache."""
         return self.use([self._blocks[k] for k in takewhile(self._blocks.__contains__, keys)])
 
     def take(self, num_blocks: int) -> list[int] | None:
-        """Use blocks to write into, the longest free ones first; None if there are too few."""
+        """Use blocks to write into, those free for longest first; None if too few are free."""
         if num_blocks > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
@@ -70,7 +70,7 @@ class BlockPool:
                 self._free[block] = None
 
     def name(self, blocks: Sequence[int], keys: Sequence[kvxfer.BlockKey]) -> None:
-        """Note what blocks hold from now on; of two that hold the same the first one is found."""
+        """Note the keys of blocks; if two blocks have the same key, the first one is found."""
         for block, key in zip(blocks, keys, strict=True):
             if self._blocks.setdefault(key, block) == block:
                 self._keys[block] = key
@@ -81,13 +81,13 @@ class Request:
     """Request: its tokens, and the blocks that hold their keys and values."""
 
     tokens: list[int]  # the prompt, then what was generated
-    stop: int  # tokens at the end
+    stop: int  # number of tokens at which it ends
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the blocks
     num_stored: int = 0  # blocks that were given to the tiers, or came from there
     num_reused: int = 0  # tokens that it never computed
-    keys: list[kvxfer.BlockKey] = field(default_factory=list)  # of the whole blocks when it came
-    hits: Any = None  # future of the tiers' answer: which of these they have
+    keys: list[kvxfer.BlockKey] = field(default_factory=list)  # of its whole blocks when it waited
+    hits: Any = None  # future of the lookup: which of these keys the tiers have
 
 
 class Engine:
@@ -127,7 +127,7 @@ class Engine:
         self.loading, self.moving = dict[Any, Request](), dict[Any, list[int]]()  # by job
 
     def add(self, prompt: Sequence[int], num_tokens: int) -> Request:
-        """Add a request for so many tokens after a prompt."""
+        """Add a request to generate `num_tokens` after a prompt."""
         request = Request(list(prompt), len(prompt) + num_tokens)
         if not prompt or num_tokens < 1 or request.stop > self.max_length:
             raise ValueError(f"{len(prompt)} + {num_tokens} tokens: 1 to {self.max_length} in all")
@@ -135,7 +135,7 @@ class Engine:
         return request
 
     def step(self) -> None:
-        """Take what was moved, admit requests, compute a batch, and store the blocks it filled."""
+        """Take ended transfers, admit requests, compute a batch, and store the blocks it filled."""
         self._take_finished()
         self._admit()
         chosen = self._schedule()
@@ -152,7 +152,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, timeout_s: float = 600
     ) -> list[Request]:
-        """Add requests, and do steps until they have ended, or there is no more time."""
+        """Add requests, and run steps until they have ended, for at most `timeout_s`."""
         requests, end = [self.add(p, num_tokens) for p in prompts], time.monotonic() + timeout_s
         while self.waiting or self.loading or self.running:
             if time.monotonic() > end:
@@ -162,7 +162,7 @@ class Engine:
         return requests
 
     def _wait(self, request: Request) -> None:
-        """Let a request wait for its turn; the tiers are asked for its prompt meanwhile."""
+        """Queue a request, and ask the tiers for its prompt meanwhile."""
         self.pool.release(request.blocks)
         request.keys = self.keys(request.tokens[:-1])  # the last one is computed, for its logits
         request.hits = self.transfers.submit_lookup(request.keys, timeout_s=1)
@@ -194,7 +194,7 @@ class Engine:
         self.running.append(request)
 
     def _take_finished(self) -> None:
-        """Take the outcomes of transfers, and the blocks back that none of them may touch now."""
+        """Take the outcomes of transfers, and release blocks that they can no longer touch."""
         for job in self.transfers.get_finished():
             if request := self.loading.pop(job.job_id, None):
                 num_arrived = [*(outcome.done for outcome in job.outcomes), False].index(False)
@@ -207,7 +207,7 @@ class Engine:
             self.pool.release(self.moving.pop(job_id))
 
     def _schedule(self) -> list[tuple[Request, int]]:
-        """Choose the tokens of a step; for want of blocks the last request begins again."""
+        """Choose the tokens of a step; if blocks run out, the last request begins again."""
         chosen, left = [], MAX_TOKENS
         for request in list(self.running):
             num_tokens = min(len(request.tokens) - request.num_computed, left)

@@ -1,4 +1,4 @@
-"""The client's side of one request: its headers for engines, and its answer as it arrives."""
+"""The client's side of one request: its headers for engines, its body, and its answer."""
 
 import asyncio
 import uuid
@@ -15,14 +15,14 @@ from kvxfer.errors import KVXferError
 
 REQUEST_ID = "X-Request-Id"
 BODY_TIMEOUT_S, MIN_BODY_BYTES_PER_S = 20.0, 500
-"""Seconds for a body, and bytes that give it one more, as in Apache's mod_reqtimeout."""
+"""Seconds for a body, and the bytes that earn it one more, as in Apache's mod_reqtimeout."""
 
 # Headers of one connection, not of the message. Source: RFC 9110, section 7.6.1
 _OF_A_CONNECTION = {
     *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
     *("upgrade", "proxy-authenticate", "proxy-authorization"),
 }
-# A request is decoded, and its body written anew.
+# The proxy decodes the body of a request, and writes it anew.
 _NOT_FOR_ENGINES = _OF_A_CONNECTION | {
     *("host", "content-length", "content-encoding", "accept-encoding", "expect"),
 }
@@ -30,7 +30,7 @@ _NOT_FOR_CLIENTS = _OF_A_CONNECTION | {"date", "server"}
 
 
 class RefusedError(KVXferError):
-    """Request that ends with an error of the proxy's own."""
+    """Request that the proxy itself answers with an error."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         self.status = status
@@ -42,8 +42,8 @@ class Client:
     """Client of one request.
 
     Attributes:
-        request_id: Name of the request, by the client or else made here.
-        answer: Answer to it, once one has begun.
+        request_id: Id of the request, given by the client or else made here.
+        answer: Answer to the request; None before it has begun.
         is_answered: Whether an engine's answer was passed on completely.
     """
 
@@ -55,7 +55,7 @@ class Client:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """Headers for engines: those of the client, with the name of the request."""
+        """Headers for engines: those of the client, with the id of the request."""
         headers = _without(self.request.headers.items(), _NOT_FOR_ENGINES)
         headers[REQUEST_ID] = self.request_id
         return headers
@@ -64,10 +64,10 @@ class Client:
         """Read the body.
 
         Args:
-            deadline_s: Time of the event loop when it has to be there.
+            deadline_s: Time of the event loop by which the body must have arrived.
 
         Raises:
-            RefusedError: It is larger than the server accepts, too slow, or not encoded as it says.
+            RefusedError: The body is too large, too slow, or not encoded as its headers say.
         """
         body = bytearray()
         began_s = asyncio.get_running_loop().time()
@@ -98,7 +98,7 @@ class Client:
         headers = _without(answer.headers.items(), _NOT_FOR_CLIENTS)
         self.answer = web.StreamResponse(status=answer.status, headers=headers)
         if self.request.version < HttpVersion11 and self.answer.content_length is None:
-            self.answer.force_close()  # its end is that of the connection
+            self.answer.force_close()  # the end of the connection marks the end of the answer
         await self.answer.prepare(self.request)
         while piece := await _read_piece(answer):
             await self.answer.write(piece)
@@ -106,7 +106,7 @@ class Client:
         self.is_answered = True
 
     def refuse(self, status: HTTPStatus, message: str) -> web.StreamResponse:
-        """Answer with an error, or break off an answer that has begun, which the client notices."""
+        """Answer with an error, or close the connection if an answer has already begun."""
         if self.answer is None:
             return error_response(status, message, self.request.path)
         if self.request.transport is not None:

@@ -11,22 +11,22 @@ from kvxfer.errors import DuplicateError, InvalidArgumentError
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines between which requests are divided, and limits.
+    """Engines that share the requests, and limits.
 
     Attributes:
         prefill: Addresses of the engines that compute prompts, such as `http://node-1:8000`.
         decode: Addresses of the engines that continue them.
         listen: Host and port to listen at; port 0 chooses a free one.
-        overlap: Whether both legs begin at once, where the prefill engine's lender is known.
+        overlap: Whether both legs begin at once, if the prefill engine's lender is known.
         timeout_s: Seconds for a whole request.
         prefill_timeout_s: Seconds for its prefill leg.
         connect_timeout_s: Seconds to connect to an engine, and for a probe of its health.
-        drain_timeout_s: Seconds at the end for requests under way.
-        max_body_bytes: Bytes of a request's body.
+        drain_timeout_s: Seconds for requests in progress when the proxy ends.
+        max_body_bytes: Largest body of a request.
 
     Raises:
-        InvalidArgumentError: A list is empty, or an element is not the address of a server; an
-            engine is twice in a list; the endpoint is none; or a number is out of bounds.
+        InvalidArgumentError: A list is empty, has an engine twice, or has an element that is not
+            the address of a server; `listen` is not an endpoint; or a number is out of bounds.
     """
 
     prefill: tuple[str, ...]
@@ -40,7 +40,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        """Check the fields, and write addresses in one way."""
+        """Check the fields, and normalize the addresses."""
         for name in ("prefill", "decode"):
             msgspec.structs.force_setattr(self, name, _origins(name, getattr(self, name)))
         for name in ("timeout_s", "prefill_timeout_s", "connect_timeout_s", "drain_timeout_s"):
@@ -65,10 +65,10 @@ def _origins(argument: str, urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def _origin(argument: str, text: str) -> str:
-    """Read the address of a server; one with a name and password, a path or a query is refused."""
+    """Parse the address of a server; refuse a name and password, a path or a query."""
     expected = "the address of an engine's server alone, such as 'http://node-1:8000'"
     try:
-        split_url(text)  # which refuses the line ends that yarl leaves out
+        split_url(text)  # refuses line breaks, which yarl would drop
         url = URL(text)
         origin = str(url.origin())
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""Engines of one leg: which one is next, a request to it, and what is learned of its health."""
+"""Engines of one leg: chooses one, sends it a request, and tracks its health."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ T = TypeVar("T")
 MAX_REASON = 200
 """Characters of a reason in the log."""
 
-# Answers about the request, not about the engine: vLLM's for a task that its model does not have.
+# Errors of the request, not of the engine: vLLM answers so if its model does not have the task.
 _HEALTHY_ERRORS = {HTTPStatus.NOT_IMPLEMENTED}
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 
 
 class _RequestFailedError(EngineFailedError):
-    """Engine that is well, and failed at this request, or could not be asked for want of ours."""
+    """Healthy engine that failed at this request, or one for which we had no descriptor left."""
 
 
 class EngineTimeoutError(KVXferError, TimeoutError):
@@ -38,8 +38,8 @@ class EngineTimeoutError(KVXferError, TimeoutError):
 class EnginePool:
     """Engines of one leg, each with its share of the requests.
 
-    Each connection is closed after its request: an engine closes idle ones, and a request that was
-    sent at that moment would look like a failure.
+    Each connection is closed after its request: engines close idle connections, and a request sent
+    at that moment would look like a failure.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class EnginePool:
         return not all(engine.ejected.is_set() for engine in self.engines)
 
     def choose(self) -> Engine | None:
-        """Choose the engine with the least requests of those not ejected; None without one.
+        """Choose the engine with the fewest requests that is not ejected; None if all are ejected.
 
-        Where several have as few, they take turns.
+        Engines with equally few requests take turns.
         """
         return self._least_busy([each for each in self.engines if not each.ejected.is_set()])
 
     def choose_any(self, tried: Collection[Engine]) -> Engine | None:
-        """Choose as `choose`, or an ejected engine where there is no other; None without one.
+        """Choose an engine that was not tried, as `choose` does; None if all were tried.
 
-        Of ejected engines it is the one whose time is next.
+        If only ejected engines are left, choose the one that is probed next.
         """
         left = [each for each in self.engines if each not in tried]
         healthy = [each for each in left if not each.ejected.is_set()]
@@ -103,9 +103,9 @@ class EnginePool:
         """Send a request; leaving the context ends it. The deadline is a time of the event loop.
 
         Raises:
-            EngineFailedError: It cannot be reached, or answered that it failed. It is ejected,
-                unless its health is good: some requests fail at every engine.
-            EngineTimeoutError: The deadline passed; it is ejected if it had not begun to answer.
+            EngineFailedError: The engine cannot be reached, or answered with an error. It is
+                ejected unless its `/health` is good: some requests fail at every engine.
+            EngineTimeoutError: The deadline passed; the engine is ejected if it had not answered.
         """
         outcome, has_answered = "cancelled", False
         try:
@@ -146,7 +146,7 @@ class EnginePool:
         return idlest[self._turn % len(idlest)]
 
     def _failed(self, engine: Engine, reason: str) -> None:
-        """Eject an engine once: all its requests under way fail at the same time."""
+        """Eject an engine once, though all its requests in progress fail at the same time."""
         if not engine.ejected.is_set():
             now_s = asyncio.get_running_loop().time()
             engine.eject(printable(reason, MAX_REASON), now_s)
@@ -168,7 +168,7 @@ class EnginePool:
                 engine.bring_back()
 
     async def _probe(self, engine: Engine) -> None:
-        """Ask an engine for its health; raises EngineFailedError if it is not well."""
+        """Ask an engine for its health; raise EngineFailedError if it is not healthy."""
         timeout = aiohttp.ClientTimeout(total=self._connect_timeout_s)
         async with await _reach(
             lambda: self._session.get(f"{engine.url}/health", timeout=timeout)

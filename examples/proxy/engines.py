@@ -1,4 +1,4 @@
-"""One engine that requests go to, and how long it is left alone after a failure."""
+"""One engine behind the proxy, and its ejection after failures."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineFailedError(KVXferError):
-    """Engine that cannot be reached, broke off, or answered that it failed."""
+    """Engine that could not be reached, broke off, or answered with an error."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -23,16 +23,16 @@ class EngineFailedError(KVXferError):
 
 
 class Engine:
-    """One engine, the requests that it has under way, and its ejection.
+    """One engine, the number of its requests in progress, and its ejection.
 
-    A failure ejects the engine for 0.5 s, each further one in a row for twice as long, up to 30 s.
-    Then it is probed, and comes back or stays away for longer.
+    A failure ejects the engine for 0.5 s; each further failure in a row doubles that time, up to
+    30 s. Then the engine is probed, and comes back or stays ejected.
 
     Attributes:
-        lenders: Addresses at which it lends its blocks, as its answers have named them since it was
-            ejected last; several where it has replicas.
+        lenders: Addresses at which it lends its blocks, from its answers since it was last ejected;
+            several if it has replicas.
         ejected: Event that is set while the engine is ejected.
-        retry_at_s: Time of the event loop when it may be probed; of use while it is ejected.
+        retry_at_s: Time of the event loop at which it may be probed, while it is ejected.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,12 +45,12 @@ class Engine:
 
     @property
     def lender(self) -> Lender | None:
-        """Address at which it lends the blocks of any prompt; None where that is not known."""
+        """Address at which it lends the blocks of any prompt; None if unknown or ambiguous."""
         return next(iter(self.lenders)) if len(self.lenders) == 1 else None
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Count one more request under way."""
+        """Count a request that is in progress inside the block."""
         self.num_requests += 1
         try:
             yield
@@ -58,7 +58,7 @@ class Engine:
             self.num_requests -= 1
 
     def eject(self, reason: str, now_s: float) -> None:
-        """Leave the engine alone for a while, longer after each failure in a row."""
+        """Eject the engine for a while, longer after each failure in a row."""
         back_off_s = min(FIRST_BACK_OFF_S * 2.0 ** min(self._num_failures, 32), MAX_BACK_OFF_S)
         self._num_failures += 1
         self.retry_at_s = now_s + back_off_s
@@ -68,12 +68,12 @@ class Engine:
         self.ejected.set()
 
     def bring_back(self) -> None:
-        """Let it have requests again; whether its failures are over is not known yet."""
+        """End the ejection, but remember the failures: no request has succeeded yet."""
         if self.ejected.is_set():
             logger.info("%s is back", self.url)
         self.ejected.clear()
 
     def succeeded(self) -> None:
-        """Let it have requests, and forget its failures: it has answered one."""
+        """End the ejection, and forget the failures: a request has succeeded."""
         self.bring_back()
         self._num_failures = 0

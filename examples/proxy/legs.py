@@ -1,4 +1,4 @@
-"""Bodies of the two legs of a request: what the prefill engine gets, and what the decode engine."""
+"""Bodies of the two legs of a request: for the prefill engine, and for the decode engine."""
 
 import contextlib
 import re
@@ -15,15 +15,15 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 PARAMS = "kv_transfer_params"
 EXTRA = "vllm_xargs"
-"""Field of a request from which vLLM takes them, too."""
+"""Field of a request from which vLLM also takes `kv_transfer_params`."""
 
-# What a router asks of a prefill engine; the answer has the values for the decode engine.
+# Request to a prefill engine to lend blocks; its answer has the values for the decode engine.
 # Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, and the proxy of
 # vLLM's tests, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
 _LEND: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-# What else P computes: one token. OpenAI's responses name it in another way, and would be kept.
+# P generates one token. OpenAI's responses name that limit differently, and are stored by default.
 _ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "stream": False}
 _ONE_TOKEN_OF_RESPONSE: Mapping[str, Any] = {
     "max_output_tokens": 1,
@@ -47,7 +47,7 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, params: msgspec.Raw) -> Self | None:
-        """Read the address from the parameters of an answer; None where they have none."""
+        """Read the address from the parameters of an answer; None if they have none."""
         try:
             return msgspec.json.decode(params, type=cls)
         except msgspec.ValidationError:
@@ -92,12 +92,12 @@ def params_of_answer(body: bytes) -> msgspec.Raw | None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Request for a completion, of which only the outermost object is looked at.
+    """Request for a completion, of which only the outermost object is parsed.
 
     Attributes:
-        fields: Values by name, as the client wrote them, without the parameters of a transfer:
-            those are the proxy's, and no client's.
-        path: Path that it was sent to, which says what its fields mean.
+        fields: Values by name, as the client wrote them, but without the parameters of a transfer,
+            which only the proxy may set.
+        path: Path of the request, which determines what its fields mean.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -108,7 +108,7 @@ class Completion:
         """Read the body of a request to a path.
 
         Raises:
-            InvalidArgumentError: It is not a JSON object.
+            InvalidArgumentError: The body is not a JSON object.
         """
         try:
             fields = msgspec.json.decode(body.decode(), type=dict[str, msgspec.Raw])
@@ -117,7 +117,7 @@ class Completion:
             raise InvalidArgumentError("body", found, f"a JSON object: {exc}") from exc
         fields.pop(PARAMS, None)
         if EXTRA in fields:
-            with contextlib.suppress(msgspec.ValidationError):  # no object: the engine refuses it
+            with contextlib.suppress(msgspec.ValidationError):  # not an object: the engine refuses
                 extra = msgspec.json.decode(fields[EXTRA], type=dict[str, msgspec.Raw])
                 extra.pop(PARAMS, None)
                 fields[EXTRA] = _raw(extra)
@@ -125,10 +125,10 @@ class Completion:
 
     @property
     def needs_one_engine(self) -> str:
-        """Reason why no prefill engine is of use, as a metric has it; empty where one is.
+        """Reason why no prefill engine can help, as a label of a metric; empty if one can.
 
-        Of a batch of prompts an answer has the parameters of the first one only; what was said
-        before a response is known to the engine that gave it.
+        The answer to a batch of prompts has the parameters of the first prompt only. A previous
+        response is known only to the engine that gave it.
         """
         if bytes(self.fields.get("previous_response_id", b"null")) != b"null":
             return "previous_response"
@@ -139,14 +139,14 @@ class Completion:
         prompt = self.fields.get("prompt")
         if prompt is None or not _LIST_OF_PROMPTS.match(prompt):
             return False
-        try:  # the one element is not looked into, and a second one ends it
+        try:  # decodes no element, and stops at a second one
             msgspec.json.decode(prompt, type=tuple[msgspec.Raw])
         except msgspec.ValidationError:
             return True
         return False
 
     def prefill_body(self, ticket: str | None = None) -> bytes:
-        """Make the body of the prefill leg: one token, no stream, and the blocks are to be lent.
+        """Make the body of the prefill leg: one token, no stream, and a request to lend blocks.
 
         Args:
             ticket: Name of the lease; None lets the engine choose it.

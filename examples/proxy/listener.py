@@ -1,4 +1,4 @@
-"""Listener for clients that may be anybody: bounded in number, and silent ones make room."""
+"""Listener for untrusted clients: their number is bounded, and silent ones make room."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Accepts the connections of a server, and ends those from which no request comes in time.
+    """Listener of a server, which closes connections from which no request comes in time.
 
-    At the limit, and where no descriptor is left, the connection whose request has been expected
-    for longest is closed. Where none is, all are served, newcomers stay in the kernel's queue.
+    At the limit, or when no descriptor is left, it closes the connection whose request it has
+    awaited longest. If every connection is being served, new ones wait in the kernel's queue.
 
     Args:
         endpoint: Endpoint to listen at; every address of its host.
         make_protocol: Makes the protocol of a connection.
         timeout_s: Time for the first request of a connection to arrive.
-        max_connections: Most connections at a time.
+        max_connections: Maximum number of connections at a time.
 
     Attributes:
         endpoint: As given; port 0 becomes the real port.
@@ -49,7 +49,7 @@ class Listener:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, or about to be."""
+        """Number of connections that are open, or about to be."""
         return len(self._open) + len(self._beginning)
 
     async def start(self) -> None:
@@ -64,26 +64,26 @@ class Listener:
             self._resume(each)
 
     def stop(self) -> None:
-        """Accept no more connections; may be called again. Those that are open stay so."""
+        """Stop accepting connections; open ones stay open. May be called again."""
         for listening in self._listening:
             asyncio.get_running_loop().remove_reader(listening)
             listening.close()
         self._listening.clear()
 
     def expect(self, transport: asyncio.BaseTransport | None, timeout_s: float) -> None:
-        """Close a connection whose next request, or whose end, does not come in time."""
+        """Close a connection after `timeout_s`, unless its next request or its end comes before."""
         if transport in self._open:
             self.begin(transport)
             later = asyncio.get_running_loop().call_later
             self._expected[transport] = later(timeout_s, _abort, transport)
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:
-        """Note that a request has arrived; its answer has the time that it takes."""
+        """Note that a request has arrived; its answer may take any time."""
         if transport in self._expected:
             self._expected.pop(transport).cancel()
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take a connection; no task waits for one, which could lose it when it is cancelled."""
+        """Accept a connection, but not in a task, which could lose it when cancelled."""
         if self.num_connections >= self._max_connections and not self._close_silent():
             self._pause(listening, f"{self.num_connections} are open")
             return
@@ -106,7 +106,7 @@ class Listener:
         task.add_done_callback(self._beginning.discard)
 
     def _close_silent(self) -> bool:
-        """Close the connection whose request has been expected for longest; False without one."""
+        """Close the connection whose request was awaited longest; return False if there is none."""
         for transport in self._expected:
             self.begin(transport)
             _abort(transport)
@@ -137,7 +137,7 @@ class Listener:
 
 
 class _Connection(asyncio.Protocol):
-    """Protocol of a server, whose listener is told of the begin and the end of the connection."""
+    """Wrapper of a protocol that tells the listener when the connection begins and ends."""
 
     def __init__(self, listener: Listener, protocol: asyncio.Protocol) -> None:
         self._listener = listener

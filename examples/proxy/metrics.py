@@ -12,7 +12,7 @@ PREFILL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ProxyMetrics:
-    """Everything that the proxy counts."""
+    """Metrics of the proxy, and the registry that they are in."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -53,7 +53,7 @@ class ProxyMetrics:
         under_way.set_function(lambda: self.num_under_way)
 
     def text(self, engines: Mapping[str, Iterable[Engine]]) -> bytes:
-        """Format all of it, with the present state of the engines."""
+        """Format all metrics, with the current state of the engines."""
         for leg, members in engines.items():
             for engine in members:
                 self._ejected.labels(leg, engine.url).set(engine.ejected.is_set())

@@ -25,30 +25,30 @@ from kvxfer.runtime import end_tasks
 from kvxfer.text import printable
 
 MAX_DESCRIPTORS = 1 << 20
-"""Descriptors of a process, at most, where its limit is none: the default of Linux."""
+"""Maximum number of descriptors if the process has no limit: Linux's default, `fs.nr_open`."""
 HEAD_TIMEOUT_S = 20.0
 """Seconds for the head of the first request of a connection, as in Apache's mod_reqtimeout."""
 IDLE_TIMEOUT_S = 75.0
 """Seconds from one answer of a connection to the head of its next request, as in nginx."""
 NUM_SPARE_DESCRIPTORS = 32
-"""Descriptors for what is no request: the event loop, the log, probes of engines."""
+"""Descriptors not for requests but for the event loop, the log, and probes of engines."""
 
 LATE_PREFILL_S = 1.0
-"""Seconds for the prefill leg after the decode leg has ended; then nobody needs it any more."""
+"""Seconds by which a prefill leg may outlast its decode leg; after that, nobody needs it."""
 MAX_LOGGED_ID = 64
 PROMETHEUS = "text/plain; version=0.0.4"
 
 logger = logging.getLogger(__name__)
 
-# aiohttp would log what is malformed, word for word, with the keys in it.
+# aiohttp would log malformed requests word for word, with the API keys in them.
 _SILENT = logging.Logger("examples.proxy.silent", logging.CRITICAL)  # noqa: LOG001 - in no tree
 
 
 class NoParamsError(KVXferError):
-    """Prefill leg whose answer is of no use to a decode engine.
+    """Prefill leg that gave no parameters for the decode leg.
 
     Attributes:
-        reason: Why not, as a metric has it.
+        reason: Cause, as a label of a metric.
     """
 
     def __init__(self, reason: str) -> None:
@@ -68,7 +68,7 @@ class Proxy:
         self.metrics = ProxyMetrics()
         self._config = config
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._legs: set[asyncio.Task[Any]] = set()  # of prefill engines, beside decode legs
+        self._legs: set[asyncio.Task[Any]] = set()  # prefill legs that overlap a decode leg
         self._is_ending = False
         self._is_closed = False
         self._closing = asyncio.Lock()
@@ -113,9 +113,9 @@ class Proxy:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop listening, give requests under way their time, and end those that are left.
+        """Stop listening, drain requests in progress, and cancel those that are left.
 
-        May be called again; a call while another one runs waits for the same end.
+        May be called again; concurrent calls wait for the same end.
         """
         async with self._closing:
             if not self._is_closed:
@@ -159,9 +159,9 @@ class Proxy:
 
     @web.middleware
     async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Leave a request its time once all of it is there, and the next one a time to come."""
+        """Let a request that has arrived take its time, and limit the wait for the next one."""
         if request.can_read_body:
-            # A body has deadlines of its own; until it is there, it makes room for other clients.
+            # A body has deadlines of its own; until it has arrived, other clients may displace it.
             self._listener.expect(request.transport, self._config.timeout_s + IDLE_TIMEOUT_S)
         else:
             self._listener.begin(request.transport)
@@ -186,7 +186,7 @@ class Proxy:
     def _counted(
         self, handle: Callable[[Client, float], Awaitable[None]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Wrap a handler that gets the client and the deadline: counts, and answers errors."""
+        """Wrap a handler of a client and a deadline: count its requests, and answer its errors."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             client, outcome = Client(request), "cancelled"
@@ -207,7 +207,7 @@ class Proxy:
     async def _answer(
         self, client: Client, handle: Callable[[Client, float], Awaitable[None]]
     ) -> tuple[str, web.StreamResponse]:
-        """Answer a request; returns its outcome, as the metric has it, and the answer."""
+        """Answer a request; return its outcome, as a label of a metric, and the answer."""
         deadline_s = asyncio.get_running_loop().time() + self._config.timeout_s
         if self._is_ending:
             status = HTTPStatus.SERVICE_UNAVAILABLE
@@ -223,7 +223,7 @@ class Proxy:
             message = f"no complete answer within {self._config.timeout_s:g} s"
             return "timed_out", client.refuse(HTTPStatus.GATEWAY_TIMEOUT, message)
         except ConnectionResetError:
-            assert client.answer is not None  # which was being written
+            assert client.answer is not None  # it was being written
             return "cancelled", client.answer
         except Exception:
             logger.exception("a request failed in the proxy")
@@ -281,11 +281,11 @@ class Proxy:
         try:
             await self._pass_on(client, completion.decode_body(lender.params(ticket)), deadline_s)
             late_s = LATE_PREFILL_S
-        finally:  # the client has its answer, and waits for no prefill engine
+        finally:  # the client has its answer: do not keep it waiting for the prefill engine
             asyncio.get_running_loop().call_later(late_s, leg.cancel)
 
     def _end_leg(self, leg: "asyncio.Task[msgspec.Raw]") -> None:
-        """Forget a prefill leg beside a decode leg; its failure is no error."""
+        """Forget a prefill leg that overlapped a decode leg; its failure is no error."""
         self._legs.discard(leg)
         if not leg.cancelled() and (exc := leg.exception()) is not None:
             logger.debug("the prefill leg of an overlapped request failed: %s", exc)
@@ -301,10 +301,10 @@ class Proxy:
     async def _lend(
         self, client: Client, body: bytes, deadline_s: float, engine: Engine
     ) -> msgspec.Raw:
-        """Run a prefill leg; returns the parameters for the decode leg.
+        """Run a prefill leg; return the parameters for the decode leg.
 
         Raises:
-            NoParamsError: There are none; the engine failed, refused, or was too slow.
+            NoParamsError: There are none, or the engine failed, refused, or was too slow.
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
@@ -333,10 +333,10 @@ class Proxy:
         return params
 
     async def _pass_on(self, client: Client, body: bytes | None, deadline_s: float) -> None:
-        """Run the decode leg, with another engine as long as none has begun to answer.
+        """Run the decode leg, with one engine after the other until one begins to answer.
 
         Raises:
-            RefusedError: No decode engine could be reached and did not fail.
+            RefusedError: Every decode engine failed or could not be reached.
             EngineFailedError: The engine broke off its answer.
             EngineTimeoutError: The deadline passed.
         """
@@ -365,7 +365,7 @@ class Proxy:
 
 
 def _max_connections() -> int:
-    """Most connections of clients: with one to an engine of either kind for each."""
+    """Compute how many clients to accept: each may need a connection to an engine of either leg."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = MAX_DESCRIPTORS

@@ -14,7 +14,7 @@ from examples.storages.storages import Storage, find_storages
 
 
 class Results:
-    """Plug-in of pytest that counts what passes, by class, and lists what fails."""
+    """Plug-in of pytest that counts outcomes, and lists the tests that fail, by class."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -41,7 +41,7 @@ def damage(storages: Sequence[Storage]) -> list[str]:
 def faults(storages: Sequence[Storage]) -> list[str]:
     """Inject all faults; return the lines of a table with a column for each kind of caller.
 
-    What only some of the storages do has their names.
+    Where storages differ, each result names its storages.
     """
     lines = _head(list(CALLERS))
     for each in INJECTIONS:
@@ -62,7 +62,7 @@ def _head(names: Sequence[str]) -> list[str]:
 
 
 def conformance(storages: Sequence[Storage]) -> list[str]:
-    """Run the conformance suite; return a line for each storage, and those for what failed."""
+    """Run the conformance suite; return a line for each storage, and for each test that failed."""
     results = Results()
     suite = str(Path(__file__).with_name("conformance.py"))
     ours = ["addopts=--import-mode=importlib", "filterwarnings=default"]
@@ -86,7 +86,7 @@ SECTIONS: Mapping[str, Callable[[Sequence[Storage]], list[str]]] = {
 
 
 def main() -> None:
-    """Print what was asked for, or all of it."""
+    """Print the sections that were asked for, by default all."""
     parser = argparse.ArgumentParser(prog="python -m examples.storages", description=__doc__)
     rule = f"{', '.join(SECTIONS)}; all by default"
     parser.add_argument(

@@ -14,14 +14,14 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 
 DEADLINE_S = 1.0
 PATIENCE_S = 2.0
-"""Time after which there is no answer, for a caller without a deadline."""
+"""How long a caller without a deadline may wait before the table says that it gets no answer."""
 
 SEED = 3
-"""Seed with which a fault of every second block hits some of the four, and not all."""
+"""Seed with which a fault rate of 0.5 hits some of the four blocks, but not all."""
 
 OF_BLOCKS = {Fault.FAILURE, Fault.FLIP}
 CALLERS = {"with a deadline": DEADLINE_S, "without, as LMCache and SGLang call theirs": None}
-"""Callers by the heads of their columns, and their deadlines."""
+"""Deadlines of the callers, by the heads of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +54,26 @@ class Injection:
 
 
 class Caller:
-    """Engine above a storage, which uses memory again that it was given back."""
+    """Engine above a storage, which reuses the memory that was reported safe."""
 
     def __init__(self, caches: Caches, faulty: FaultyBackend, engine: TransferEngine) -> None:
         self._caches, self._faulty, self._engine = caches, faulty, engine
         self._outcomes: list[Outcome] = []
 
     async def store(self) -> list[str]:
-        """Store the bytes of each key; say of each block what the outcome is."""
+        """Store the bytes of each key; describe the outcome of each block."""
         self._caches.write(KEYS)
         self._outcomes = await self._engine.store(KEYS, [range(len(KEYS))])
         return ["stored" if each.done else _name(each) for each in self._outcomes]
 
     async def load(self) -> list[str]:
-        """Load; say of each block what it is."""
+        """Load all blocks; describe the result of each."""
         self._caches.write([])
         self._outcomes = await self._engine.load(KEYS, [range(len(KEYS))])
         return self._caches.compare(KEYS, self._outcomes)
 
     async def under_fault(self, call: Coroutine[Any, Any, list[str]]) -> str:
-        """Make a call, use what memory is free, then end the fault, and say what became of all."""
+        """Make a call, reuse the memory that is safe, end the fault, and describe the result."""
         waiting = asyncio.ensure_future(call)
         await asyncio.wait([waiting], timeout=PATIENCE_S)
         if not waiting.done():
@@ -103,7 +103,7 @@ class Caller:
 
 
 def _summary(found: Sequence[str], hit: set[BlockKey]) -> str:
-    """Say what the blocks that were hit are, and the others."""
+    """Describe the blocks that were hit, and the others if they differ."""
     those = {each for key, each in zip(KEYS, found, strict=True) if key in hit}
     others = {each for key, each in zip(KEYS, found, strict=True) if key not in hit} - those
     text = " or ".join(sorted(those))

@@ -1,4 +1,4 @@
-"""L2 adapters of LMCache as backends: its own `fs`, and that of kvxfer."""
+"""L2 adapters of LMCache as backends: LMCache's own `fs`, and kvxfer's."""
 
 import select
 import threading
@@ -21,12 +21,12 @@ LIMIT_S = 30
 
 
 class LMCacheAdapter(WrappedStorage):
-    """L2 adapter of LMCache, whose keys have the name of the model and no more of it."""
+    """L2 adapter of LMCache, whose keys identify a model by its name alone."""
 
     def __init__(self, adapter: L2AdapterInterface, folder: Path, namespace: Namespace) -> None:
         super().__init__(folder, namespace)
         self._adapter = adapter
-        self._lock = threading.Lock()  # whoever waits takes the event of whichever task has ended
+        self._lock = threading.Lock()  # an event does not say which task has ended
         self._dtype = getattr(torch, namespace.dtype) if namespace.dtype else torch.uint8
 
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:

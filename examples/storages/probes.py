@@ -1,4 +1,4 @@
-"""Probes: what a storage makes of damaged files, killed processes, and others' blocks."""
+"""Probes: how a storage handles damaged files, killed processes, and blocks of other engines."""
 
 import asyncio
 import multiprocessing
@@ -34,8 +34,8 @@ class Probe:
     """Probe of a storage.
 
     Attributes:
-        what: What is done to it, as the table says it.
-        run: Does it in a folder; returns what came of it, in bold where it is wrong.
+        what: Damage that is done, as the table says it.
+        run: Does the damage in a folder; returns the result, in bold if it is wrong.
     """
 
     what: str
@@ -59,7 +59,7 @@ class Caches:
         return await backend.store(keys, self.memory.describe(0, range(len(keys))))
 
     async def load(self, backend: Backend, keys: Sequence[BlockKey]) -> list[str]:
-        """Load; say of each block what it is."""
+        """Load blocks; describe the result of each."""
         self.write([])
         outcomes = await backend.load(keys, self.memory.describe(0, range(len(keys))))
         found = self.compare(keys, outcomes)
@@ -74,7 +74,7 @@ class Caches:
         write_payloads(self.memory.describe(0, range(self.memory.num_blocks)), payloads)
 
     def compare(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> list[str]:
-        """Say of each block what it is: its bytes, others, or what the outcome says."""
+        """Describe each block: its own bytes, other bytes, or its status if it is not done."""
         payloads = read_payloads(self.memory.describe(0, range(len(keys))))
         return [
             (RIGHT if payload == make_payload(key, self.num_bytes) else WRONG)
@@ -111,12 +111,12 @@ def flip(file: Path, _: Path) -> None:
 
 
 def truncate(file: Path, _: Path) -> None:
-    """Cut the end off."""
+    """Cut off the end."""
     os.truncate(file, file.stat().st_size - SIZE // 2)
 
 
 def empty(file: Path, _: Path) -> None:
-    """Leave nothing of it."""
+    """Truncate the file to nothing."""
     os.truncate(file, 0)
 
 
@@ -133,7 +133,7 @@ def other_namespace(theirs: Caches, ours: Caches) -> Run:
             await theirs.store(backend, KEYS[:1])
         async with storage.open(folder, ours.namespace) as backend:
             [found] = await ours.load(backend, KEYS[:1])
-            # Bytes that are the same all the same are those of another engine here.
+            # Even bytes that happen to be equal are those of another engine.
             return GOOD if found == GOOD else WRONG
 
     return run
@@ -184,7 +184,7 @@ async def killed(storage: Storage, folder: Path) -> str:
 
 
 def _kill_in_store(storage: Storage, folder: Path) -> bool:
-    """Kill a process that stores while it is writing a file; return whether that came about."""
+    """Kill a process while it is writing a file of a store; return whether that succeeded."""
     context = multiprocessing.get_context("spawn")
     for _ in range(ROUNDS):
         storing = context.Process(target=_store_large, args=(storage, folder))
@@ -215,7 +215,7 @@ def _store_large(storage: Storage, folder: Path) -> None:
 
 
 async def two_writers(storage: Storage, folder: Path) -> str:
-    """Store other bytes under one key at once, as engines do whose results differ in a bit."""
+    """Store different bytes under one key at once, as engines whose results differ in a bit do."""
     results = set()
     for number in range(ROUNDS):
         key, ready = make_block_key(bytes([100 + number]) * 32, 0), threading.Barrier(2)
@@ -237,7 +237,7 @@ async def two_writers(storage: Storage, folder: Path) -> str:
 def _store_filled(
     storage: Storage, folder: Path, key: BlockKey, byte: int, ready: threading.Barrier
 ) -> bool:
-    """Store a block of equal bytes when the other writer is ready, too."""
+    """Store a block filled with one byte, once both writers are ready."""
     caches = Caches(LARGE)
 
     async def store() -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-with contextlib.suppress(ImportError):  # in kvxfer's repository: for packages not needed here
+with contextlib.suppress(ImportError):  # in kvxfer's repository: stubs of packages not needed here
     import tests.sglang.import_stubs  # noqa: F401
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
@@ -16,7 +16,7 @@ from kvxfer.storage import group_of
 
 
 class HiCacheFiles(WrappedStorage):
-    """SGLang's storage in files; its names have that of the model."""
+    """SGLang's storage in files, whose names contain that of the model."""
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
         super().__init__(folder, namespace)
@@ -40,7 +40,7 @@ class HiCacheFiles(WrappedStorage):
         return [self._storage.set(name, _tensor(bytearray(value))) for name, value in pairs]
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """See `BytesBackend.get`. An error is what SGLang's controller makes of it: no page."""
+        """See `BytesBackend.get`. An error counts as a missing page, as in SGLang's controller."""
         return [self._get_one(name) for name in names]
 
     def has(self, names: Sequence[str]) -> list[bool]:
@@ -48,7 +48,7 @@ class HiCacheFiles(WrappedStorage):
         return [self._storage.exists(name) for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `BytesBackend.remove`. SGLang can only clear all of it."""
+        """See `BytesBackend.remove`. SGLang itself can only clear the whole storage."""
         for name in names:
             for path in self.folder.glob(f"{name}*"):
                 path.unlink(missing_ok=True)  # another task may have removed it

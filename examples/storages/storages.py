@@ -1,4 +1,4 @@
-"""Storages that are tested: how each is opened, and which files it makes."""
+"""Storages under test: how each is opened, and which files it creates."""
 
 import importlib
 import importlib.metadata
@@ -24,7 +24,7 @@ class Storage:
 
 
 def file_of(folder: Path, key: BlockKey) -> Path:
-    """Find the file of a block: its name has the key's digits."""
+    """Find the file of a block: its name contains the key in hex."""
     (found,) = [each for each in folder.rglob(f"*{key.hex()}*") if each.suffix != ".tmp"]
     return found
 

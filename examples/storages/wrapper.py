@@ -1,4 +1,4 @@
-"""Storages of others as backends of kvxfer, with their own keys and without its checksums."""
+"""Third-party storages as backends, with their own keys and without kvxfer's checksums."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from kvxfer.storage.integrity import Integrity
 
 
 class WrappedStorage(BytesBackend):
-    """Backend over a storage of others in files, which is to be tested: it gets bytes alone.
+    """Backend over a third-party storage in files, which gets nothing but names and bytes.
 
     Args:
-        namespace: Namespace of the blocks. A storage gets of it what its own keys have.
+        namespace: Namespace of the blocks. A storage gets only the fields that its keys have.
     """
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
@@ -18,5 +18,5 @@ class WrappedStorage(BytesBackend):
         self.folder = folder
 
     def name_of(self, key: BlockKey) -> str:
-        """See `BytesBackend.name_of`. The key alone: it is the storage that is tested."""
+        """See `BytesBackend.name_of`. Only the key, since the storage itself is under test."""
         return key.hex()
