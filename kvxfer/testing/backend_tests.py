@@ -218,7 +218,7 @@ class BackendTests(BackendSuite):
                 outcomes = await load
                 assert_done_are(outcomes, target, payloads, otherwise=Status.MISSING)
                 found = await backend.lookup(keys)
-                assert all(map(operator.or_, deleted, found)), "neither removed nor there"
+                assert all(map(operator.or_, deleted, found)), "neither deleted nor found"
                 await backend.delete(keys)
                 assert await backend.lookup(keys) == [False] * len(keys)
                 await store_generated(backend, keys, memory.describe(0, range(8)))
@@ -295,7 +295,7 @@ class BackendTests(BackendSuite):
             for field, value in (values | {"parallel": {"tp_size": 2}}).items():
                 another = msgspec.structs.replace(namespace, **{field: value})
                 async with await self.make_backend(another) as theirs:
-                    assert await theirs.lookup(keys) == [False, False], f"{field} is not in it"
+                    assert await theirs.lookup(keys) == [False, False], f"{field} is not part of it"
                     outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
                     assert statuses(outcomes) == [Status.MISSING] * 2
                     assert await theirs.delete(keys) == [False, False]
@@ -311,7 +311,7 @@ class BackendTests(BackendSuite):
         async with self.opened(0) as (backend, memory, _):
             stored = dict[BlockKey, bytes]()
             for key in keys:
-                assert await backend.lookup([key]) == [False], f"{key!r} is another block"
+                assert await backend.lookup([key]) == [False], f"{key!r} found another block"
                 outcomes = await backend.load([key], memory.describe(0, [1]))
                 assert statuses(outcomes) == [Status.MISSING]
                 assert await backend.delete([key]) == [False]
@@ -351,7 +351,7 @@ class BackendTests(BackendSuite):
 
         for turns in range(4):
             async with await self.make_backend(memory.namespace()) as backend:
-                assert backend.outlives_process, "its class says that its blocks do not"
+                assert backend.outlives_process, "outlives_process is False"
                 kept, *others = make_keys(3, first=3 * turns)
                 await store_generated(backend, others, memory.describe(0, range(2)))
                 await backend.flush()

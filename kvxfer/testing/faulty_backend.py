@@ -309,7 +309,7 @@ async def until_set(event: threading.Event) -> None:
     """Wait until any thread sets an event, for at most ten seconds."""
     waiting = partial(event.wait, UNTIL_WAITING_TIMEOUT_S)
     if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
-        raise TimeoutError("no call hangs, or is held")
+        raise TimeoutError(f"no call was held within {UNTIL_WAITING_TIMEOUT_S:g} s")
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

@@ -156,7 +156,7 @@ class BackendStateMachine(RuleBasedStateMachine):
     def _expect_loaded(self, key: BlockKey, loaded: bytes) -> None:
         versions = self.model.get(key, set())
         fitting = {v for v in versions if self._payload(key, v).endswith(loaded)}
-        assert fitting, f"{key!r} has bytes of none of the versions {sorted(versions)}"
+        assert fitting, f"the bytes of {key!r} match none of the versions {sorted(versions)}"
         self.model[key] = fitting
 
     def _expect_missing(self, key: BlockKey) -> None:

@@ -616,7 +616,7 @@ async def test_the_suite_catches_a_backend_that_ignores_a_field_of_the_namespace
         async def make_backend(self, namespace: Namespace) -> Backend:
             return KeptBackend(shelf, msgspec.structs.replace(namespace, **ignored))
 
-    with pytest.raises(AssertionError, match=f"{field} is not in it"):
+    with pytest.raises(AssertionError, match=f"{field} is not part of it"):
         await Wrong().test_namespaces_never_see_each_other()
 
 

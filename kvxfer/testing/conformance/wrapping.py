@@ -57,7 +57,7 @@ class WrapperTests(ABC):
         self, call: str, fault: str
     ) -> None:
         if call not in self.moving:
-            pytest.skip(f"its {call} moves no bytes")
+            pytest.skip(f"{call} of this backend moves no bytes")
         memory = make_memory()
         namespace, keys = memory.namespace(), make_keys(4)
         inner = _Watched(namespace)
@@ -77,7 +77,7 @@ class WrapperTests(ABC):
                 first = backend.lookup(keys[:1])
             ended = await _end_when_late(first, faulty)
             is_ours = any(overlap(given, late) for late in faulty.late)
-            assert not is_ours or not ended or not ended[0].memory_safe, "said to be safe"
+            assert not is_ours or not ended or not ended[0].memory_safe, "reported safe too early"
             faulty.rates = FaultRates()
             inner.seen.clear()
             target = memory.describe(0, [11])
@@ -85,10 +85,10 @@ class WrapperTests(ABC):
             assert statuses(await backend.load(keys[1:2], target)) == [Status.DONE]
             assert statuses(await backend.store(keys[3:], memory.describe(0, [3]))) == [Status.DONE]
             for seen in inner.seen:
-                assert not any(overlap(seen, late) for late in faulty.late), "used too early"
+                assert not any(overlap(seen, late) for late in faulty.late), "used before drain"
             drained = asyncio.ensure_future(backend.drain())
             await asyncio.sleep(0)
-            assert not drained.done(), "drained before the memory is quiet"
+            assert not drained.done(), "drain returned while memory was in use"
             faulty.release()
             await drained
             assert read_payloads(target) == payloads[1:2]

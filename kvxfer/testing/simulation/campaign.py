@@ -122,11 +122,11 @@ def _report(scenario: Scenario, failed: _Ended) -> str:
     return "\n".join(
         [
             f"FAILED: {scenario.name}, seed {failed.seed}: {found}",
-            f"the shortest plan that fails alike, of {len(steps)} steps:",
+            f"shortest plan that fails the same way, {len(steps)} steps:",
             *(f"    {step}" for step in steps),
-            "and what happens then:",
+            "end of its trace:",
             *(f"    {line}" for line in shortest.trace[-LAST_LINES:]),
-            f"again: the same command with --scenario {scenario.name} --seed {failed.seed}",
+            f"to run it again, add --scenario {scenario.name} --seed {failed.seed} to the command",
         ]
     )
 
@@ -177,7 +177,7 @@ def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> in
         if ended.violations:
             _say(_report(scenario, ended))
         else:
-            _say(f"{scenario.name}, seed {seed}: nothing is wrong, {ended.digest}")
+            _say(f"{scenario.name}, seed {seed}: no violation, digest {ended.digest}")
     return int(num_failed > 0)
 
 
@@ -256,11 +256,11 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     names = ", ".join(each.name for each in scenarios)
     parser.add_argument("--scenario", default="", help=f"one of {names}; all by default")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seconds", type=float, default=0.0, help="most time for all of them")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seconds", type=float, default=0.0, help="time limit for all seeds")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
-    parser.add_argument("--trace", action="store_true", help="and print all that happens")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print its trace")
     given = parser.parse_args(arguments)
     require_positive("processes", given.processes)
     require_number("seconds", given.seconds)

@@ -84,7 +84,7 @@ class FaultyTier(FaultInjector):
         if (purgeable := self.inner.provide(Purgeable)) is not None:
             await self._call("purge", [], partial(purgeable.purge, prefix))
             return
-        raise BackendUnavailableError("it cannot purge")
+        raise BackendUnavailableError(f"{self.name} cannot purge")
 
     async def drain(self) -> None:
         """See `Backend.drain`."""

@@ -305,10 +305,10 @@ class Scheduler:
             if due := [each.due for each in self._threads if each.due is not None]:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
-                self._main.error = StuckError(f"all wait, and no deadline is set\n{self.stacks()}")
+                self._main.error = StuckError(f"all threads wait for ever\n{self.stacks()}")
                 self._make_ready(self._main)
             else:
-                raise AssertionError("nobody can go on")
+                raise AssertionError("no thread can run")
         chosen = able[self.random.randrange(len(able)) if len(able) > 1 else 0]
         self._ready.remove(chosen)
         return chosen
