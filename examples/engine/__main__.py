@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
     engine = open_engine(options.model, options.backend, VLLMKeys() if options.with_vllm else None)
     with engine.transfers:
         for prompt, request in zip(prompts, engine.generate(prompts, options.tokens), strict=True):
-            print(f"{request.num_reused} of {len(prompt)} tokens were there:")
+            print(f"{request.num_reused} of {len(prompt)} tokens were reused:")
             print(tokenizer.decode(request.tokens[len(prompt) :]).strip(), end="\n\n")
 
 

@@ -20,7 +20,7 @@ MAX_REQUESTS, MAX_TOKENS, LAYOUT = 8, 512, "block kv token head dim"  # per step
 def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **step: Any) -> Any:
     """Write keys and values `(1, heads, tokens, head_dim)` to slots, and attend to blocks."""
     if odd := [n for n in ("sliding_window", "softcap", "s_aux") if step.get(n) is not None]:
-        raise NotImplementedError(f"the model has {odd[0]}; only attention to all tokens is known")
+        raise NotImplementedError(f"the model has {odd[0]}; only full attention is supported")
     cache, slots, scale = step["kv_caches"][module.layer_idx], step["slots"], step["scaling"]
     size, out = cache.shape[2], []
     for kv, states in enumerate((key, value)):
@@ -105,7 +105,7 @@ class Engine:
         num_blocks: int = 64,
     ) -> None:
         if not all(getattr(model.config, n, 0) for n in ("num_key_value_heads", "head_dim")):
-            raise NotImplementedError(f"{type(model).__name__} does not say what its KV heads are")
+            raise NotImplementedError(f"the config of {type(model).__name__} lacks its KV heads")
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         names = tuple(f"model.layers.{i}" for i in range(model.config.num_hidden_layers))
         shape = (num_blocks, 2, tokens_per_block, heads, dim)
@@ -130,7 +130,7 @@ class Engine:
         """Add a request to generate `num_tokens` after a prompt."""
         request = Request(list(prompt), len(prompt) + num_tokens)
         if not prompt or num_tokens < 1 or request.stop > self.max_length:
-            raise ValueError(f"{len(prompt)} + {num_tokens} tokens: 1 to {self.max_length} in all")
+            raise ValueError(f"{len(prompt)} + {num_tokens} tokens; 1 to {self.max_length} fit")
         self._wait(request)
         return request
 
@@ -156,7 +156,7 @@ class Engine:
         requests, end = [self.add(p, num_tokens) for p in prompts], time.monotonic() + timeout_s
         while self.waiting or self.loading or self.running:
             if time.monotonic() > end:
-                raise TimeoutError(f"not all requests have ended in {timeout_s} s")
+                raise TimeoutError(f"the requests did not end within {timeout_s} s")
             self.step()
             time.sleep(0 if self.running else 0.001)  # until a lookup or a load has ended
         return requests

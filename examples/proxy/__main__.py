@@ -60,7 +60,7 @@ def _parser() -> CommandLine:
         prog=PROGRAM,
         description="Route requests for completions to vLLM's OpenAI servers: the prompt is "
         "computed by a prefill engine and continued by a decode engine. SIGTERM or Ctrl-C ends "
-        "the process once no request is under way any more, a second signal at once.",
+        "the process once no request is in progress; a second signal ends it at once.",
         epilog=exit_statuses("when a signal ended it"),
     )
     for option, task in (("prefill", "compute prompts"), ("decode", "continue them")):
@@ -89,9 +89,9 @@ def _parser() -> CommandLine:
         (
             "prefill-timeout",
             "60s",
-            "time for its prompt, after which the decode engine computes it",
+            "time for its prompt; then the decode engine computes it",
         ),
-        ("drain-timeout", "20s", "time to wait at the end for requests under way"),
+        ("drain-timeout", "20s", "time for requests in progress after a first signal"),
     ):
         explained = f"{meaning}; default {default}"
         parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
@@ -99,7 +99,7 @@ def _parser() -> CommandLine:
         "--max-body",
         default="64MiB",
         metavar="SIZE",
-        help="size of a request's body at most; default 64MiB",
+        help="largest body of a request; default 64MiB",
     )
     add_log_level(parser)
     return parser
@@ -109,7 +109,7 @@ async def _route(proxy: "Proxy") -> None:
     asked_to_end = stop_signal()
     async with proxy:
         await asked_to_end.wait()
-    logger.info("ended")
+    logger.info("the proxy has ended")
 
 
 if __name__ == "__main__":

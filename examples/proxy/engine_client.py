@@ -174,7 +174,7 @@ class EnginePool:
             lambda: self._session.get(f"{engine.url}/health", timeout=timeout)
         ) as answer:
             if answer.status != HTTPStatus.OK:
-                raise EngineFailedError(f"its health has status {answer.status}")
+                raise EngineFailedError(f"/health answered with status {answer.status}")
 
 
 async def _reach(call: Callable[[], Awaitable[T]]) -> T:

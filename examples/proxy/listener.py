@@ -85,7 +85,7 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         """Accept a connection, but not in a task, which could lose it when cancelled."""
         if self.num_connections >= self._max_connections and not self._close_silent():
-            self._pause(listening, f"{self.num_connections} are open")
+            self._pause(listening, f"{self.num_connections} connections are open and busy")
             return
         try:
             connection, _ = listening.accept()
@@ -116,7 +116,7 @@ class Listener:
     def _pause(self, listening: socket.socket, reason: object) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._log_at_s:
-            logger.warning("connections to %s wait: %s", self.endpoint, reason)
+            logger.warning("new connections to %s have to wait: %s", self.endpoint, reason)
             self._log_at_s = loop.time() + LOG_PAUSE_S
         loop.remove_reader(listening)
         loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)

@@ -126,12 +126,13 @@ class Proxy:
         self._is_ending = True
         self._listener.stop()
         if self._under_way:
-            logger.info("draining: requests under way: %d", len(self._under_way))
-            _, late = await asyncio.wait(self._under_way, timeout=self._config.drain_timeout_s)
+            timeout_s = self._config.drain_timeout_s
+            logger.info("draining for %g s; requests: %d", timeout_s, len(self._under_way))
+            _, late = await asyncio.wait(self._under_way, timeout=timeout_s)
             for task in late:
                 task.cancel()
             if late:
-                logger.warning("cut off requests still under way: %d", len(late))
+                logger.warning("cancelled requests still in progress: %d", len(late))
                 await asyncio.wait(late)
         await end_tasks(self._legs)
         await self._runner.cleanup()
@@ -180,7 +181,7 @@ class Proxy:
         return web.Response(body=self.metrics.text(engines), headers=content_type)
 
     async def _not_found(self, request: web.Request) -> web.Response:
-        message = f"there is no {request.method} {request.path} here"
+        message = f"the proxy does not serve {request.method} {request.path}"
         return error_response(HTTPStatus.NOT_FOUND, message, request.path)
 
     def _counted(
@@ -211,7 +212,7 @@ class Proxy:
         deadline_s = asyncio.get_running_loop().time() + self._config.timeout_s
         if self._is_ending:
             status = HTTPStatus.SERVICE_UNAVAILABLE
-            return "refused", client.refuse(status, "the proxy is about to end")
+            return "refused", client.refuse(status, "the proxy is shutting down")
         try:
             await handle(client, deadline_s)
         except RefusedError as exc:
@@ -295,7 +296,7 @@ class Proxy:
     ) -> None:
         self.metrics.decoded_alone.labels(reason).inc()
         request_id = printable(client.request_id, MAX_LOGGED_ID)
-        logger.info("decoding %s alone: %s", request_id, reason)
+        logger.info("no prefill leg for request %s: %s", request_id, reason)
         await self._pass_on(client, completion.decode_body(None), deadline_s)
 
     async def _lend(
@@ -359,7 +360,7 @@ class Proxy:
                 if client.answer is not None:
                     raise
                 reason = exc.reason
-        logger.warning("no decode engine answered; tried: %d, the last one: %s", len(tried), reason)
+        logger.warning("no decode engine answered; tried: %d, last failure: %s", len(tried), reason)
         message = f"none of {len(tried)} decode engines answered"
         raise RefusedError(HTTPStatus.BAD_GATEWAY, message)
 

@@ -90,7 +90,7 @@ class Caller:
         await self._engine.drain()
         if any(read_payloads(blocks)[index] != other for index in free):
             return f"{text}, **and memory of others is written**"
-        return text if len(free) == len(KEYS) else f"{text}, its memory kept until that is over"
+        return text if len(free) == len(KEYS) else f"{text}, its memory kept until the call ends"
 
     def what_was_hit(self) -> set[BlockKey]:
         """Find the blocks that were hit: some, or all of a call."""

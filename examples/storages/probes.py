@@ -23,7 +23,7 @@ LIMIT_S = 5.0
 ROUNDS = 6
 KEYS = [make_block_key(bytes([number]) * 32, 0) for number in range(4)]
 
-GOOD, RIGHT, WRONG = "a miss", "its bytes", "**other bytes, called loaded**"
+GOOD, RIGHT, WRONG = "a miss", "its bytes", "**wrong bytes, reported as loaded**"
 
 
 Run = Callable[[Storage, Path], Coroutine[Any, Any, str]]
@@ -230,7 +230,7 @@ async def two_writers(storage: Storage, folder: Path) -> str:
             content = set(read_payloads(blocks)[0])
         results.add("**a mixture**" if loaded.done and len(content) > 1 else "one of them")
         if not all(outcomes):
-            results.add("**a store is called failed**")
+            results.add("**a store is reported as failed**")
     return "; ".join(sorted(results, reverse=True))
 
 
@@ -252,7 +252,7 @@ def _store_filled(
 
 PROBES = (
     Probe("a bit of the file is flipped", damaged(flip)),
-    Probe("the file lacks its end", damaged(truncate)),
+    Probe("the file is truncated", damaged(truncate)),
     Probe("the file is empty", damaged(empty)),
     Probe("the file is that of another block", damaged(swap)),
     Probe("stored with blocks of twice the size", other_namespace(Caches(2 * SIZE), Caches())),
@@ -261,8 +261,8 @@ PROBES = (
         "stored with other weights of the model", other_namespace(Caches(revision="b"), Caches())
     ),
     Probe("a process is killed in the middle of a store", killed),
-    Probe("two writers store other bytes under one key", two_writers),
-    Probe("one of a batch is missing", partly_missing),
+    Probe("two writers store different bytes under one key", two_writers),
+    Probe("a block of the batch is missing", partly_missing),
     Probe("opening the file blocks", blocked),
 )
 """All probes, in the order of the table."""

@@ -187,25 +187,25 @@ def test_the_second_run_computes_the_rest_only_and_all_with_another_configuratio
     arguments = ("--model", str(copied), "--backend", f"file://{tmp_path}/kv?capacity=64MiB", text)
     command(monkeypatch, *arguments)
     first = capsys.readouterr().out
-    assert first.startswith("0 of 200 tokens were there:")
+    assert first.startswith("0 of 200 tokens were reused:")
     command(monkeypatch, *arguments)
     assert capsys.readouterr().out == first.replace("0 of", "128 of", 1)
     config = json.loads((copied / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] *= 2
     (copied / "config.json").write_text(json.dumps(config))
     command(monkeypatch, *arguments)
-    assert capsys.readouterr().out.startswith("0 of 200 tokens were there:")
+    assert capsys.readouterr().out.startswith("0 of 200 tokens were reused:")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--backend", "foo://", "1"), "backend is 'foo'; expected one of: "),
-        (("--backend", HOST, "--tokens", "0", "1"), "1 + 0 tokens: 1 to 8064 in all"),
-        (("--backend", HOST, ""), "0 + 32 tokens: 1 to 8064 in all"),
+        (("--backend", HOST, "--tokens", "0", "1"), "1 + 0 tokens; 1 to 8064 fit"),
+        (("--backend", HOST, ""), "0 + 32 tokens; 1 to 8064 fit"),
         (("--backend", HOST, "--with-vllm", "1"), "which vLLM has opened before; it has none"),
         (("--backend", HOST, "--model", "/nowhere", "1"), "--model is '/nowhere'; expected a fold"),
-        (("--backend", HOST, "--model", "{}/gpt2", "1 2"), "GPT2LMHeadModel does not say what its"),
+        (("--backend", HOST, "--model", "{}/gpt2", "1 2"), "of GPT2LMHeadModel lacks its KV heads"),
     ],
 )
 def test_what_cannot_be_used_is_named_in_a_line(

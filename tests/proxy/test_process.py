@@ -52,12 +52,12 @@ async def test_a_request_under_way_is_finished_after_sigterm_and_the_status_is_0
             body = json.dumps({**BODY, "stream": True})
             async with session.post(url + COMPLETIONS, data=body) as response:
                 proxy.send_signal(signal.SIGTERM)
-                await wait_for("draining: requests under way: 1")
+                await wait_for("draining for 20 s; requests: 1")
                 with pytest.raises(aiohttp.ClientConnectorError):
                     await session.get(url + "/health")
                 decode.may_go_on.set()
                 assert await response.read() == b"".join(PIECES)
-            await wait_for("INFO ended\n$")
+            await wait_for("INFO the proxy has ended\n$")
             assert await proxy.wait() == 0
         finally:
             with contextlib.suppress(ProcessLookupError):
