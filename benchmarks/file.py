@@ -225,8 +225,8 @@ def _time(moves: Moves) -> list[float]:
             os.sync()
             time.sleep(0.5)
         began = time.perf_counter()
-        told = move()
-        seconds.append(time.perf_counter() - began if told is None else told)
+        returned = move()
+        seconds.append(time.perf_counter() - began if returned is None else returned)
     return seconds
 
 

@@ -116,10 +116,10 @@ def time_in_turn(
     for nth in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
             began = clock()
-            told = call()
+            returned = call()
             passed = clock() - began
             if nth:
-                times.append(told if isinstance(told, float) else passed)
+                times.append(returned if isinstance(returned, float) else passed)
     return seconds
 
 

@@ -31,8 +31,8 @@ LAST_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class _Ran:
-    """Result of running some seeds of one scenario, with a report of each seed that failed."""
+class _Results:
+    """Results of some seeds of one scenario, with a report of each seed that failed."""
 
     name: str
     num_seeds: int
@@ -41,7 +41,7 @@ class _Ran:
     reports: tuple[str, ...]
 
 
-def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> _Ran:
+def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> _Results:
     """Run some seeds of a scenario; begin none after `until_s` of `time.monotonic`, unless 0."""
     num_run = num_calls = 0
     virtual_s, reports = 0.0, []
@@ -54,7 +54,7 @@ def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 
         virtual_s += ended.now
         if ended.violations:
             reports.append(_report(scenario, ended))
-    return _Ran(scenario.name, num_run, num_calls, virtual_s, tuple(reports))
+    return _Results(scenario.name, num_run, num_calls, virtual_s, tuple(reports))
 
 
 def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
@@ -86,7 +86,7 @@ def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _RunResult:
     """Results of a run, which keep nothing of its world alive; see `Simulation`."""
 
     seed: int
@@ -97,13 +97,13 @@ class _Ended:
     digest: str
 
 
-def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> _Ended:
+def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> _RunResult:
     """Run a seed without automatic garbage collection, whose timing no seed controls."""
     gc.disable()
     gc.freeze()  # so that the collections below do not scan older objects
     try:
         run = run_seed(copy(scenario), seed, steps)  # a scenario may keep state of its run
-        ended = _Ended(seed, run.now, run.num_calls, run.violations, run.trace, run.digest())
+        ended = _RunResult(seed, run.now, run.num_calls, run.violations, run.trace, run.digest())
         del run
         return ended
     finally:
@@ -114,7 +114,7 @@ def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> 
         gc.enable()
 
 
-def _report(scenario: Scenario, failed: _Ended) -> str:
+def _report(scenario: Scenario, failed: _RunResult) -> str:
     first = failed.violations[0]
     steps = cut_down(scenario, failed.seed, first.kind)
     shortest = _run(scenario, failed.seed, steps)
@@ -191,7 +191,7 @@ def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
 
 def _shares(
     scenarios: Sequence[Scenario], first: int, num_seeds: int, until_s: float, num_processes: int
-) -> Iterator[_Ran]:
+) -> Iterator[_Results]:
     """Run shares of the seeds, of each scenario in turn, until all have run or time is up."""
     every = SEEDS_PER_SHARE
     starts = range(first, first + num_seeds, every) if num_seeds else count(first, every)
@@ -212,7 +212,7 @@ def _shares(
     for number in range(num_processes):
         free.put(allowed[number % len(allowed)])
     with ProcessPoolExecutor(num_processes, context, _pin, (free,)) as pool:
-        running: set[Future[_Ran]] = set()
+        running: set[Future[_Results]] = set()
         for share in work:
             running.add(pool.submit(_run_share, *share, until_s))
             if len(running) > num_processes:  # one share is queued, so that no process idles

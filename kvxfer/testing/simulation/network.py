@@ -254,10 +254,10 @@ class SimulatedSocket(Waitable):
         self.address: Address = "" if family == socket.AF_UNIX else ("0.0.0.0", 0)  # noqa: S104
         self.incoming = self.outgoing = _Pipe(0.0, 0)
         self.backlog: deque[tuple[float, SimulatedSocket]] = deque()
-        self._most_waiting = 0
+        self._max_backlog = 0
         self._connecting: tuple[float, Address] | None = None
         self._connect_error = 0
-        self._is_ended = False  # whether this end was shut down for reading
+        self._is_shut = False  # whether this end was shut down for reading
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +325,7 @@ class SimulatedSocket(Waitable):
         self.address = address
 
     def listen(self, backlog: int = 128) -> None:
-        self._most_waiting = backlog
+        self._max_backlog = backlog
         self.network.listeners[self.address] = self
 
     def accept(self) -> tuple["SimulatedSocket", Address]:
@@ -364,14 +364,14 @@ class SimulatedSocket(Waitable):
     @property
     def is_full(self) -> bool:
         """Whether no further connection may wait to be accepted."""
-        return len(self.backlog) > self._most_waiting
+        return len(self.backlog) > self._max_backlog
 
     def shutdown(self, how: int) -> None:
         self._require_open()
         if self.peer is None or self._error():
             raise OSError(errno.ENOTCONN, "not connected")
         if how != socket.SHUT_WR:
-            self._is_ended = True
+            self._is_shut = True
         if how != socket.SHUT_RD:
             self._end_sending()
         self.change()
@@ -508,7 +508,7 @@ class SimulatedSocket(Waitable):
         self._wait(lambda: self.ready()[1])
         if self.peer is None:
             raise OSError(errno.ENOTCONN, "not connected")
-        if error := self._error() or self._refusal():
+        if error := self._error() or self._send_error():
             raise OSError(error, os.strerror(error))
         pipe = self.outgoing
         room = pipe.capacity - pipe.num_bytes
@@ -553,7 +553,7 @@ class SimulatedSocket(Waitable):
 
     def _take(self, num_bytes: int, *, is_left: bool) -> tuple[bytes, list[int]]:
         taken, descriptors, segments = bytearray(), list[int](), self.incoming.segments
-        if self._is_ended:
+        if self._is_shut:
             return b"", []
         if is_left:
             return b"".join(each.data for each in self._arrived())[:num_bytes], []
@@ -574,17 +574,17 @@ class SimulatedSocket(Waitable):
     def ready(self) -> tuple[bool, bool]:
         if self._connecting is not None:
             return False, self._connecting[0] <= self.network.now
-        if self._most_waiting:
+        if self._max_backlog:
             return bool(self.backlog) and self.backlog[0][0] <= self.network.now, False
         changes_at, outgoing = self.incoming.changes_at(), self.outgoing
         can_read = changes_at is not None and changes_at <= self.network.scheduler.now
         can_write = outgoing.num_bytes < outgoing.capacity or self.peer is None
-        return can_read or self._is_ended, can_write or bool(self._error() or self._refusal())
+        return can_read or self._is_shut, can_write or bool(self._error() or self._send_error())
 
     def changes_at(self) -> float | None:
         if self._connecting is not None:
             return self._connecting[0]
-        if self._most_waiting:
+        if self._max_backlog:
             return self.backlog[0][0] if self.backlog else None
         return self.incoming.changes_at()
 
@@ -634,7 +634,7 @@ class SimulatedSocket(Waitable):
         error = self.incoming.error
         return error[1] if error is not None and error[0] <= self.network.now else 0
 
-    def _refusal(self) -> int:
+    def _send_error(self) -> int:
         """Error of a send after this end stopped sending, or to a closed peer; 0 for none."""
         if self.outgoing.ends_at is not None:
             return errno.EPIPE

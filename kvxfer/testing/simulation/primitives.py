@@ -65,13 +65,13 @@ class SimulatedCondition(SimulatedLock):
         self._waiting: list[list[bool]] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        is_told = [False]
-        self._waiting.append(is_told)
+        is_notified = [False]
+        self._waiting.append(is_notified)
         self.release()
         try:
-            return self._scheduler.wait_until(lambda: is_told[0], is_told, timeout)
+            return self._scheduler.wait_until(lambda: is_notified[0], is_notified, timeout)
         finally:
-            self._waiting = [each for each in self._waiting if each is not is_told]
+            self._waiting = [each for each in self._waiting if each is not is_notified]
             self.acquire()
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -84,9 +84,9 @@ class SimulatedCondition(SimulatedLock):
         return True
 
     def notify(self, n: int = 1) -> None:
-        for is_told in self._waiting[:n]:
-            is_told[0] = True
-            self._scheduler.wake(is_told)
+        for is_notified in self._waiting[:n]:
+            is_notified[0] = True
+            self._scheduler.wake(is_notified)
         del self._waiting[:n]
 
     def notify_all(self) -> None:

@@ -116,7 +116,7 @@ class Scheduler:
         self.stuck_at = ""
         self.describe_waiting: Callable[[], str] = str
         self.max_steps = 300_000
-        self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
+        self._switch_rate = random.choice((0.0, 0.02, 0.1, 0.4))
         self._main = SimulatedThread(self, "main", SimulatedProcess("main", 1))
         self._threads = [self._main]
         self._started: list[threading.Thread] = []
@@ -139,16 +139,16 @@ class Scheduler:
         finally:
             ended.set()
             self.is_ending = True
-            tell = sys.unraisablehook
+            default_hook = sys.unraisablehook
             sys.unraisablehook = lambda unraisable: (
                 # A generator that is collected as its thread ends raises it without a caller.
-                isinstance(unraisable.exc_value, SimulationEnded) or tell(unraisable)
+                isinstance(unraisable.exc_value, SimulationEnded) or default_hook(unraisable)
             )
             for thread in self.alive():
-                self._hand_over(thread)
+                self._run_to_end(thread)
             for started in self._started:  # wait until their last frames hold nothing
                 started.join()
-            self.is_over, sys.unraisablehook = True, tell
+            self.is_over, sys.unraisablehook = True, default_hook
 
     def start(
         self, target: Callable[[], object], name: str, process: SimulatedProcess | None = None
@@ -215,7 +215,7 @@ class Scheduler:
         if self.is_over:
             return
         self._step()
-        if self._ready_now() and self.random.random() < self._restlessness:
+        if self._ready_now() and self.random.random() < self._switch_rate:
             self._ready.append(self.current)
             self._switch()
 
@@ -301,7 +301,7 @@ class Scheduler:
         return bool(self._ready)
 
     def _choose(self) -> SimulatedThread:
-        while not self._ready_now() or not (able := self._able()):
+        while not self._ready_now() or not (runnable := self._runnable()):
             if due := [each.due for each in self._threads if each.due is not None]:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
@@ -309,11 +309,11 @@ class Scheduler:
                 self._make_ready(self._main)
             else:
                 raise AssertionError("no thread can run")
-        chosen = able[self.random.randrange(len(able)) if len(able) > 1 else 0]
+        chosen = runnable[self.random.randrange(len(runnable)) if len(runnable) > 1 else 0]
         self._ready.remove(chosen)
         return chosen
 
-    def _able(self) -> list[SimulatedThread]:
+    def _runnable(self) -> list[SimulatedThread]:
         """List the ready threads whose processes are not stopped."""
         return [thread for thread in self._ready if not thread.process.is_stopped]
 
@@ -336,7 +336,7 @@ class Scheduler:
         self.current = self._choose()
         self.current.turn.release()
 
-    def _hand_over(self, thread: SimulatedThread) -> None:
+    def _run_to_end(self, thread: SimulatedThread) -> None:
         """Let a thread run until it has ended; called by the main thread."""
         thread.waits_for = thread.due = None
         self.current = thread
