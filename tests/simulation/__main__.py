@@ -26,7 +26,7 @@ from tests.simulation.tiers import TiersScenario
 
 
 class LateScenario(Scenario):
-    """Scenario that imports an engine, which takes seconds, when it is run."""
+    """Scenario that imports its engine only when it runs, since that takes seconds."""
 
     place: ClassVar[str]
 
@@ -56,7 +56,7 @@ class VLLMScenario(LateScenario):
 
 
 _entry_points, _version = cache(metadata.entry_points), cache(metadata.version)
-"""What is installed, which is read once and not anew for each engine."""
+"""Entry points and version of the installation, cached instead of read for each engine."""
 
 
 class OffloadingScenario(VLLMScenario):

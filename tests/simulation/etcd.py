@@ -1,4 +1,4 @@
-"""etcd of a simulation: leases, revisions and watches, with the face of a session of kvxfer's."""
+"""etcd of a simulation: leases, revisions and watches, with the interface of `EtcdSession`."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ class EtcdFault(enum.StrEnum):
     Attributes:
         DOWN: It refuses calls, and ends watches.
         SILENT: It answers nothing, and nothing reaches it.
-        UNANSWERED: What it is asked to do is done, and the answer is lost.
-        LATE: What it is asked to do is done after the caller has given up.
-        REPEATED: What it is asked to do is done twice.
+        UNANSWERED: Calls take effect, but their answers are lost.
+        LATE: Calls take effect after their callers have given up.
+        REPEATED: Calls take effect twice.
         CUT: It ends all watches, once.
         COMPACTED: It forgets former revisions, and ends all watches, once.
-        FORGETFUL: It starts again with nothing, as from an empty disk.
+        FORGETFUL: It restarts without data, as from an empty disk.
     """
 
     DOWN = "down"
@@ -48,7 +48,7 @@ class _Lease:
 
 
 class SimulatedEtcd:
-    """One etcd that all processes of a simulation ask, each by an event loop of its own."""
+    """One etcd that all processes of a simulation call, each from an event loop of its own."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.random = simulation.random("etcd")
@@ -86,7 +86,7 @@ class SimulatedEtcd:
     # Faults.
 
     def begin_fault(self, fault: EtcdFault, for_s: float, share: float) -> None:
-        """Let a share of the calls have a fault, from now on and for a time."""
+        """Inject a fault into a share of the calls within the next `for_s` seconds."""
         self._simulation.note(f"etcd is {fault} for {for_s:g} s")
         if fault is EtcdFault.FORGETFUL:
             self._start()
@@ -101,7 +101,7 @@ class SimulatedEtcd:
         self._wake()
 
     def end_faults(self) -> None:
-        """Let everything be well from now on."""
+        """End all faults."""
         self._faults.clear()
 
     def draw_fault(self) -> EtcdFault | None:
@@ -112,7 +112,7 @@ class SimulatedEtcd:
                 return fault
         return None
 
-    # What it keeps.
+    # Entries and leases.
 
     def compact(self) -> None:
         """Forget former revisions."""
@@ -200,7 +200,7 @@ class SimulatedEtcd:
 
 
 class SimulatedEtcdSession:
-    """Session with the face of `EtcdSession`.
+    """Session with the interface of `EtcdSession`.
 
     Args:
         etcd: The etcd.
@@ -256,7 +256,7 @@ class SimulatedEtcdSession:
             await etcd.wait_for_change(etcd.now + self._timeout_s)
 
     async def _call(self, do: Callable[[], T]) -> T:
-        """Ask etcd to do something; the answer comes late, or never, if it has a fault."""
+        """Call etcd; with a fault, the answer comes late or never."""
         etcd, fault = self._etcd, self._etcd.draw_fault()
         await asyncio.sleep(etcd.random.random() * LATENCY_S)
         if fault is EtcdFault.DOWN:

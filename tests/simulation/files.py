@@ -50,19 +50,19 @@ ROOT = Path("/new/store")
 PROCESSES = ("a", "b")
 FILE_BYTES = 8192
 ROOM = 3 * NUM_KEYS * len(PAGE_SIZES_BYTES)
-"""Files for which a roomy store has room, those that a killed process has reserved included."""
+"""Files that fit into a roomy store, including those that killed processes have reserved."""
 MOST_STEPS = 60
 MOST_S = 900.0
 QUIET_S = 60.0
 REST_S = 5.0
 BY_LINE = 0.01
-"""Share of the lines of kvxfer after which another thread goes on, in some seeds."""
+"""Share of the lines of kvxfer after which threads switch, in some seeds."""
 INSTEAD = ("ls", "gc", "fsck", "retain", "retain", "restart", "lookup", "store")
 OPERATORS = ("gc", "fsck")
-"""Those who count what is there while engines store: perhaps too much, until the next walk."""
+"""Operators that count files while engines store; the count may be too high until the next walk."""
 REMOVALS = ("delete", "purge", "gc")
 MARKS = (LEDGER_NAME, NAMESPACE_FILE, ".safetensors")
-"""Ends of the names of files of which a store has one."""
+"""Ends of names: a store has at least one such file."""
 ERRORS = (0, 0, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ESTALE)
 
 
@@ -77,10 +77,10 @@ class FilesScenario(EngineScenario):
         """See `Scenario.plan`."""
         steps = super().plan(random)
         some = steps[:: 1 + len(steps) // MOST_STEPS]
-        is_calm = random.random() < 0.15  # whatever is counted wrong is seen
+        is_calm = random.random() < 0.15  # every miscount is noticed
         names = PROCESSES[:1] if is_calm else random.choice((PROCESSES, PROCESSES, PROCESSES[:1]))
         left_out: tuple[str, ...] = (*OPERATORS, "restart", "close") if is_calm else ()
-        if not is_calm and random.random() < 0.3:  # whatever is lost is seen
+        if not is_calm and random.random() < 0.3:  # every loss is noticed
             left_out = REMOVALS
         some = [step for step in some if step.what not in left_out]
         instead = tuple(each for each in INSTEAD if each not in left_out)
@@ -146,7 +146,7 @@ class FilesScenario(EngineScenario):
 
 
 class _Store:
-    """Store of a run, its processes, and what is known of its blocks."""
+    """Store of a run, its processes, and the history of its blocks."""
 
     def __init__(
         self, scenario: FilesScenario, simulation: Simulation, steps: Sequence[Step]
@@ -180,7 +180,7 @@ class _Store:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one process alone has used the store, again and again, and counted all."""
+        """Whether only one process has used the store, and nothing has upset its count."""
         apart = ("kill", "cut", "lose_count", *OPERATORS)
         names = {step.arguments["process"] for step in self._steps}
         is_calm = not self.has_faults and all(step.what not in apart for step in self._steps)
@@ -193,12 +193,12 @@ class _Store:
 
     @property
     def _is_limited(self) -> bool:
-        """Whether files are evicted for want of room."""
+        """Whether files may be evicted because the store is full."""
         is_full = any(step.arguments.get("error") == errno.ENOSPC for step in self._steps)
         return self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
 
     def run(self) -> None:
-        """Let the processes run, killed ones once more; then look at what they have left."""
+        """Run the processes, restart killed ones, and check what they leave behind."""
         threads = {name: self._start(name) for name in PROCESSES}
         ends_at = self._simulation.now + 3 * MOST_S
         while threads:
@@ -268,9 +268,9 @@ class _Store:
         return None
 
     def _watch(self, files: FileBackend) -> None:
-        """Compare events with what is there, and note a walk that ends while files are written.
+        """Compare events with the files, and note walks that end while files are being written.
 
-        It may count these twice, until the next walk.
+        Such a walk may count these files twice, until the next walk.
         """
         space, index, end_walk = files._space, files._space.index, files._space.index.end_walk
         mirror = Mirror(lambda: index.keys_in(index._entries), space._gauges)
@@ -300,7 +300,7 @@ class _Store:
 
     @contextlib.contextmanager
     def removing(self, name: str, keys: list[BlockKey]) -> Iterator[None]:
-        """Note that a process removes blocks, or none that is named: any of them."""
+        """Note that a process removes blocks; without keys, it may remove any block."""
         self._removing[name].append(keys)
         try:
             yield
@@ -309,7 +309,7 @@ class _Store:
                 self._removing[name].remove(keys)
 
     def _end_removals(self, name: str) -> None:
-        """Note that a process that was killed removes nothing any more."""
+        """Note that a killed process no longer removes anything."""
         removing, self._removing[name] = self._removing[name], []
         for keys in removing:
             for key in keys:
@@ -318,7 +318,7 @@ class _Store:
                 self._history.end_purge(self._simulation.now, is_whole=False)
 
     def kill(self, name: str) -> None:
-        """Kill a process, at any moment; called by one of its threads."""
+        """Kill a process at any moment; may be called by one of its own threads."""
         self._simulation.note(f"   {name} is killed")
         self._end_removals(name)
         self._done[name] = self._simulation.now
@@ -329,7 +329,7 @@ class _Store:
             scheduler.wait_until(bool, object())
 
     def cut(self, name: str) -> None:
-        """Cut the power of all processes, at any moment; called by a thread of the one named."""
+        """Cut the power of all processes at any moment; called by a thread of process `name`."""
         for other in PROCESSES:
             if other != name:
                 self.kill(other)
@@ -342,7 +342,7 @@ class _Store:
         self.kill(name)
 
     def rot(self, keys: Mapping[str, BlockKey]) -> None:
-        """Let the files of these names rot; what is there may be gone from now on."""
+        """Let the files of these names rot; their blocks may be gone from now on."""
         for path, size in self._blocks().items():
             key = keys.get(path.rpartition("/")[2])
             if size and key is not None and "quarantine" not in path:
@@ -361,7 +361,7 @@ class _Store:
             )
 
     def judge_beside_damage(self, parts: Sequence[Part], outcomes: Sequence[Outcome]) -> None:
-        """Check that a file that cannot be read fails no block but its own."""
+        """Check that an unreadable file fails only its own block."""
         for part, each in zip(parts, outcomes, strict=bool(outcomes)):
             name = file_name(self._world.key(part))
             is_other = self.is_damaged_only and name not in self._damaged
@@ -369,9 +369,9 @@ class _Store:
                 self._simulation.fail("failed by the damage of another file", f"{part}: {each}")
 
     def require_flushed(self, since: float) -> None:
-        """Check that a power cut could not take what was stored before a flush began.
+        """Check that a power cut could not lose blocks that were stored before a flush began.
 
-        What an earlier one has torn may have been moved away meanwhile.
+        Not checked after a power cut, since torn files may have been quarantined meanwhile.
         """
         if not self._history.may_be_torn:
             self._require_survivors("not safe after a flush", self._disk.safe_files(), since)
@@ -384,7 +384,7 @@ class _Store:
                 self._simulation.fail(wrong, part)
 
     async def _examine(self) -> None:
-        """Look at the store, when all processes have ended, with an engine of its own."""
+        """Check the store with a new engine, once all processes have ended."""
         self._require_count(is_exact=self._is_alone)
         files = FileBackend(self.config, self._world.namespace)
         opened = Opened(backend=files, is_roomy=self.is_roomy)
@@ -411,14 +411,14 @@ class _Store:
         }
 
     def _require_capacity(self) -> None:
-        # What a bad disk does not let a writer remove is collected later, and counted by nobody.
+        # Temporary files that a bad disk keeps from being removed are collected later, uncounted.
         suffixes = (".safetensors",) if self.has_faults else (".safetensors", ".tmp")
         used = sum(self._blocks(suffixes).values())
         if used > self.config.capacity and not self.was_cut:
             self._simulation.fail("capacity", f"{used} bytes of {self.config.capacity}")
 
     def _require_count(self, *, is_exact: bool) -> None:
-        """Check the count of bytes against what is there; too low it may never be."""
+        """Check the count of bytes against the files; it must never be too low."""
         ledger = Ledger(ROOT)
         with ledger.locked():
             used, is_known = ledger.used, ledger.known
@@ -477,7 +477,7 @@ class _FileRun(EngineRun):
         return [] if self._store_of_all.has_faults else await super()._find_reachable(parts)
 
     async def require_rest(self) -> None:
-        """Look at what is held a moment after the last call; of a bad disk in memory alone."""
+        """Check what is still held soon after the last call; with a bad disk, only in memory."""
         if self.is_closing:
             return
         if self._store_of_all.has_faults:
@@ -506,7 +506,7 @@ class _FileRun(EngineRun):
         runtime.files.crash_at(runtime.scheduler.current.process, after, crash)
 
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
-        """Flush; a bad disk is gone, also below host memory."""
+        """Flush; a bad disk may raise that it is gone, also below host memory."""
         try:
             await super()._flush(timeout_s, cancel_s)
         except BackendUnavailableError:
@@ -559,7 +559,7 @@ class _FileRun(EngineRun):
         self._store_of_all.rot({file_name(key): key for key in self._world.keys(parts)})
 
     async def _damage_inode(self, number: int) -> None:
-        """Damage a file or folder, which is skipped from now on by those who count and collect."""
+        """Damage the inode of a file or folder, which counts and collections then skip."""
         self._store_of_all.damage_inode(number)
 
     async def _lose_count(self, after_s: float) -> None:
@@ -572,9 +572,9 @@ class _FileRun(EngineRun):
             await self._aside(lambda: runtime.disk().unlink(ROOT / LEDGER_NAME))
 
     async def _aside(self, work: Callable[[], object]) -> None:
-        """Do the work of an operator, on a thread; a bad disk may end it.
+        """Do an operator's work on a thread; a bad disk may make it fail.
 
-        A root whose count another one has removed is no store before it has a block.
+        If another operator has removed the count, the root is no store before it has a block.
         """
         try:
             await runtime.run_aside("operator", work)
@@ -587,7 +587,7 @@ class _FileRun(EngineRun):
 
 
 def _walk(files: FileBackend) -> None:
-    """Walk through all files, as a store does that finds no room.
+    """Walk through all files, as a store does when it finds no room.
 
     Raises:
         OSError: The walk has failed.
@@ -615,7 +615,7 @@ def _draw_config(random: Random) -> FileConfig:
 
 
 def held_by_files(backend: FileBackend) -> list[str]:
-    """Describe what an idle store of files still holds in memory, whatever its disk has done."""
+    """Describe what an idle store of files still holds in memory, even after disk faults."""
     index = backend._space.index
     counts = {
         "locked keys": len(backend._stores) + len(backend._deletes),

@@ -27,8 +27,8 @@ CRASH_S = 3.0
 MOST_CALLS = 12
 """Virtual time and messages within which an engine is killed in the middle of a call."""
 AFTER_CALLS_S = (2e-4, 0.01, 1.0)
-"""Virtual time after the begin of a call within which a fault begins: in the middle of it, or not
-long after it."""
+"""Virtual time after the begin of a call within which a fault begins: during the call or soon
+after it."""
 
 
 class Holder(Protocol):
@@ -38,7 +38,7 @@ class Holder(Protocol):
         """Begin to serve."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Begin nothing new, and wait for what is under way."""
+        """Begin nothing new, and wait for calls in progress."""
 
     async def aclose(self) -> None:
         """End."""
@@ -65,11 +65,11 @@ class FleetScenario(EngineScenario):
     """Scenario of engines whose blocks are at holders, with restarts, stops and cuts.
 
     Attributes:
-        num_holders: Most holders.
-        num_engines: Most engines.
+        num_holders: Number of holders.
+        num_engines: Maximum number of engines.
         faults: Kinds of faults, and how often each is drawn.
         quiet_s: Virtual time after which everything is connected again, and leases have run out.
-        gone_s: Virtual time after which nobody knows a holder any more that was killed.
+        gone_s: Virtual time after which every engine has forgotten a killed holder.
     """
 
     num_faulty: ClassVar[int] = 0
@@ -88,35 +88,35 @@ class FleetScenario(EngineScenario):
 
     @abstractmethod
     def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> Holder:
-        """Make a holder, in its process; the seed decides how large it is and what is below it."""
+        """Make a holder in its process; the seed decides its size and the tiers below it."""
 
     @abstractmethod
     def leftovers_of_holder(self, holder: Any) -> list[str]:
-        """Describe what is left in a holder whose engines have ended, and should not be."""
+        """Describe what a holder still keeps although its engines have ended."""
 
     @abstractmethod
     def num_pins(self, holder: Any) -> int:
-        """Count what a holder keeps for engines that ask for nothing."""
+        """Count the pins that a holder keeps although its engines are idle."""
 
     @abstractmethod
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
-        """Whether an order of stores and deletes is an order of their effects, too."""
+        """Whether stores and deletes take effect in the order in which they are called."""
 
     def known_holders(self, backend: Any) -> list[int] | None:
         """List the numbers of the holders that an engine has found; None if it looks for none."""
         return None
 
     def note_killed(self, process: ProcessRun) -> None:
-        """Take away what the system takes away from a process that was killed, beside sockets."""
+        """Take from a killed process what the kernel would take from it, besides its sockets."""
 
     def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
-        """Look at backends of engines and at holders, again and again during the steps."""
+        """Check the backends of engines and the holders, repeatedly during the steps."""
 
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
-        """Begin a fault of the scenario's own."""
+        """Begin a fault that only this scenario has."""
 
     def end_faults(self, simulation: Simulation) -> None:
-        """End the faults of the scenario's own."""
+        """End the faults that only this scenario has."""
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
@@ -157,13 +157,13 @@ class _Fleet:
         self._history: History = self._keys.history
         self._history.is_strict = scenario.is_strict(simulation, steps)
         self._engines: dict[int, _EngineLife] = {}
-        self._known: dict[int, list[int] | None] = {}  # holders, by each engine or the one before
+        self._known: dict[int, list[int] | None] = {}  # holders last known by each engine
         self._holders: dict[int, _HolderLife] = {}
         self._closed: list[_EngineLife] = []
         self._killed: list[_EngineLife | _HolderLife] = []
 
     async def run(self) -> None:
-        """Carry out the steps, then look at what is there, and at what is left."""
+        """Carry out the steps, then check the blocks that are there, and the leftovers."""
         for number in range(self._scenario.num_holders):
             await self._start_holder(number)
         engines = {step.arguments["engine"] for step in self._steps} or {0}
@@ -177,7 +177,7 @@ class _Fleet:
             task.cancel()
         self._network.heal()
         self._scenario.end_faults(self._simulation)
-        for _ in range(2):  # an idle engine finds out that a holder has ended, and connects again
+        for _ in range(2):  # an idle engine notices that its holder ended, and then reconnects
             await asyncio.sleep(self._scenario.quiet_s)
             self._require_no_pins()
             for life in self._engines.values():
@@ -245,7 +245,7 @@ class _Fleet:
         self._note_moved_keys()
 
     async def _start_holder(self, number: int) -> None:
-        """Start a holder, and once more where a fault does not let it, as a supervisor does."""
+        """Start a holder, retrying while a fault prevents it, as a supervisor does."""
         while True:
             process = ProcessRun(self._simulation, f"holder {number}")
             holder = await process.call(
@@ -267,12 +267,12 @@ class _Fleet:
         return self._simulation.now
 
     def _end_loss(self, began: float, *, is_gone: bool) -> None:
-        """Note that blocks of a holder are gone, and whether there is no other one."""
+        """Note that blocks of a holder are gone; `is_gone` if there is no other holder."""
         for key in self._keys.keys(self._keys.every_part()):
             self._history.end_removal(key, began, was_found=is_gone)
 
     def _note_moved_keys(self) -> None:
-        """Note that keys move where an engine learns of holders: they are looked for elsewhere."""
+        """Note that keys may seem gone, since an engine that learns of holders asks others."""
         for number, life in self._engines.items():
             known = self._scenario.known_holders(life.run.opened.backend)
             if known != self._known.setdefault(number, known):
@@ -288,7 +288,7 @@ class _Fleet:
             await self._start_engine(engine)
 
     async def _crash_engine(self, *, engine: int, for_s: float, **_: Any) -> None:
-        """Kill an engine in the middle of a call, after some more messages of it."""
+        """Kill an engine in the middle of a call, after some more of its messages."""
         life, crashed = self._engines.get(engine), asyncio.Event()
         if life is None or not life.process.is_alive:
             return
@@ -296,7 +296,7 @@ class _Fleet:
 
         def crash() -> None:
             loop.call_soon_threadsafe(crashed.set)
-            if self._engines.get(engine) is life:  # nobody would wait for one that is closing
+            if self._engines.get(engine) is life:  # nobody waits for an engine that is closing
                 self._kill(life, None)
 
         num_calls = self._simulation.random(f"crash {self._simulation.now}").randrange(MOST_CALLS)
@@ -383,7 +383,7 @@ class _Fleet:
                 self._simulation.fail("left", f"{num_pins} pins when all is quiet")
 
     async def _require_known_holders(self) -> None:
-        """Check that engines know the holders that there are, and soon not one that was killed."""
+        """Check that engines know exactly the live holders, and soon forget a killed one."""
         for _ in range(2):
             for life in self._engines.values():
                 known = self._scenario.known_holders(life.run.opened.backend)

@@ -24,24 +24,24 @@ PORT = 7100
 MOST_TOKENS = 48
 MOST_OUTPUTS = 16
 IDLE_S = (0.02, 0.08)
-"""Shortest and longest virtual time between two steps of an engine that computes nothing."""
+"""Shortest and longest virtual time between two steps of an idle engine."""
 LOOK_S = 0.01
 ANSWER_S = 60.0
-"""Virtual time in which a request ends at an engine that goes on, whatever the other one does."""
+"""Virtual time in which a request ends at a running engine, whatever the other engine does."""
 GIVE_UP_S = 20.0
 """Virtual time that the router waits for the first leg."""
 CLOSE_S = 65.0
 RESET_S = 30.0
 QUIET_S = 40.0
 HELD_S = 3.0
-"""Virtual time after which not even a restart of NIXL has ended a read that is held."""
+"""Virtual time after which not even a restart of NIXL has ended a held read."""
 CROWD = 8
-"""Requests of a crowd, of which half are lent while they are computed."""
+"""Number of requests in a crowd; half of them are lent while they are computed."""
 AGENT_DELAYS_S = (0.0, 0.001, 0.2)
 LONG_DELAYS_S = (0.5, 2.5, 8.0)
 KINDS = {"handover": 9, "twice": 2, "lost": 2, "overlap": 6, "forged": 1, "p": 3, "d": 3}
-"""Kinds of requests: the two legs one after the other, or with two second legs, or with none, or
-both at a time; with a ticket that nobody gave; and requests of one engine alone."""
+"""Kinds of requests: the two legs one after the other, with two second legs, or with none; both
+legs at a time; with a forged ticket; and with one engine alone."""
 FAULTS = {
     "kill_p": 2,
     "kill_d": 2,
@@ -97,7 +97,7 @@ class HandoverScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def _plan_crowd(self, random: Random, at_s: float, first: int) -> list[Step]:
-        """Plan requests that grow beside prompts that are lent early, which they preempt."""
+        """Plan growing requests that preempt prompts which are lent early."""
         steps = []
         for number in range(first, first + CROWD):
             is_early = number >= first + CROWD // 2
@@ -134,7 +134,7 @@ class _Life:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it makes no further step."""
+        """Whether the engine makes no further step."""
         return self.has_closed.done()
 
 
@@ -148,11 +148,11 @@ class LendingEngine(ModelEngine):
 
     @property
     def is_starved(self) -> bool:
-        """Whether vLLM waits for blocks of loads that have ended, and never looks at these.
+        """Whether vLLM waits for blocks of ended loads, but never looks at those loads.
 
-        A request whose load failed gives its blocks back, and is computed when there are enough of
-        them. With a window it then needs more than before, and vLLM looks at no request behind it:
-        a known limit of recomputing, see vLLM's pull request 57841.
+        A request whose load failed returns its blocks, and is computed once enough are free. With a
+        window, it then needs more blocks than before, and vLLM schedules no request behind it: a
+        known limit of recomputing, see vLLM's pull request 57841.
         """
         worker = self.worker._worker
         has_loads = worker._loads or worker._ending or self.worker._loads._open
@@ -160,7 +160,7 @@ class LendingEngine(ModelEngine):
         return bool(has_ended and not (has_loads or self.scheduler.running))
 
     def note_prepared(self) -> None:
-        """Check that all blocks that are offered are still kept, or revoked by now."""
+        """Check that no offered block is free."""
         if self.handover._lender is not None:
             pool, book = self.scheduler.kv_cache_manager.block_pool, self.handover._lender.book
             for slot in book._offers:
@@ -168,7 +168,7 @@ class LendingEngine(ModelEngine):
                     self._simulation.fail("an offered block is free", self._block(slot))
 
     def note_ended(self, done: Any) -> None:
-        """Check that no block is read of a load or lease that is over, or offered by that alone."""
+        """Check that no block of an ended load or lease is read, or offered by that lease alone."""
         flights = [each for agent in FakeNixlAgent._agents.values() for each in agent._flights]
         reads = [each for flight in flights for *_, each in flight.groups]
         targets = [Descriptors.of_pieces(each.local, each.lengths) for each in reads]
@@ -182,7 +182,7 @@ class LendingEngine(ModelEngine):
         for name in sorted(done.finished_sending or ()):
             for group, ids in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
                 slots = {group * per_group + each: each for each in ids if each}
-                # What another request has, too, is not freed, and may be read under its lease.
+                # A block that another request shares is not freed, and its lease allows reads.
                 last = [slot for slot in slots if pool.blocks[slots[slot]].ref_cnt == 1]
                 if read := sorted({*last} & book._pins.keys() - book._offers.keys()):
                     self._simulation.fail("freed while it is read", f"{name}: {read}")
@@ -190,7 +190,7 @@ class LendingEngine(ModelEngine):
                     self._simulation.fail("freed while it is offered", f"{name}: {offered}")
 
     def leftovers(self) -> list[str]:
-        """Describe what an idle engine still has, and should not."""
+        """Describe what an idle engine should have released."""
         connector, worker = self.connector, self.worker._worker
         decode, prefill = connector._decode, connector._prefill
         counts = {
@@ -252,7 +252,7 @@ class _Run:
         self._lives: dict[str, _Life] = {}
         self._killed: list[_Life] = []
         self._weights = 0
-        self._is_open = asyncio.Event()  # requests are held back while weights change
+        self._is_open = asyncio.Event()  # cleared to hold requests back while weights change
         self._starting = asyncio.Lock()
 
     def make_agent(self) -> FakeNixlAgent:

@@ -1,4 +1,4 @@
-"""Scenario of three tiers, of which the second hangs: it takes nothing from the other two."""
+"""Scenario of three tiers, of which the second hangs without slowing the other two."""
 
 import asyncio
 from random import Random
@@ -26,10 +26,10 @@ HANGS_S = 120.0
 TURNS = 20
 PAUSE_S = 0.25
 LONGEST_S = 4.0
-"""Virtual time that a lookup takes at most: twice it waits for a buffer, and for a late load."""
+"""Maximum virtual time of a lookup, which waits twice for a buffer and for a late load."""
 SLOW_S = 0.9
 MOST_SLOW = 16
-"""Lookups that take as long as a late load, until the tier has lost its share of the buffers."""
+"""Maximum number of lookups as slow as a late load, before the tier has used up its buffers."""
 DELETE_S = 0.6
 LOADED = 0.4
 STAGED = 0.4
@@ -40,10 +40,10 @@ USED_S = 0.8
 
 
 class IsolationScenario(TiersScenario):
-    """Engine over three tiers; loads of the second hang, and what they hold never comes back.
+    """Engine over three tiers; loads of the second hang, and never release their buffers.
 
-    What the last tier has is found all the same, and soon, and what the first tier has is loaded,
-    also by way of staging buffers. A block that waits for a buffer can be deleted.
+    Blocks of the last tier must still be found soon, and blocks of the first tier loaded, also
+    through staging buffers. A block that waits for a buffer can be deleted.
     """
 
     name = "isolation"
@@ -106,16 +106,16 @@ class IsolationScenario(TiersScenario):
 
 
 class _IsolationRun(EngineRun):
-    """Engine that looks for what its first tier has lost, again and again."""
+    """Engine that repeatedly looks up blocks that its first tier has lost."""
 
     _num_looking = _num_slow = 0
 
     async def _lose(self, tier: int, parts: tuple[Part, ...]) -> None:
-        """Delete from one tier what a lower one has."""
+        """Delete blocks from one tier that a lower tier still has."""
         await self._inner(tier).delete(self._world.keys(parts))
 
     async def _use(self, part: Part) -> None:
-        """Load what the first tier has."""
+        """Load a chunk that the first tier has."""
         began = self._simulation.now
         outcomes = await self._move("load", (part,), None, None) or ()
         took_s = self._simulation.now - began
@@ -141,7 +141,7 @@ class _IsolationRun(EngineRun):
             self._simulation.fail("slow beside a tier that hangs", f"{self._num_slow} lookups")
 
     async def _renew(self, part: Part) -> None:
-        """Store and delete a chunk again and again, which is written back meanwhile."""
+        """Store and delete a chunk repeatedly while it is being written back."""
         random = self._simulation.random(f"renew {part}")
         for _ in range(TURNS):
             await self._move("store", (part,), None, None)
@@ -149,7 +149,7 @@ class _IsolationRun(EngineRun):
             await self._delete_soon(part)
 
     async def _find_and_delete(self, part: Part) -> None:
-        """Delete a chunk whose lookup waits for a buffer, as the others have those of its tier."""
+        """Delete a chunk whose lookup waits for a buffer, since other lookups hold them all."""
         if self._num_looking < NUM_TASKS:
             return
         await self._lose(0, (part,))

@@ -1,4 +1,4 @@
-"""Scenario of engines that hand prompts over, of several workers each and other shapes."""
+"""Scenario of engines with several workers and different shapes that hand prompts over."""
 
 import asyncio
 from collections import Counter
@@ -28,25 +28,25 @@ from tests.transfer.handover_engines import HND, NHD, NULL, NUM_BLOCKS, Engine
 
 PORT = 7300
 FAMILIES = 4
-"""Prompts that are handed over, of which others are the beginning."""
+"""Number of different prompts; those that are handed over are beginnings of them."""
 MOST_TOKENS = 24
 DELAYS_S = (0.0, 0.001, 0.2)
 LONG_DELAYS_S = (0.8, 4.0)
 SLACK_S = 4.5
-"""Virtual time beyond its time-out that a fetch may take to end reads that stall."""
+"""Virtual time that a fetch may take beyond its deadline to end stalled reads."""
 REST_S = 30.0
 HELD_S = 4.0
-"""Virtual time after which not even a restart of NIXL has ended a read that is held."""
+"""Virtual time after which not even a restart of NIXL has ended a held read."""
 MOST_S = 300.0
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
 FAULTS = ("kill", "cut", "refuse", "partition", "late_reads", "failing_reads", "stuck_reads")
 
 
 class StuckAgent(FakeNixlAgent):
-    """Agent whose end may wait for the reads that it holds.
+    """Agent whose close may wait for the reads that it holds.
 
     Args:
-        outlasts_end: Whether it does.
+        outlasts_end: Whether held reads outlast a close, which then waits.
     """
 
     def __init__(self, *, outlasts_end: bool = True) -> None:
@@ -60,24 +60,24 @@ class StuckAgent(FakeNixlAgent):
 
 
 def mend(agents: Sequence[tuple[object, FakeNixlAgent]]) -> None:
-    """End the reads that agents hold, and all trouble of theirs."""
+    """End held reads, delays and failures of agents."""
     for _, agent in agents:
         agent.delay_s, agent.failing = 0.0, False
         agent.release()
 
 
 def forget(agents: Sequence[tuple[object, FakeNixlAgent]], process: ProcessRun) -> None:
-    """Let nobody read the memory of a process that was killed."""
+    """Make the memory of a killed process unreadable for other agents."""
     for owner, agent in agents:
         if owner is process.process:
             FakeNixlAgent._agents.pop(agent.name, None)
 
 
 class WatchedLender(CacheLender):
-    """Lender of whose blocks it is known which are lent at present.
+    """Lender that records which of its blocks are being lent.
 
     Attributes:
-        lent: Addresses of those, each as often as it is lent.
+        lent: Number of current loans of each address.
     """
 
     def __init__(self, *args: Any, **how: Any) -> None:
@@ -95,13 +95,13 @@ class WatchedLender(CacheLender):
                 self.lent.subtract(addresses)
 
     def find_lent(self, blocks: Sequence[int]) -> list[int]:
-        """Find those of some blocks that are lent."""
+        """Return those blocks that are being lent."""
         each = {block: self._describe([block]).addresses.tolist() for block in blocks}
         return [block for block, addresses in each.items() if any(map(self.lent.get, addresses))]
 
 
 class LendingScenario(Scenario):
-    """An engine lends the blocks of its prompts, and another one of other shape fetches them."""
+    """An engine lends the blocks of its prompts, and one of another shape fetches them."""
 
     name: ClassVar[str] = "lending"
     share: ClassVar[float] = 0.12
@@ -140,7 +140,7 @@ class LendingScenario(Scenario):
 
 
 class _Run:
-    """One run: the two engines, their blocks, and what is known of these."""
+    """One run: the two engines, their blocks, and the expected contents."""
 
     def __init__(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         self._simulation = simulation
@@ -165,7 +165,7 @@ class _Run:
             }
             for name in "pd"
         }
-        if random.random() < 0.3:  # blocks are read to their places
+        if random.random() < 0.3:  # equal shapes: blocks are read directly into place
             self._shapes["d"] = self._shapes["p"]
         self._processes: dict[str, ProcessRun] = {}
         self._engines: dict[str, Engine] = {}
@@ -179,7 +179,7 @@ class _Run:
         self._is_calm = all(step.what == "request" for step in steps)
 
     def make_agent(self) -> StuckAgent:
-        """Open the agent of a worker; see `TransferAgent`."""
+        """Open the agent of a worker."""
         agent = StuckAgent()
         name = f"agent {len(self._agents)}"
         agent.delay_s = self._simulation.random(name).choice(DELAYS_S)
@@ -265,7 +265,7 @@ class _Run:
             self._engines["p"].offer(ticket, tokens, [blocks])
 
     async def _revoke(self, ticket: str, after_s: float) -> None:
-        """End a lease: as soon as nobody finds its blocks, no offer of them is left."""
+        """Revoke a lease, and check that none of its blocks is still offered afterwards."""
         await asyncio.sleep(after_s)
         engine, process = self._engines["p"], self._processes["p"]
         if not process.is_alive:
@@ -287,7 +287,7 @@ class _Run:
         queued_s: float,
         is_released: bool,
     ) -> None:
-        """Ask for a prompt at D and fetch it, on every worker; look at what has arrived."""
+        """Ask for a prompt at D, fetch it on every worker, and check the bytes that arrive."""
         d, size = self._engines["d"], self._shapes["d"]["tokens_per_block"]
         blocks = self._take("d", -(-len(tokens) // size))
         if not blocks:
@@ -358,7 +358,7 @@ class _Run:
                 self._simulation.fail("wrong bytes", f"block {index} of {len(ids)} at {rank}")
 
     async def _end(self, ticket: str, *, is_released: bool) -> None:
-        """Release a ticket, or only leave it: its lease then ends by itself."""
+        """Release a ticket, or only leave it, so that its lease runs out."""
         worker = self._engines["d"].workers[0]
         end = worker.reader.release if is_released else worker.reader.leave
         await asyncio.wrap_future(worker.submit(end(self._endpoint, ticket)))
@@ -366,7 +366,7 @@ class _Run:
     # Blocks.
 
     def _take(self, name: str, num_blocks: int) -> list[int]:
-        """Take free blocks of an engine; none where there are too few."""
+        """Take free blocks of an engine; none if there are too few."""
         if name == "d":
             self._look()
         free = self._free[name]
@@ -389,7 +389,7 @@ class _Run:
             view[blocks] = number
 
     def _look(self) -> None:
-        """Look at the free blocks of D."""
+        """Check that the free blocks of D are untouched."""
         if not (blocks := list(self._watched)):
             return
         numbers = np.array(list(self._watched.values()), np.int32)[:, None]
@@ -405,7 +405,7 @@ class _Run:
         return [view for views in self._engines[name].views for view in views[0]]
 
     async def _watch(self) -> None:
-        """Look at D's free blocks, and compute into P's whose leases are over, again and again."""
+        """Repeatedly check D's free blocks, and compute into P's blocks whose leases are over."""
         while True:
             await asyncio.sleep(0.2)
             self._look()
@@ -450,7 +450,7 @@ class _Run:
             await self._kill(for_s)
         elif fault == "cut":
             network.cut("engine d", "engine p", 0.5)
-        elif fault == "refuse":  # one worker of P, whose others are reached
+        elif fault == "refuse":  # one worker of P; its others are reachable
             rank = self._simulation.random("refuse").randrange(self._engines["p"].tp_size)
             network.refuse(("127.0.0.1", PORT + rank), for_s)
             stop = self._simulation.now + for_s

@@ -52,7 +52,7 @@ KEYS = tuple(
     for number in range(len(SIZES))
 )
 SPARE = len(KEYS) - 1
-"""Object that no plan has."""
+"""Object that occurs in no plan."""
 PIECES = tuple(
     tuple(piece_key(object_id_of(key), index) for index in range(-(-size // STEP_BYTES)))
     for key, size in zip(KEYS, SIZES, strict=True)
@@ -66,15 +66,15 @@ SLACK_S = 0.1
 QUIET_S = 600.0
 CALM_S = 20.0
 BY_LINE = 0.02
-"""Share of the lines of kvxfer after which another thread goes on, in every fifth seed."""
+"""Share of the lines of kvxfer after which threads switch, in every fifth seed."""
 LISTENERS = ((0.0,), (0.0,), (0.0, 0.0, 0.3, 3.0))
-"""Seconds for which LMCache's listeners hold up those who tell them."""
+"""Seconds for which LMCache's listeners block the thread that notifies them."""
 CANARY = 0x5B
-"""Each byte of memory whose task was answered."""
+"""Value of each byte of memory whose task was answered."""
 
 
 class LMCacheScenario(Scenario):
-    """Threads that store, load, look up and delete objects of several pieces by the plug."""
+    """Threads that store, load, look up and delete objects of several pieces through the plug."""
 
     name: ClassVar[str] = "lmcache"
     num_faulty: ClassVar[int] = 3
@@ -110,7 +110,7 @@ class LMCacheScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def _plan_pieces_gone(self, random: Random) -> list[Step]:
-        """Plan objects of which pieces go, as others or peers do, while calls ask for them."""
+        """Plan calls for objects that lose pieces meanwhile, to other users or lost peers."""
         number = random.choice((0, 2, 3, 4))
         indices = [each for each in range(len(PIECES[number])) if random.random() < 0.5] or [0]
         tiers = random.choice(((0,), (0, 1, 2)))
@@ -146,7 +146,7 @@ class LMCacheScenario(Scenario):
 
 
 class _Notifier:
-    """Event file descriptor, for which threads of the simulation can wait."""
+    """Event file descriptor that threads of the simulation can wait for."""
 
     def __init__(self) -> None:
         self.num_notified = 0
@@ -161,7 +161,7 @@ class _Notifier:
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Wait for another signal than those that were seen."""
+        """Wait until there are more notifications than the `seen` ones."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_notified > seen, timeout_s)
 
@@ -171,7 +171,7 @@ class _Notifier:
 class _Tier(FaultyTier):
     """Tier with faults, which may be away for a time.
 
-    It remembers which objects were whole, in all tiers together, when it deleted of them.
+    It records deletes of pieces from objects that were whole in all tiers together.
     """
 
     passes_on = frozenset({Observable, HostBackend})
@@ -189,7 +189,7 @@ class _Tier(FaultyTier):
         return self._simulation.now < self.away_until
 
     def has(self, key: BlockKey) -> bool:
-        """Whether it has a block, whatever fault or absence hides it."""
+        """Whether the tier has a block, even if a fault or its absence hides it."""
         if isinstance(self.inner, HostBackend):
             return self.inner._index.are_ready([key])[0]
         return key in self.inner._blocks  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class _Tier(FaultyTier):
             return [MISSING] * len(keys)
         outcomes = await super().load(keys, blocks)
         at = [i for i, each in enumerate(outcomes) if each == MISSING and self.has(keys[i])]
-        for index in at:  # a dictionary says of a part that it is missing
+        for index in at:  # a `DictBackend` reports a part as missing
             outcomes[index] = PARTIAL
         return outcomes
 
@@ -222,7 +222,7 @@ class _Tier(FaultyTier):
 
 
 class _Adapter(KVXferL2Adapter):
-    """The plug, of which LMCache's own bookkeeping is told after the oracle."""
+    """The plug; it notifies the run of stored and deleted keys before LMCache's bookkeeping."""
 
     def __init__(self, run: "_Run", params: dict[str, Any]) -> None:
         self._run = run
@@ -273,7 +273,7 @@ class _Run:
         self._versions = Counter[int]()
         self._pieces: dict[BlockKey, set[bytes]] = {key: set() for of in PIECES for key in of}
         self._stores: dict[int, list[float]] = {number: [] for number in range(len(KEYS))}
-        self._stored: dict[int, float] = {}  # when a store of each was first done
+        self._stored: dict[int, float] = {}  # time of the first completed store, by object
         self._excused: dict[int, float] = {} if self._is_roomy else dict.fromkeys(self._stores, 0.0)
         self._deleted: dict[int, tuple[float, float]] = {}
         self._deleting = Counter[int]()
@@ -292,7 +292,7 @@ class _Run:
         for staging in self._adapter._objects._staging.values():
             watch_staging(simulation, staging)
         self._adapter.set_backend_identity("kvxfer")
-        self._is_primed = random.random() < 0.5  # each tier has told that it tells
+        self._is_primed = random.random() < 0.5  # each tier has reported events at least once
         if self._is_primed:
             self._store((SPARE,))
             runtime.sleep(1.0)
@@ -317,7 +317,7 @@ class _Run:
         return observe(self._backend, Reports(observers))
 
     def note_told(self, objects: dict[ObjectKey, int], *, is_stored: bool) -> None:
-        """Note what LMCache is told: which objects came, or are gone, and their bytes."""
+        """Note a report to LMCache: which objects came or are gone, and their sizes."""
         for key, num_bytes in objects.items():
             told = self._told.get(key)
             if told is not None if is_stored else told != num_bytes:
@@ -344,7 +344,7 @@ class _Run:
             self._tiers[tier].begin_fault(fault, for_s, 1.0)
 
     def _away(self, tier: int, for_s: float) -> None:
-        """Let tiers be away that tell nothing, as peers: one and those below it."""
+        """Let a tier and those below it be away, if they report no events, like peers."""
         for each, kind in list(zip(self._tiers, self._kinds, strict=True))[tier:]:
             if kind == "dict":
                 each.away_until = self._simulation.now + for_s
@@ -401,7 +401,7 @@ class _Run:
         return done
 
     def _other(self, numbers: Sequence[int]) -> object:
-        """Load objects as if they had another data type."""
+        """Load objects under another data type."""
         return self._load(numbers, is_other=True)
 
     def _lookup(self, numbers: Sequence[int], hold_s: float) -> object:
@@ -428,7 +428,7 @@ class _Run:
     def _delete(self, numbers: Sequence[int]) -> None:
         began, unlocks = self._simulation.now, self._unlocks.copy()
         pinned = [number for number in numbers if self._pins[number] > 0]
-        num_loads = self._num_loads - self._loading  # a block that is read may stay
+        num_loads = self._num_loads - self._loading  # a delete may keep a block that is being read
         self._deleting.update(numbers)
         self._adapter.delete([KEYS[number] for number in numbers])
         limit_s = self._timeout_s + 1 + DELIVERY_S + SLACK_S
@@ -492,7 +492,7 @@ class _Run:
         return self._results.pop(task, None)
 
     def _answer(self, objects: Sequence[_Object]) -> None:
-        """Give memory to others, since its task was answered."""
+        """Reuse the memory of objects, since their task was answered."""
         for each in objects:
             each.bytes[:] = CANARY
         self._answered += objects
@@ -527,11 +527,11 @@ class _Run:
             self._simulation.fail("not found", number)
 
     def end(self) -> None:
-        """Look at what is left, and close the plug."""
+        """Check what is left, and close the plug."""
         runtime.sleep(QUIET_S)
         if self._close_ended == inf:
             self._delays = (0.0,)
-            self._delete((SPARE,))  # so that something happens once more
+            self._delete((SPARE,))  # triggers the plug's clean-up once more
             self._store((SPARE,))
             runtime.sleep(QUIET_S)
             self._judge_end()
@@ -544,11 +544,11 @@ class _Run:
             self._simulation.fail("memory was touched after the answer")
         if (
             self._close_ended - self._close_began < self._close_timeout_s
-        ):  # else a tier is not closed
+        ):  # else a tier may still be open
             self._simulation.require_no_threads()
 
     def _may_be_gone(self, number: int) -> bool:
-        """Whether a delete, or whatever else excuses it, may have taken an object."""
+        """Whether a delete or another excuse may explain a missing object."""
         return number in self._excused or self._deleting[number] > 0
 
     def _has(self, key: BlockKey) -> bool:
@@ -559,14 +559,14 @@ class _Run:
         return all(map(self._has, PIECES[number]))
 
     def _judge_end(self) -> None:
-        """Check what is there, when no fault is left, and what LMCache was told of it."""
+        """Check, after all faults, which objects are there, and what LMCache was told of them."""
         self._judge_told()
         for number in range(len(PIECES)):
             is_whole, is_kept = self._is_whole(number), self._keeps_all
             is_kept &= not self._may_be_gone(number)
             if is_kept and number in self._stored and not is_whole:
                 self._simulation.fail("lost", number)
-            must_be_found = is_whole and self._is_roomy  # else it may not be brought up
+            must_be_found = is_whole and self._is_roomy  # else there may be no room to promote it
             is_found = self._lookup((number,), 0.0) == [True]
             if is_found < must_be_found:
                 self._simulation.fail("not found, and all its pieces are there", number)
@@ -577,7 +577,7 @@ class _Run:
         self._judge_told()
 
     def _judge_told(self) -> None:
-        """Check that what LMCache was told is what is listed, and what the tiers have."""
+        """Check that the reports to LMCache agree with its list and with the tiers."""
         told = {key.kv_rank: num_bytes for key, num_bytes in self._told.items()}
         if (listed := self._list()) != told:
             self._simulation.fail("listed otherwise than told", f"{listed} {told}")
@@ -594,14 +594,14 @@ class _Run:
                 self._simulation.fail("part of an object is left", f"{number} {there}")
 
     def _judge_deletes(self) -> None:
-        """Check that nothing was deleted in a tier that was only away."""
+        """Check that no whole object was deleted because a tier was away."""
         for tier in self._tiers:
             for began, number in tier.deleted:
                 if began < self._excused.get(number, inf):
                     self._simulation.fail("deleted, and only away", f"{number} in {tier.name}")
 
     def _judge_leftovers(self) -> None:
-        """Check that idle parts have given everything back."""
+        """Check that the idle plug and its tiers have released everything."""
         objects, residents = self._adapter._objects, self._adapter._residents
         answers = (self._adapter._stored, self._adapter._found, self._adapter._loaded)
         counts = {

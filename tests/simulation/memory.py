@@ -1,4 +1,4 @@
-"""Scenario of host memory whose bytes change, and of the scrubber that looks for them."""
+"""Scenario of host memory in which bits flip, and of the scrubber that finds them."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -25,18 +25,18 @@ from tests.simulation.tiers import (
 )
 
 RATES = (1.0, 1 / 128)
-"""MiB that are scrubbed in a second: all in one batch, or a few blocks."""
+"""Scrubbing rates in MiB per second: all blocks in one batch, or a few blocks."""
 SLACK_S = 2.0
 FEW_STEPS = 30
-"""Most steps of a run in which threads also switch between lines, which takes ten times as long."""
+"""Maximum steps of a run in which threads also switch between lines, which is ten times slower."""
 
 
 class MemoryScenario(EngineScenario):
-    """Engine over host memory that hashes nothing on the way of a block.
+    """Engine over host memory that does not verify blocks as they are stored and loaded.
 
-    A bit that flips there may be loaded, until the scrubber has found it: in the round after the
-    one in which it first saw the block. What was not seen before it changed is never found. No
-    other block is dropped.
+    A flipped bit may be loaded until the scrubber has found it, in the round after the one in which
+    it first saw the block. A bit that flipped before that round is never found. No intact block may
+    be dropped.
     """
 
     name = "memory"
@@ -84,7 +84,7 @@ class _MemoryRun(EngineRun):
     """Engine over memory in which bits flip.
 
     Args:
-        found_s: Seconds within which a flipped bit is found, if its block was seen before.
+        found_s: Seconds within which a flipped bit is found, if the scrubber had seen its block.
     """
 
     def __init__(self, *given: Any, found_s: float) -> None:
@@ -99,7 +99,7 @@ class _MemoryRun(EngineRun):
             slot = host._index.slot_of(key)
             age_s = self._simulation.now - self._world.history.last_stored(key)
             is_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
-            is_seen |= age_s > self._found_s / 2  # whatever the scrubber says
+            is_seen |= age_s > self._found_s / 2  # even if the scrubber has no record of it
             parts = self._whole(key)
             host.pool.slots[slot, 0, parts.starts[0] + number % parts.sizes[0]] ^= 1
             self._damaged[key] = None
@@ -128,7 +128,7 @@ class _MemoryRun(EngineRun):
         return [there[number % len(there)]] if there else []
 
     def _whole(self, key: BlockKey) -> BlockParts:
-        """Describe all that is stored of a block."""
+        """Describe all stored bytes of a block."""
         slot = self._host._index.slot_of(key)
         _, start, stop, _ = self._host.pool._tags[slot, 0].tolist()
         return BlockParts([key], [start], [stop - start])

@@ -21,12 +21,12 @@ PRELOADED = (
     *("torch", "numpy", "msgspec", "xxhash", "aiofiles", "aiohttp", "hypothesis", "pytest"),
     *("vllm.v1.core.sched.scheduler", "vllm.engine.arg_utils", "vllm.v1.worker.utils"),
 )
-"""Packages that the product imports, which the process of each mutation finds imported."""
+"""Packages that the product needs, imported once before the process of a mutation forks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Fault that is put into the product: other text in place of some that a file has once."""
+    """Fault to put into the product: a text that occurs once in a file, and its replacement."""
 
     name: str
     path: str

@@ -1,4 +1,4 @@
-"""Object storage of a simulation: a bucket, its clients, and a network that a seed decides."""
+"""Object storage of a simulation: a bucket, its clients, and a network that a seed controls."""
 
 import asyncio
 import enum
@@ -20,9 +20,9 @@ from kvxfer.testing.simulation.scheduler import FaultWindows
 
 REQUESTS = ("HEAD", "GET", "PUT", "DELETE", "COPY", "LIST")
 MAX_LATENCY_S = 0.02
-"""Most time of a request on its way to the server, and of its answer on the way back."""
+"""Maximum time of a request on its way to the server, and of its answer on the way back."""
 LOOK_S = 0.025
-"""Most time between a look at an object and its removal: the answer comes, and the client asks."""
+"""Maximum time between a look at an object and its removal: the answer, and the next request."""
 
 T = TypeVar("T")
 Listed: TypeAlias = list[dict[str, Any]]
@@ -32,15 +32,15 @@ class BucketFault(enum.StrEnum):
     """Fault of requests that begin in a window of time.
 
     Attributes:
-        SLOW: They reach the server later, until the end of the window.
-        HANG: The same, or never, and no answer comes back.
-        LOST: They never reach it, and the client is told so.
-        UNANSWERED: They reach it, and the client is told that they are lost.
-        LATE: The client is told that they are lost, and they reach it later.
-        REPEATED: They reach it twice, and the second answer comes back.
+        SLOW: Requests reach the server late, but within the window.
+        HANG: Requests reach the server late or never, and are not answered.
+        LOST: Requests never reach the server, and the client gets an error.
+        UNANSWERED: Requests reach the server, but the client gets an error.
+        LATE: The client gets an error, and the requests reach the server later.
+        REPEATED: Requests reach the server twice; the client gets the second answer.
         REFUSED: The server answers that it is busy.
-        FULL: The server has no room for objects.
-        DENIED: The credentials do not allow them.
+        FULL: The server answers that it has no room.
+        DENIED: The server answers that the credentials are insufficient.
     """
 
     SLOW = "slow"
@@ -83,11 +83,11 @@ class _Config(S3Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedBucket:
-    """Bucket of S3 in memory, strongly consistent; processes share it by a client each.
+    """S3 bucket in memory, strongly consistent; each process has a client of it.
 
     Attributes:
-        on_late: Called with the kind and the name of a request that arrives when its client has
-            given it up.
+        on_late: Called with the kind and the name of a request that arrives after its client gave
+            it up.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -103,7 +103,7 @@ class SimulatedBucket:
     def begin_fault(
         self, fault: BucketFault, for_s: float, share: float, requests: Collection[str] = REQUESTS
     ) -> None:
-        """Let a share of some requests that begin from now on, and for a time, have a fault."""
+        """Inject a fault into a share of the given requests that begin within `for_s` from now."""
         if fault is BucketFault.FULL:
             requests = [each for each in requests if each == "PUT"]
         self._windows.begin(fault, self.simulation.now + for_s, share, requests)
@@ -177,7 +177,7 @@ class SimulatedBucket:
         return fault, ends_at - now
 
     def random_of(self, client: str, request: str, name: str) -> Random:
-        """Make the random numbers of a request, which do not depend on other requests."""
+        """Make the random numbers of a request, independent of other requests."""
         asked = client, request, name
         self._num_asked[asked] += 1
         return self.simulation.random(f"{asked} {self._num_asked[asked]}")
@@ -196,10 +196,10 @@ class SimulatedBucket:
         self._looks[client, name] = self.simulation.now, serial
 
     def note_removal(self, client: str, name: str, serial: int | None) -> None:
-        """Check that who asks for a removal has just looked at what is there.
+        """Check that a client has just looked at the object that it removes.
 
-        What is stored between the look and the removal is lost: S3 removes without a condition. So
-        there is no other moment between the two.
+        S3 removes without a condition, so an object stored between look and removal is lost. The
+        removal must therefore follow the look at once.
         """
         at, looked_at = self._looks.get((client, name), (-1.0, None))
         is_unseen = serial is not None and serial != looked_at
@@ -324,7 +324,7 @@ class SimulatedStore:
     def list(
         self, prefix: str | None = None, *, offset: str | None = None, chunk_size: int = 50
     ) -> Iterator[Listed]:
-        """See `obstore.list`; blocks, and ends after a failure as if that were the end."""
+        """See `obstore.list`; blocks, and ends silently at a failure."""
         while True:
             found = self._list_page(prefix or "", offset, chunk_size)
             if not found:
@@ -344,7 +344,7 @@ class SimulatedStore:
         return found.meta(name), found.data[start:stop]
 
     async def _ask(self, name_of_request: str, name: str, apply: Callable[[], T]) -> T:
-        """Make a request: it reaches the server whatever becomes of the caller, or never."""
+        """Make a request, which reaches the server whatever happens to its caller, or never."""
         self.num_requests += 1
         if self._is_dead:
             raise _lost("Connect")
@@ -363,7 +363,7 @@ class SimulatedStore:
 
 
 class _Request:
-    """Request on its way: it reaches the bucket at its time, or never, whoever waits for it.
+    """Request on its way: it reaches the bucket at its time or never, even if nobody waits for it.
 
     Attributes:
         answer: Answer that comes back to the client.
@@ -400,7 +400,7 @@ class _Request:
             self._end_soon(_lost("Request"))
 
     def abandon(self) -> None:
-        """Note that the client waits no more: it may be that nothing was sent yet."""
+        """Note that the client no longer waits; perhaps the request was never sent."""
         if self._has_arrived:
             self._bucket.note_arrival(self._request, self._name, is_late=True)
         elif self._random.random() < 0.5:
@@ -432,7 +432,7 @@ class _Request:
 
 
 class _Answer:
-    """Answer to a read: what is known of the object, and then its bytes."""
+    """Answer to a read: metadata of the object, and then its bytes."""
 
     def __init__(self, client: SimulatedStore, meta: dict[str, Any], data: bytes) -> None:
         self.meta = meta

@@ -28,7 +28,7 @@ NUM_PROCESSES = 2
 QUIET_S = 120.0
 RESETS_S = (0.0, 0.5, 2.5)
 GIVEN_UP = 4
-"""Deletes that their callers give up, in some plans."""
+"""Number of deletes that their callers give up, in some plans."""
 
 
 class ObjectsScenario(EngineScenario):
@@ -59,7 +59,7 @@ class ObjectsScenario(EngineScenario):
 
         for _ in range(random.choice((0, 3, 8))):
             add(random.choice(("look", "look", "reset")), parts=draw_parts(random, 3))
-        if random.random() < 0.4:  # all is well, so that much more must hold
+        if random.random() < 0.4:  # no faults, so that stricter invariants hold
             if random.random() < 0.4:
                 steps = self._leave_alone(random, steps, length_s)
             return sorted(steps, key=lambda step: step.at_s)
@@ -78,14 +78,14 @@ class ObjectsScenario(EngineScenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def _leave_alone(self, random: Random, steps: Sequence[Step], length_s: float) -> list[Step]:
-        """Leave the first process alone, so that nobody else deletes, and let it give up."""
+        """Keep the first process only, so that no other one deletes, and add abandoned deletes."""
         left = [step for step in steps if step.arguments["process"] == 0]
         for _ in range(GIVEN_UP):
             left += delete_given_up(random, random.random() * length_s, process=0)
         return left
 
     def _add_race(self, add: Callable[..., None], random: Random, at_s: float) -> None:
-        """Add a delete of a chunk whose answers are lost, while both processes store it."""
+        """Add a delete of a chunk, with lost answers, while both processes store the chunk."""
         parts = (Part(0, random.randrange(3)),)
         fault = random.choice((BucketFault.UNANSWERED, BucketFault.LATE, BucketFault.LOST))
         add("fault", at_s, fault=fault, for_s=0.3, share=0.6, requests=("DELETE",))
@@ -95,7 +95,7 @@ class ObjectsScenario(EngineScenario):
             add("store", moment_s, parts=parts, timeout_s=None, cancel_s=None)
 
     def _add_resets(self, add: Callable[..., None], random: Random, length_s: float) -> None:
-        """Add resets of a process, if at all, the second one while nothing can be removed."""
+        """Perhaps add two resets of a process, the second one while deletes are denied."""
         if random.random() > 0.2:
             return
         at_s = random.random() * length_s
@@ -117,7 +117,7 @@ class ObjectsScenario(EngineScenario):
 
 
 def delete_given_up(random: Random, at_s: float, **given: Any) -> list[Step]:
-    """Plan a delete of a chunk that its caller gives up, beside stores of it."""
+    """Plan a delete of a chunk that its caller gives up, and concurrent stores of the chunk."""
     given |= {"parts": (Part(0, random.randrange(3)),), "timeout_s": None, "cancel_s": None}
     delete = given | {"cancel_s": random.random() * 0.03}
     stores = [
@@ -128,9 +128,9 @@ def delete_given_up(random: Random, at_s: float, **given: Any) -> list[Step]:
 
 
 class _Counting(Observer):
-    """Count of the objects that processes have reported as added, and not as removed.
+    """Count of the objects that processes have reported as added, but not as removed.
 
-    Two that remove one object at the same time both report it: a bucket does not say who did.
+    If two processes remove an object at once, both report it: the bucket does not say which did.
     """
 
     def __init__(self) -> None:
@@ -140,12 +140,12 @@ class _Counting(Observer):
         if isinstance(event, Added):
             self.num_added.update(event.keys)
         elif isinstance(event, Removed):
-            self.num_added -= Counter(event.keys)  # to none at least
+            self.num_added -= Counter(event.keys)  # never below 0
 
 
 @dataclass(slots=True)
 class _Damage:
-    """Objects that rot: how often each was damaged since it was found corrupt, and when it was."""
+    """Rotten objects: how often each was damaged since it was last found corrupt, and when."""
 
     nums: Counter[BlockKey] = field(default_factory=Counter)
     found: dict[BlockKey, float] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class _World(World):
 
     Attributes:
         salts: Salts of the process.
-        is_calm: Whether no request fails, so that what was found corrupt is gone.
+        is_calm: Whether no request fails, so that a block found corrupt is gone.
     """
 
     salts: SaltedKeys
@@ -173,13 +173,13 @@ class _World(World):
         return self.salts.name(super().key(part))
 
     def note_damage(self, key: BlockKey) -> None:
-        """Note that an object rots: what was stored of it may be lost."""
+        """Note that an object rots, so that its block may be lost."""
         self.history.begin_removal(key)
         self._damage.nums[key] += 1
         self._damage.found.pop(key, None)
 
     def forget(self) -> None:
-        """Note that what the memory of the process alone had is lost."""
+        """Note the loss of blocks that were only in the memory of the process."""
         for part in self.every_part():
             for key in (self.key(part), super().key(part)):
                 self.history.note_loss(key)
@@ -204,8 +204,8 @@ class _Process:
     """Backends of a process, and its client of the bucket.
 
     Attributes:
-        have_tiers: Whether processes have host memory above the bucket, each its own.
-        is_alone: Whether this one has not.
+        have_tiers: Whether processes have host memory of their own above the bucket.
+        is_alone: Whether this process has only the bucket.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class _EngineRun(EngineRun):
         await self._flush(600.0, None)
 
     async def end(self, *, is_killed: bool) -> None:
-        """End the process, in the middle of everything if it is killed."""
+        """End the process; if it is killed, in the middle of its requests."""
         self._simulation.note(f"-> end, killed: {is_killed}")
         if is_killed:
             self._process.client.kill()
@@ -270,7 +270,7 @@ class _EngineRun(EngineRun):
             self._simulation.fail("close", "a delete goes on after it")
 
     def forget_memory(self) -> None:
-        """Note the end of the process: nothing reads its memory, which nobody has any more."""
+        """Note the end of the process, whose memory is gone and no longer read."""
         for batch in self._salted.take_unsafe():
             self._salted.release(batch)
         if not self._process.is_alone:
@@ -281,7 +281,7 @@ class _EngineRun(EngineRun):
         counts, client = self._process.objects.counts, self._process.client
         said = counts.requests, counts.sent_bytes, counts.received_bytes
         is_so = client.num_requests, client.sent_bytes, client.received_bytes
-        unsent = said[0] - is_so[0]  # the last one may have been cancelled on its way to the client
+        unsent = said[0] - is_so[0]  # the last request may have been cancelled before it was sent
         if said[1:] != is_so[1:] or unsent not in (0, 1):
             self._simulation.fail("counts", f"said {said}, and there were {is_so}")
 
@@ -296,18 +296,18 @@ class _EngineRun(EngineRun):
                 self._idle.set()
 
     async def _damage(self, parts: tuple[Part, ...]) -> None:
-        """Let objects rot; what is there may be lost, until somebody has found it corrupt."""
+        """Let objects rot; their blocks may be lost, until a load finds them corrupt."""
         for key in self._salted.keys(parts):
             name = self._process.objects._pages.name(key)
             if self._bucket.damage(name, self._simulation.random(f"damage {name}")):
-                self._world.history.may_be_torn = True  # the salted keys tell which may be
+                self._world.history.may_be_torn = True  # `_salted` knows which blocks may be
                 self._salted.note_damage(key)
 
     async def _look(self, parts: tuple[Part, ...]) -> None:
         await self.look(parts)
 
     async def look(self, parts: Sequence[Part]) -> None:
-        """Look blocks up in the backend itself: its answers come in time, and are true."""
+        """Look blocks up in the backend itself, and check that its answers are fresh."""
         began, keys, config = self._simulation.now, self._salted.keys(parts), self._process.config
         answers = await self._process.objects.lookup(keys)
         took_s = self._simulation.now - began
@@ -327,7 +327,7 @@ class _EngineRun(EngineRun):
     def _require_fresh(
         self, keys: Sequence[BlockKey], answers: Sequence[bool], began: float, limit_s: float = inf
     ) -> None:
-        """Check that answers are as old at most as the cache of lookups may be."""
+        """Check that answers are no older than the cache of lookups allows."""
         config, now = self._process.config, self._simulation.now
         for key in compress(keys, answers):
             self._salted.history.judge_hit(key, began, known_s=config.found_ttl_s)
@@ -346,7 +346,7 @@ class _EngineRun(EngineRun):
                 self._simulation.fail("a stale answer", f"{name} is there")
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
-        """Remove the blocks whose keys begin like one of them."""
+        """Purge the blocks whose keys share a prefix with one of them."""
         keys = self._salted.keys(self._salted.every_part())
         prefix = keys[len(keys) // 3][:5]
         chosen, began = [key for key in keys if key.startswith(prefix)], self._simulation.now
@@ -361,8 +361,8 @@ class _EngineRun(EngineRun):
                 self._salted.history.end_removal(key, began, was_found=is_sure)
 
     async def _reset(self, parts: tuple[Part, ...]) -> None:
-        """Forget every block, and delete those that the process alone could find."""
-        await self._idle.wait()  # a batch is judged by the keys that it began with
+        """Change the salt, and delete the blocks that only this process could find."""
+        await self._idle.wait()  # a batch is checked by the keys that it began with
         salts, former = self._salted.salts, self._salted.salts.salt
         has_former = salts.renew()
         if salts.salt == former:
@@ -376,7 +376,7 @@ class _EngineRun(EngineRun):
             await salts.delete_former(self._engine.drain)
             for each in [s for s in self._former_salts if s in retired]:
                 self._require_gone(each, last)
-            # What a server stores later under one of these stays.
+            # Objects that a server stores later under a retired salt stay.
             self._former_salts = [each for each in self._former_salts if each not in retired]
 
     async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> Sequence[bool]:
@@ -387,7 +387,7 @@ class _EngineRun(EngineRun):
         return deleted
 
     def _require_gone(self, prefix: bytes, last: float) -> None:
-        """Check that no object is left up to the last one, whose key has a prefix."""
+        """Check that no object with a prefix is left that was stored before serial `last`."""
         pages, bucket = self._process.objects._pages, self._bucket
         names = [n for n in bucket.names(pages.place(prefix)) if bucket.get(n).serial <= last]
         if left := [name for name in names if pages.key_in(name).startswith(prefix)]:
@@ -413,13 +413,13 @@ class _Run:
         kinds = {step.what for step in steps}
         self._has_faults = not kinds.isdisjoint({"fault", "damage", "restart"})
         users = {step.arguments.get("process") for step in steps}
-        # Stores of a process wait for its deletes, also for those that were given up.
+        # A lone process stays consistent: its stores wait for its deletes, even abandoned ones.
         self._is_alone = not self._has_faults and len(users) == 1
         for world in self._worlds:
             world.is_calm = kinds.isdisjoint({"fault", "restart"})
 
     async def run(self) -> None:
-        """Carry out the steps, then look at what is left, also with the eyes of a third process."""
+        """Carry out the steps, then check what is left, also from a third process."""
         began = asyncio.create_task(self._begin_faults())
         lives = [asyncio.create_task(self._live(number)) for number in range(NUM_PROCESSES)]
         engines = [await life for life in lives]
@@ -443,7 +443,7 @@ class _Run:
         world = self._worlds[number]
         process = _Process(self._simulation, self._bucket, name, world.namespace)
         process.opened = replace(process.opened, may_delete_late=not self._is_alone)
-        # Who believes that a removed block is there stores it in its own memory alone.
+        # A process that believes a removed block to be in the bucket stores it in host memory only.
         self._history.remembered_s = process.config.found_ttl_s if process.have_tiers else 0.0
         self._history.is_strict = not (process.have_tiers or self._has_faults)
         self._history.keeps_all = self._history.is_strict and self._is_alone
@@ -485,7 +485,7 @@ class _Run:
                 self._bucket.begin_fault(**step.arguments)
 
     def _note_late(self, request: str, name: str) -> None:
-        """Note a request that was given up, and has reached the bucket all the same."""
+        """Note a request that reached the bucket although it was given up."""
         key = key_in_name(name.rpartition("/")[2])
         self._late[key] = None
         if request == "DELETE":
@@ -494,7 +494,7 @@ class _Run:
             self._history.note_late_store(key)
 
     def _require_events(self) -> None:
-        """Check that what processes have reported is what is there."""
+        """Check that the reports of processes agree with the objects in the bucket."""
         if self._has_faults:
             return
         names = self._bucket.names()

@@ -27,18 +27,18 @@ from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Pr
 MOST_TOKENS = 48
 MOST_OUTPUTS = 16
 SLOT_BYTES = 4096 + 32
-"""Bytes of a slot of the host pool, and of its tag."""
+"""Bytes of a slot of the host pool, including its tag."""
 MOST_S = 120.0
 """Virtual time in which a request ends, whatever the tiers do."""
 QUIET_S = (0.05, 0.2, 1.0, 3.0, 12.0, 12.0, 12.0, 12.0, 12.0)
-"""Times between the requests at the end, after which everything has ended."""
+"""Pauses between the requests at the end, after which all work has ended."""
 CLOSE_S = 70.0
 BY_LINE = 0.02
-"""Share of the lines of kvxfer after which another thread goes on, in every fifth seed."""
+"""Share of the lines of kvxfer after which threads switch, in every fifth seed."""
 
 _numbers = count()
 OPEN_LOWER: dict[str, "_Tiers"] = {}
-"""Tiers below host memory of engines, by their names: vLLM makes specs itself."""
+"""Lower tiers of engines, by name, for `SimulatedSpec`, which vLLM itself creates."""
 
 
 class SimulatedSpec(KVXferOffloadingSpec):
@@ -79,7 +79,7 @@ class _Disk(PurgeableDict):
 
 
 class _Tiers:
-    """Lower tiers of an engine, one after the other as it is started again."""
+    """Lower tiers of an engine, opened again at each of its restarts."""
 
     def __init__(self, simulation: Simulation) -> None:
         random = simulation.random("tiers")
@@ -97,11 +97,11 @@ class _Tiers:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is a tier that evicts nothing."""
+        """Whether there are lower tiers, which evict nothing."""
         return bool(self.disks) and self._max_blocks is None
 
     def openers(self) -> list[Callable[[Any, Namespace], Backend]]:
-        """Return what opens each tier."""
+        """Return a function for each tier that opens it."""
         return [partial(self._open, number) for number in range(len(self.disks))]
 
     def _open(self, number: int, *_: Any) -> Backend:
@@ -141,7 +141,7 @@ class OffloadingScenario(Scenario):
             reset = {"weights": random.random() < 0.7, "running": random.random() < 0.5}
             at_s = random.random() * length_s
             steps.append(Step(at_s, "reset", reset))
-            if random.random() < 0.5:  # loads go on, or are not safe, while all is forgotten
+            if random.random() < 0.5:  # some loads run on, or are unsafe, during the reset
                 late: dict[str, Any] = {"tier": 0, "for_s": 2.0, "share": 1.0, "calls": ("load",)}
                 late["fault"] = random.choice((TierFault.LATE, TierFault.UNSAFE, TierFault.STUCK))
                 steps.append(Step(max(0.0, at_s - 0.3 * random.random()), "fault", late))
@@ -185,7 +185,7 @@ class _Run:
         self._has_window = self._random.random() < 0.3
         self._blocks_per_chunk = self._random.choice((1, 1, 2))
         self._num_slots = self._random.choice((3, 8, 16, 60))
-        # The last request must fit: all of its tokens, and a window beside them.
+        # The longest request must fit: all of its tokens, and a window besides.
         most = (MOST_TOKENS + MOST_OUTPUTS) // BLOCK + 2
         least = most * (1 + self._has_window) + 2
         self._num_blocks = least + self._random.choice((0, 3, 12))
@@ -199,7 +199,7 @@ class _Run:
         self._engine = self._open()
 
     def carry_out(self, steps: Sequence[Step]) -> None:
-        """Carry out the steps, look at what is left, and at what another engine finds."""
+        """Carry out the steps, check what is left, and what a restarted engine finds."""
         for step in steps:
             self._go_on(until=step.at_s)
             self._simulation.note(f"-> {step}")
@@ -208,7 +208,7 @@ class _Run:
         for number, quiet_s in enumerate(QUIET_S):
             self._go_on(until=self._simulation.now + quiet_s)
             self._request(f"last {number}", family=number % 3, length=BLOCK, tail=0, max_tokens=2)
-        # Each step verifies at least one copied chunk, and notes which have been written back.
+        # Each step verifies at least one copied chunk, and notes the chunks written back.
         for number in range(self._num_slots + 2):
             self._go_on(until=self._simulation.now + MOST_S, is_last=True)
             manager = self._tiers.manager
@@ -230,7 +230,7 @@ class _Run:
     def _request(
         self, number: object, *, family: int, length: int, tail: int, max_tokens: int
     ) -> None:
-        """Add a request, whose prompt begins as those of its family do."""
+        """Add a request whose prompt begins like the others of its family."""
         tokens = [100 + 60 * family + at for at in range(length)]
         tokens += [1000 + 10 * tail + at for at in range(tail)]
         name = f"request {number}"
@@ -244,7 +244,7 @@ class _Run:
 
     def _reset(self, *, weights: bool, running: bool) -> None:
         was_reset = self._engine.reset(also_running=running, has_new_weights=weights)
-        self._running = set()  # those may be looked up again
+        self._running = set()  # running requests may be looked up again
         self._simulation.note(f"   {'reset' if was_reset else 'in use'}")
 
     def _fault(
@@ -254,7 +254,7 @@ class _Run:
             self._tiers.faulty[tier].begin_fault(fault, for_s, share, calls)
 
     def _restart(self) -> None:
-        """End the engine, and start another one with the weights of the disk."""
+        """End the engine, and start another one with its initial weights."""
         self._close()
         self._engine = self._open()
 
@@ -300,7 +300,7 @@ class _Run:
                 self._simulation.fail("not written back", f"{len(lost)} chunks to tier {number}")
 
     def _go_on(self, *, until: float, is_last: bool = False) -> None:
-        """Make steps until some time, or until there is nothing to do."""
+        """Make steps until a time or, if `is_last`, until there is no more work."""
         engine, simulation = self._engine, self._simulation
         while simulation.now < until:
             if not engine.has_work:
@@ -317,7 +317,7 @@ class _Run:
                 raise DeadEngineError
 
     def _look(self) -> None:
-        """Look at host memory: events tell what is there, and all of it has the right bytes."""
+        """Check host memory: its events agree with its chunks, and all bytes are right."""
         manager = self._tiers.manager
         self._mirror.update()
         if differences := self._mirror.differences():
@@ -351,7 +351,7 @@ class _Run:
 
 
 class _Mirror:
-    """Chunks in host memory, as the events of a manager tell them."""
+    """Chunks in host memory, according to the events of a manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -378,12 +378,12 @@ class _Mirror:
         return [key for key in keys if index.state(key) is not BlockState.STORING]
 
     def differences(self) -> list[BlockKey]:
-        """List the chunks that are in one of the index and its events."""
+        """List the chunks that are in either the index or the events, but not in both."""
         return sorted(self._told.keys() ^ set(self.present()))
 
 
 def leftovers_of_manager(manager: Any) -> list[str]:
-    """Describe what an idle manager still has, and should not."""
+    """Describe what an idle manager should have released."""
     index, wanted = manager._index, manager._wanted
     counts = {
         "requests": len(manager._requests._requests),

@@ -33,7 +33,7 @@ from tests.simulation.tiers import (
 BURSTS = 0.08
 NUM_ASKED = 5
 FEW = 8
-"""Most requests of an engine that a holder answers at one time, in a burst of more."""
+"""Maximum requests of an engine that a holder answers at a time, in plans with a burst of more."""
 CALL_LIMITS = ("timeout_s", "cancel_s")
 FIRST_PORT = 9000
 REPLICAS = (1, 1, 2)
@@ -42,17 +42,17 @@ ETCD_SHARE = 0.4
 DELAYS_S = (0.0, 0.001, 0.3)
 LONG_DELAYS_S = (2.0, 8.0)
 LAGS = ("partition", "cut", "starve", "stop_engine", "stop_holder", "lost_reads")
-"""Faults after which a holder may learn late that nobody waits for an answer, or a read go on."""
+"""Faults after which a holder may learn late that nobody awaits an answer, or a read may run on."""
 GOES_ON_S = 0.5
-"""Virtual time beyond that of one run for which a read may go on that was given up."""
+"""Virtual time for which an abandoned read may outlast its run in flight."""
 QUEUE_S = 2.0
-"""Virtual time that a store may take that waits for others, each of which is read for 0.3 s."""
+"""Virtual time that a store may take while it waits for others, each of which takes 0.3 s."""
 LOST_S = 120.0
-"""Virtual time after which a lost read has ended: a drain waits as long as memory may change."""
+"""Virtual time after which a lost read ends; until then its memory may change, and drains wait."""
 
 
 class PeersScenario(FleetScenario):
-    """Engines and holders of `nixl://`, by sockets or by agents whose reads are late or fail."""
+    """Engines and holders of `nixl://`, over sockets or agents whose reads are late or fail."""
 
     name = "peers"
     share: ClassVar[float] = 0.22
@@ -80,8 +80,8 @@ class PeersScenario(FleetScenario):
     gone_s: ClassVar[float] = LEASE_S + 1.0
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`; some are bursts of more requests than a holder answers at a time."""
-        plan = super().plan(random)  # first: the other plans stay as they were without bursts
+        """See `Scenario.plan`; some plans are bursts beyond what a holder answers at a time."""
+        plan = super().plan(random)  # drawn first, so that bursts do not change the other plans
         if random.random() > BURSTS:
             return plan
         calls: dict[str, Any] = {"engine": 0, "timeout_s": None, "cancel_s": None}
@@ -100,7 +100,7 @@ class PeersScenario(FleetScenario):
         self._may_lag = any(step.what in LAGS for step in steps)
         self._etcd = SimulatedEtcd(simulation)
         ends = {step.arguments.get(limit, 0.0) for step in steps for limit in CALL_LIMITS}
-        is_burst = ends == {None}  # nothing is given up, which would be answered all the same
+        is_burst = ends == {None}  # without abandoned requests, which would still be answered
         hash_run = simulation.random("hash run").choice((256, 256, reads.HASH_RUN_BYTES))
         with (
             patch.object(discovery, "open_session", self._etcd.open_session),
@@ -147,9 +147,9 @@ class PeersScenario(FleetScenario):
         )
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
-        """See `FleetScenario.is_strict`: what is cut off may be done all the same, and late.
+        """See `FleetScenario.is_strict`: with faults, a cut-off call may take effect late.
 
-        What one of two replicas evicts and stores anew, the other one has of the first store.
+        If one of two replicas evicts and restores a block, the other one keeps the first store.
         """
         num_replicas = simulation.random("peers").choice(REPLICAS)  # as the first draw of `open`
         is_orderly = num_replicas == 1 or is_roomy(simulation)
@@ -162,11 +162,11 @@ class PeersScenario(FleetScenario):
         return sorted(each.port - FIRST_PORT for each in roster.endpoints)
 
     def note_killed(self, process: ProcessRun) -> None:
-        """See `FleetScenario.note_killed`: its memory cannot be read any more."""
+        """See `FleetScenario.note_killed`: its memory can no longer be read."""
         forget(self._agents, process)
 
     def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
-        """See `FleetScenario.look`: what was given up ends with the run that is in flight."""
+        """See `FleetScenario.look`: abandoned reads and requests end with their run in flight."""
         if self._may_lag:
             return
         wanted: dict[bytes, list[int]] = {}
@@ -189,7 +189,7 @@ class PeersScenario(FleetScenario):
                 simulation.fail("goes on", f"{unwanted[each]} that nobody waits for")
 
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
-        """See `FleetScenario.begin_fault`: reads of an engine or of a holder are in trouble."""
+        """See `FleetScenario.begin_fault`: etcd fails, or reads of an engine or holder do."""
         given, random = step.arguments, simulation.random(str(step))
         if step.what == "etcd":
             fault = random.choice(list(EtcdFault))
@@ -211,7 +211,7 @@ class PeersScenario(FleetScenario):
     def end_faults(self, simulation: Simulation) -> None:
         self._etcd.end_faults()
         mend(self._agents)
-        self._is_mended = True  # also for agents that an engine makes anew
+        self._is_mended = True  # also for agents that engines create later
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         left = leftovers_of_engine(engine)

@@ -1,4 +1,4 @@
-"""Scenario of an engine that threads poll: its loop runs in a thread of its own."""
+"""Scenario of an engine that threads poll while its loop runs on a thread of its own."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -24,15 +24,15 @@ ENGINE_TIMEOUT_S = 5.0
 POLL_S, CLOSED_POLL_S = 0.004, 0.1
 SLACK_S = 0.1
 MOST_COPIES = 4
-"""Most late copies that a call waits for, where the threads of callers make them."""
+"""Maximum number of late copies that a call waits for, if callers' threads make the copies."""
 MOST_S = 600.0
 SLICES = (256, 1 << 20)
 SPARE_BYTES = 1024
-"""Bytes that are moved at a time on a thread of the engine: those of a block, or of any batch."""
+"""Bytes that a thread of the engine moves at a time: a block's, or at most a batch's."""
 ALONE = 0.2
-"""Share of runs over host memory alone, whose jobs begin on the threads of their callers."""
+"""Share of runs over host memory alone, whose jobs begin on their callers' threads."""
 BY_LINE = 0.02
-"""Share of the lines of kvxfer after which another thread goes on, in every second seed."""
+"""Share of the lines of kvxfer after which threads switch, in every second seed."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class _Run:
         self.history = self._world.history
         self._finished: dict[JobId, Sequence[Outcome]] = {}
         self._held: list[tuple[JobId, Batch, float]] = []
-        self._left: dict[JobId, _Submitted] = {}  # when the engine was closed
+        self._left: dict[JobId, _Submitted] = {}  # jobs that had not ended at the close
         self._is_closing = False
 
     def carry_out(self, steps: Sequence[Step]) -> None:
@@ -160,7 +160,7 @@ class _Run:
         self._left |= jobs
 
     def end(self) -> None:
-        """Close the engine, and look at what is left."""
+        """Close the engine, and check what is left."""
         began = self._simulation.now
         self._begin_close()
         closes = (lambda: runtime.run(self._engine.aclose()), self._engine.close)
@@ -259,7 +259,7 @@ class _Run:
             self._world.history.judge_hit(key, began)
 
     def _poll(self, jobs: dict[JobId, _Submitted], *, until: float, is_last: bool = False) -> None:
-        """Take what has finished, until some time, or until there is no job left."""
+        """Take finished jobs until a time or, if `is_last`, until no job is left."""
         while self._simulation.now < until and (jobs or self._held or not is_last):
             for each in self._engine.get_finished():
                 if each.job_id in self._finished:
@@ -286,7 +286,7 @@ class _Run:
         self._held += [(job_id, batch, ends_at) for batch in self._world.take_unsafe()]
 
     def _release(self) -> None:
-        """Release the memory of jobs that no transfer touches any more."""
+        """Release the memory of jobs that no transfer can touch any longer."""
         held, self._held = self._held, []
         for job_id, batch, ends_at in held:
             if not self._engine.may_touch(job_id):

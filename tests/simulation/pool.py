@@ -30,7 +30,7 @@ from tests.simulation.tiers import (
 
 
 class PoolScenario(FleetScenario):
-    """Engines that share a host pool, killed and stopped as its holder is."""
+    """Engines that share a host pool; they and its holder are killed and stopped."""
 
     name = "pool"
     share: ClassVar[float] = 0.4
@@ -38,7 +38,7 @@ class PoolScenario(FleetScenario):
     faults: ClassVar[dict[str, int]] = {**FleetScenario.faults, "stop_holder": 4}
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`; the socket is in a folder that goes with the run."""
+        """See `Scenario.run`; the socket is in a temporary folder of the run."""
         copying = simulation.random("copies")
         make = partial(LateCopyEngine, copying) if copying.random() < 0.5 else CPUCopyEngine
         opened = patch.object(PoolConfig, "open_copy_engine", lambda _: make())
@@ -70,7 +70,7 @@ class PoolScenario(FleetScenario):
         return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
-        """See `FleetScenario.is_strict`: without its holder an engine finds nothing for a while."""
+        """See `FleetScenario.is_strict`: without its holder, an engine finds nothing at first."""
         limit_s = _timeout_s(simulation)
         has_faults = any(
             "holder" in step.what
@@ -106,7 +106,7 @@ class PoolScenario(FleetScenario):
 
 
 class _Below(DictBackend):
-    """Tier below that of a pool; what it deletes may stay above, where somebody reads it."""
+    """Tier below a pool; a block deleted here may stay in the pool while it is being read."""
 
     def __init__(self, config: DictConfig, namespace: Namespace) -> None:
         super().__init__(config, namespace)

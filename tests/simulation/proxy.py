@@ -42,16 +42,16 @@ OF_NETWORK = ("kill", "stop", "cut", "partition", "refuse")
 NUM_PIECES = 3
 TIMEOUT_S, PREFILL_TIMEOUT_S, CONNECT_TIMEOUT_S, DRAIN_S = 12.0, 3.0, 1.0, 4.0
 ARRIVAL_S = 0.2
-"""Virtual time in which what an engine sends reaches the proxy, if nothing hinders it."""
+"""Virtual time in which bytes of an engine reach the proxy, without faults of the network."""
 SLACK_S = 0.5
-"""Virtual time for what the network and the processes take, beyond what was promised."""
+"""Virtual time that network and processes may take beyond the promised limits."""
 QUIET_S = 2 * MAX_BACK_OFF_S + 2 * TIMEOUT_S
 ERRORS = {502, 504}
-"""Statuses of the proxy's own answers where engines fail."""
+"""Statuses of the proxy's own answers when engines fail."""
 
 
 class ProxyScenario(Scenario):
-    """Proxy between clients that leave and engines that fail, each in a process of its own."""
+    """Proxy between clients that disconnect and engines that fail, each in its own process."""
 
     name: ClassVar[str] = "proxy"
 
@@ -75,7 +75,7 @@ class ProxyScenario(Scenario):
             }
             what = random.choices(list(FAULTS), list(FAULTS.values()))[0]
             if what == "break_off" and len(kinds) > 1:
-                fault["kind"] = "decode"  # the only one that has answers in pieces
+                fault["kind"] = "decode"  # only decode engines answer in pieces
             at_s = max(0.0, random.choice(moments) + (random.random() - 0.5) * 0.2)
             steps.append(Step(at_s, what, fault))
         if random.random() < 0.3:
@@ -83,7 +83,7 @@ class ProxyScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`; aiohttp opens sockets of the system itself, but for this."""
+        """See `Scenario.run`; the patch keeps aiohttp from opening real sockets."""
         network = simulation.runtime.network
 
         async def connect(
@@ -99,7 +99,7 @@ class ProxyScenario(Scenario):
 
         with patch("aiohappyeyeballs.start_connection", connect):
             simulation.run(_Run(simulation, steps).run())
-        web_app._cached_build_middleware.cache_clear()  # it keeps the worlds of a thousand seeds
+        web_app._cached_build_middleware.cache_clear()  # else it keeps the worlds of 1000 seeds
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +108,8 @@ class _Leg:
 
     Attributes:
         params: Parameters of the transfer that came with it.
-        ended_at: Time at which the engine was done with it; None before.
-        is_whole: Whether the engine has answered it to the end.
+        ended_at: Time at which the leg ended at the engine; None before.
+        is_whole: Whether the engine sent its whole answer.
         has_begun: Whether a part of the answer has reached the proxy, on a network without faults.
     """
 
@@ -124,7 +124,7 @@ class _Leg:
 
 
 class _Engine:
-    """Engine that answers as one of vLLM does, and fails as told."""
+    """Engine that answers like vLLM, and fails as the plan says."""
 
     def __init__(self, run: "_Run", kind: str, number: int) -> None:
         self.name = f"{kind} {number}"
@@ -139,7 +139,7 @@ class _Engine:
         return f"http://{HOST}:{self.port}"
 
     def has(self, fault: str) -> bool:
-        """Whether a fault is on."""
+        """Whether a fault is active."""
         return self.faults.get(fault, 0.0) > self._run.now
 
     async def serve(self) -> None:
@@ -211,7 +211,7 @@ class _Engine:
         return response
 
     def _params(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Make the parameters for the decode leg, of this request and no other."""
+        """Make parameters for the decode leg, unique to this request."""
         chosen = body["kv_transfer_params"].get("remote_request_id")
         return {
             "do_remote_prefill": True,
@@ -224,7 +224,7 @@ class _Engine:
 
 @dataclass(slots=True)
 class _Asked:
-    """Request of a client: what it got, and when it was done with it."""
+    """Request of a client: the answer, and when the client was done with it."""
 
     number: int
     began_at: float
@@ -255,7 +255,7 @@ class _Run:
         self._has_faults = bool(faults)
         self._decodes_well = all(step.arguments["kind"] == "prefill" for step in faults)
         self._is_hindered = any(step.what in OF_NETWORK for step in faults)
-        self._hindered: list[tuple[str, float, float]] = []  # engines that are told nothing
+        self._hindered: list[tuple[str, float, float]] = []  # engines that are cut off, and when
         self._closing_at: float | None = None
         self._num_of: dict[str, int] = {}
         self.legs: list[_Leg] = []
@@ -266,7 +266,7 @@ class _Run:
         return self._simulation.now
 
     def random_of(self, leg: _Leg) -> Random:
-        """Make the random numbers of a leg, which do not depend on others."""
+        """Make the random numbers of a leg, independent of other legs."""
         name = f"{leg.kind} {leg.number}"
         self._num_of[name] = self._num_of.get(name, 0) + 1
         return self._simulation.random(f"{name} {self._num_of[name]}")
@@ -392,7 +392,7 @@ class _Run:
     # What must hold.
 
     async def _look_at_the_end(self) -> None:
-        """Let all faults end; then every engine has requests again, and nothing runs."""
+        """End all faults; then every engine must get requests again, and none may be left."""
         self._network.heal()
         for engine in self._engines:
             engine.faults.clear()
@@ -447,7 +447,7 @@ class _Run:
                 self._simulation.fail("undocumented error", f"{asked}")
         elif not any(body == _whole(asked.number, each.name) for each in self._engines):
             self._simulation.fail("wrong answer", asked)
-        # The network may have lost the first one, of which the proxy has seen nothing.
+        # The network may have lost a whole answer before the proxy saw any of it.
         elif not (num_whole == 1 or (num_whole and self._is_hindered)):
             self._simulation.fail("number of answers", f"{asked}: {legs}")
 

@@ -1,4 +1,4 @@
-"""Scenario of threads that move pages through rows of memory, each call by its deadline."""
+"""Scenario of threads that move pages through rows of memory, each call with a deadline."""
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -33,7 +33,7 @@ SLACK_S = 0.1
 QUIET_S = 600.0
 HANGS_S, USE_S = 120.0, 60.0
 BY_LINE = 0.02
-"""Share of the lines of kvxfer after which another thread goes on, in every third seed."""
+"""Share of the lines of kvxfer after which threads switch, in every third seed."""
 
 
 class RowsScenario(Scenario):
@@ -65,7 +65,7 @@ class RowsScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def _plan_late_purges(self, random: Random) -> list[Step]:
-        """Plan purges that have no time, and stores right after them."""
+        """Plan purges with next to no time, and stores right after them."""
         steps = []
         for at_s in (0.0, 0.3, 0.6, 0.9):
             page: dict[str, Any] = {"limit_s": inf, "numbers": (random.randrange(len(KEYS)),)}
@@ -77,7 +77,7 @@ class RowsScenario(Scenario):
         return steps
 
     def _plan_late_stores(self, random: Random) -> list[Step]:
-        """Plan a purge about when the write-back of a page is given up, and still goes on."""
+        """Plan a purge at about the time when a write-back is given up but still running."""
         page: dict[str, Any] = {"limit_s": inf, "numbers": (0,)}
         at_s = MOVE_S + random.random() * 0.3
         fault = {"tier": random.choice((1, 2)), "fault": TierFault.LATE, "for_s": 1.5}
@@ -89,7 +89,7 @@ class RowsScenario(Scenario):
         ]
 
     def _plan_hung_tier(self, random: Random) -> list[Step]:
-        """Plan loads of pages of which a lower tier hangs, and of those that the first one has."""
+        """Plan loads of pages that only a hanging tier has, and of pages in the first tier."""
         kept, lost = (0, 1, 2), (3, 4, 5, 6, 7)
         fault = {"tier": 1, "fault": random.choice((TierFault.LATE, TierFault.STUCK))}
         steps = [
@@ -114,7 +114,7 @@ class RowsScenario(Scenario):
 
 
 class _Rows(RowPool):
-    """Rows that nobody may touch while they are free: each has bytes of its own then."""
+    """Rows that have unique bytes while they are free, so that any touch is noticed."""
 
     def __init__(
         self, simulation: Simulation, memory: BlockMemory, num_rows: int, *, waits_for_late: bool
@@ -122,7 +122,7 @@ class _Rows(RowPool):
         super().__init__(range(num_rows), waits_for_late=waits_for_late)
         self.bytes = memory.caches.tensors[0].tensor.numpy().view(np.uint8)[:, :ROW_BYTES]
         self.canaries: dict[int, int] = {}
-        self.asked_at: dict[object, float] = {}  # of the call of a thread
+        self.asked_at: dict[object, float] = {}  # when the call of a thread asked for rows
         self._simulation = simulation
         self._seal(range(num_rows))
 
@@ -171,11 +171,11 @@ class _Run:
             pause_s=pause_s,
         )
         self._history = History(simulation, [ROW_BYTES])
-        self._history.is_strict = False  # only what a purge promises holds whatever fails
+        self._history.is_strict = False  # with faults, only the promises of a purge hold
         self._is_calm = not (has_faults or pause_s) and waits_for_late and self._opened.is_roomy
         self._copied: dict[int, float] = {}  # when the page of a store was copied to a row
         self._purges: list[tuple[float, float]] = []
-        self._purging: dict[int, None] = {}  # numbers of those that go on
+        self._purging: dict[int, None] = {}  # numbers of the purges in progress
 
     def carry_out(self, steps: Sequence[Step]) -> None:
         """Carry out the steps of one thread."""
@@ -198,7 +198,7 @@ class _Run:
                 self._simulation.fail("late", f"{step} took {took_s:.3f} s")
 
     def end(self) -> None:
-        """Close the store, and look at what is left."""
+        """Close the store, and check what is left."""
         runtime.sleep(QUIET_S)
         if len(self._rows.canaries) != self._rows.num_rows:
             lost = self._rows.num_rows - len(self._rows.canaries)
@@ -224,7 +224,7 @@ class _Run:
         pages: list[bytes],
         copied_at: dict[int, float],
     ) -> list[bool]:
-        """Move pages; they are the caller's again when the call has ended."""
+        """Move pages; once the call has ended, nothing may touch them."""
         inside, has_ended = self._find_purging(), False
         thread = self._simulation.runtime.scheduler.current
         self._rows.asked_at.pop(thread, None)
@@ -232,7 +232,7 @@ class _Run:
         def copy(indices: Sequence[int], rows: Sequence[int]) -> None:
             if has_ended:
                 self._simulation.fail("pages were copied after a call")
-            began = self._rows.asked_at[thread]  # before, a thread may stand still
+            began = self._rows.asked_at[thread]  # a thread may stall before it asks for rows
             for purge_began, purge_ended in self._purges:
                 if began < purge_began and purge_ended < self._simulation.now:
                     self._simulation.fail("pages were copied beyond a purge", direction.name)
@@ -284,7 +284,7 @@ class _Run:
             runtime.result(self._engine.submit_call(first.delete(keys)))
 
     def _use(self, numbers: tuple[int, ...], limit_s: float) -> None:
-        """Load what the first tier has, while the one below hangs."""
+        """Load pages of the first tier while the one below hangs."""
         keys = [KEYS[number] for number in numbers]
         done = self._move(Direction.LOAD, keys, limit_s, [b""] * len(keys), {})
         is_tiered = isinstance(self._opened.backend, TieredBackend)
@@ -312,16 +312,16 @@ class _Run:
         self._purges.append((began, self._simulation.now))
 
     def _find_purging(self) -> list[int]:
-        """Find the purges that go on; none if one of them is about to begin, or to end."""
+        """Find the purges in progress; none if one of them is just beginning or ending."""
         return [*self._purging] if len(self._purging) == self._pages._num_purging else []
 
     def _require_no_hit(self, done: Sequence[bool], inside: Sequence[int]) -> None:
-        """Check that nothing was found, or stored, by a call within a purge."""
+        """Check that a call found and stored nothing if it began and ended within a purge."""
         if any(done) and any(number in self._purging for number in inside):
             self._simulation.fail("a hit within a purge")
 
     def _judge(self, key: BlockKey, page: bytes, began: float) -> None:
-        """Check that a page is of a store of its key, and of none before a purge."""
+        """Check that a page is from a store of its key, and not from one before a purge."""
         version = self._history.judge_load(key, 0, [page], began)
         copied_at = self._copied.get(version, inf)
         for purge_began, purge_ended in self._purges:
@@ -329,6 +329,6 @@ class _Run:
                 self._simulation.fail("found after a purge", f"store {version} of {key.hex()}")
 
     def _judge_miss(self, key: BlockKey, began: float) -> None:
-        """Check that a page may be missing: it was not stored, or a purge takes it."""
+        """Check that a page may be missing: it was not stored, or a purge removed it."""
         if self._is_calm and self._history.must_be_there(key, 1, since=began):
             self._simulation.fail("not found", key.hex())

@@ -20,7 +20,7 @@ from tests.simulation.tiers import leftovers_of_engine
 
 LATENCY_S = 0.02
 GIVEN_UP = 2
-"""Deletes that their callers give up, in some plans."""
+"""Number of deletes that their callers give up, in some plans."""
 FAULTS = (TierFault.SLOW, TierFault.HANG, TierFault.ERROR, TierFault.FAILED)
 
 
@@ -42,7 +42,7 @@ class StorageScenario(EngineScenario):
         return Opened(backend=tier, faulty={0: tier}, may_raise=True)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`; the storage is closed in the end, once and after its calls."""
+        """See `Scenario.run`; the storage must be closed once, after all of its calls."""
         super().run(simulation, steps)
         if self._storage.num_closed != 1:
             simulation.fail("storage", f"closed {self._storage.num_closed} times")
@@ -59,7 +59,7 @@ def _whole(step: Step) -> Step:
 
 
 class _Storage(BytesBackend):
-    """Storage in a dictionary, whose calls begin and end late, and have faults in windows."""
+    """Storage in a dictionary whose calls begin and end late, and have faults in windows."""
 
     def __init__(self, simulation: Simulation, namespace: Namespace) -> None:
         self._simulation = simulation
@@ -67,7 +67,7 @@ class _Storage(BytesBackend):
         integrity = random.choice((Integrity.FAST, Integrity.OFF))
         num_threads = random.choice((1, 2, 4))
         super().__init__(namespace, integrity=integrity, num_threads=num_threads)
-        self.longer = random.choice((1, 1, 6))  # some hang for longer than a close waits
+        self.longer = random.choice((1, 1, 6))  # some calls hang for longer than a close waits
         self.windows = FaultWindows[TierFault]()
         self.num_closed = 0
         self._values: dict[str, bytes] = {}
@@ -101,7 +101,7 @@ class _Storage(BytesBackend):
 
 
 class _Call:
-    """Call of the storage: takes time before and after what it does, and has perhaps a fault."""
+    """Call of the storage: takes time before and after its work, and may have a fault."""
 
     def __init__(self, storage: _Storage, name: str, names: Sequence[str]) -> None:
         call = (name, *names)
@@ -135,7 +135,7 @@ class _Call:
         self._storage._num_running -= 1
 
     def keeps(self) -> bool:
-        """Whether a value is kept."""
+        """Whether the storage keeps a value."""
         return self._fault is not TierFault.FAILED or self._random.random() < 0.5
 
     def _pause(self) -> None:
@@ -144,7 +144,7 @@ class _Call:
 
 
 class _FaultyStorage(FaultyTier):
-    """Backend whose faults are those of its storage."""
+    """Backend whose faults are injected into its storage."""
 
     def begin_fault(
         self, fault: TierFault, for_s: float, share: float, calls: Collection[str] = ()

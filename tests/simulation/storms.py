@@ -1,4 +1,4 @@
-"""Plans of an engine over tiers in which one order of events comes again and again."""
+"""Plans of an engine over tiers that repeat one order of events many times."""
 
 import asyncio
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ STORM_TASKS = 3
 STORM_PAUSE_S = 0.03
 STORM_TIMEOUT_S = 0.1
 STORM_MIN_STORES = 20
-"""Stores of a storm that say something."""
+"""Minimum number of stores for a storm to be checked."""
 STORM_GAP_S = 3.0
-"""Virtual time in which one of them is done at least, where no more than a lower tier hangs."""
+"""Virtual time within which a store must be done, if only a lower tier hangs."""
 DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
@@ -31,14 +31,14 @@ class OpenedTiers(Opened):
     """Tiers under test.
 
     Attributes:
-        outlasts_hangs: Whether stores go on although a tier below the first hangs.
+        outlasts_hangs: Whether stores must go on although a tier below the first hangs.
     """
 
     outlasts_hangs: bool = False
 
 
 class StormScenario(EngineScenario):
-    """Scenario of which some plans are stores of one chunk, or calls that are given up."""
+    """Scenario in which some plans are storms of stores of a chunk, or calls that are given up."""
 
     delete_s: ClassVar[float] = DELETE_S
 
@@ -58,7 +58,7 @@ class StormScenario(EngineScenario):
         return StormRun(self, simulation, world, opened)
 
     def _plan_storm(self, random: Random) -> list[Step]:
-        """Plan a storm of stores beside a tier that hangs, or beside deletes of the same chunk."""
+        """Plan a storm of stores while a tier hangs, or while the same chunk is deleted."""
         [part, *_], hangs = draw_parts(random, 1), self.num_faulty > 1 and random.random() < 0.3
         storm = {"part": part, "timeout_s": STORM_TIMEOUT_S if hangs else None}
         if hangs:
@@ -78,7 +78,7 @@ class StormScenario(EngineScenario):
         return steps
 
     def _plan_lost_source(self, random: Random) -> list[Step]:
-        """Plan a flush, and stores whose write-back cannot read one tier or store in the next."""
+        """Plan a flush, and stores whose write-back cannot load from a tier, or store below."""
         kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
         arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
         fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
@@ -89,7 +89,7 @@ class StormScenario(EngineScenario):
         return sorted([Step(0.0, "fault", fault), *stores, flush], key=lambda step: step.at_s)
 
     def _plan_given_up(self, random: Random) -> list[Step]:
-        """Plan calls that are given up, or end by themselves, while one tier does odd things."""
+        """Plan calls, some given up, while one tier moves bytes late or cancels calls itself."""
         kind = random.choice((TierFault.LATE, TierFault.LATE, TierFault.FOREIGN_CANCEL))
         calls = ("load",) if kind is TierFault.LATE else FAULTY_CALLS
         arguments = {"for_s": GIVEN_UP_S, "share": random.choice((0.5, 1.0)), "calls": calls}
@@ -129,7 +129,7 @@ class StormRun(EngineRun):
     """Engine that stores a chunk again and again."""
 
     async def _storm(self, part: Part, timeout_s: float | None) -> None:
-        """Store a chunk again and again from several sides, which the first tier keeps evicting."""
+        """Store a chunk repeatedly from several tasks, while the first tier keeps evicting it."""
         done_at, num_stores = [self._simulation.now], 0
         ends_at = self._simulation.now + STORM_S
 

@@ -1,4 +1,4 @@
-"""The disk of a simulation answers as that of the machine, and loses what was not synced."""
+"""The disk of a simulation answers like the machine's, and loses unsynced changes."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ def run_simulated(body: Callable[[Simulation], None], seed: int) -> None:
 
 
 def answers(root: Path) -> list[object]:
-    """Make many calls, and list what each returns or raises."""
+    """Make many calls; list the result or error of each."""
     disk, said, fds = runtime.disk(), list[object](), dict[str, int]()
 
     def note(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The etcd of the simulation does what the real one does."""
+"""The etcd of the simulation behaves like the real one."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ Run = Callable[[Check], None]
     params=["simulated", pytest.param("real", marks=[needs.etcd, pytest.mark.processes])]
 )
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    """Run a check with a session, and what compacts all that is there."""
+    """Run a check with a session, and with a function that compacts all revisions."""
     if request.param == "simulated":
         simulation = Simulation(0)
         with runtime.use(simulation.runtime):
@@ -60,7 +60,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
             async with open_session(config, config.endpoints[0], TIMEOUT_S) as session:
                 await check(session, compact)
 
-        loop = own_loop()  # gRPC raises in others what is left of one that is closed
+        loop = own_loop()  # after a loop is closed, gRPC raises its leftovers in other loops
         yield lambda check: asyncio.run_coroutine_threadsafe(work_at_real(check), loop).result()
 
 

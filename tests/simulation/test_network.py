@@ -1,4 +1,4 @@
-"""The simulated network does what that of the operating system does; its faults are as they say."""
+"""The simulated network behaves like the operating system's, and its faults as documented."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,13 @@ def run_simulated(body: Body) -> None:
 
 @pytest.fixture(params=[pytest.param(lambda body: body(), id="ordinary"), run_simulated])
 def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
-    """The same body, on either network."""
+    """Return a function that runs a body on the real or the simulated network."""
     chosen: Callable[[Body], None] = request.param
     return chosen
 
 
 def on_either(body: Body) -> Callable[[Callable[[Body], None]], None]:
-    """Make a test of what is done on either network."""
+    """Make a test that runs a body on both networks."""
     return lambda run: run(body)
 
 

@@ -1,4 +1,4 @@
-"""The simulation repeats, ends what hangs, cuts plans down, and finds nothing wrong."""
+"""The simulation repeats itself, ends hanging code, shortens plans, and finds no violation."""
 
 import asyncio
 import contextlib
@@ -89,44 +89,44 @@ def test_seeds_find_nothing(scenario: Scenario) -> None:
 ON_ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 
 FOUND = (
-    ("isolation", 126),  # a load that was given up counted in flight as long as its tier hung
-    ("tiers", 400563),  # a flush said done although a close beside it dropped blocks
-    ("lmcache", 401388),  # a piece came to a lower tier after its object was gone, and stayed
+    ("isolation", 126),  # an abandoned load counted as in flight while its tier hung
+    ("tiers", 400563),  # a flush succeeded although a concurrent close dropped blocks
+    ("lmcache", 401388),  # a piece reached a lower tier after its object was gone, and stayed
     ("offloading", 1904),  # a block that had left its window was stored again after a reset
     ("polled", 213),  # two threads took one finished job, one of them with a KeyError
     ("files", 12),  # a file that was replaced during a walk was counted twice
-    ("files", 272),  # room that was not counted, for want of a disk, was taken off at a walk's end
+    ("files", 272),  # room that a disk error kept from the count was subtracted after a walk
     ("files", 26),  # a count that was removed during a walk was too low after it
     ("files", 79),  # and so more was stored than the capacity
-    ("files", 3092),  # a walk did not count what was moved to quarantine behind it
-    ("files", 6124),  # nor what was moved before a block was stored in its place
+    ("files", 3092),  # a walk did not count blocks that were quarantined behind it
+    ("files", 6124),  # nor blocks quarantined before another block was stored in their place
     ("files", 6616),  # a store waited for a walk that had begun before the count was removed
-    ("files", 3636),  # a store failed, as the count was removed while it was changed
-    ("files", 243),  # a rotten block that two loads had found was taken off the count twice
-    ("files", 19),  # what a rotten block replaced in quarantine was taken off the count from memory
+    ("files", 3636),  # a store failed because the count was removed while it was being changed
+    ("files", 243),  # a rotten block that two loads had found was subtracted twice
+    ("files", 19),  # a file that a rotten block replaced in quarantine was subtracted from memory
     ("files", 2873),  # room was reserved in a removed count, as much as was evicted for it
-    ("files", 1348),  # a move was counted although there was no count, and a walk took it off
-    ("handover", 83),  # a lease whose release was lost was held by a worker that had read
-    ("files", 9508),  # a purge passed over a folder that it could not read, and said nothing
-    ("files", 21604),  # a delete failed, as the count was removed while it was changed
-    ("files", 21818),  # a walk that could not read all made a count that is too low
+    ("files", 1348),  # a move was counted although there was no count, and a walk subtracted it
+    ("handover", 83),  # a worker that had read kept a lease whose release was lost
+    ("files", 9508),  # a purge silently skipped a folder that it could not read
+    ("files", 21604),  # a delete failed because the count was removed while it was being changed
+    ("files", 21818),  # a walk with unreadable files made a count that was too low
     ("files", 13809),  # a collection on a full disk left the folders of a walk open
-    ("files", 11759),  # a store failed, as the block of who stored it first was gone at once
+    ("files", 11759),  # a store failed because another's block of that key was gone at once
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
-    ("objects", 4339),  # a whole chunk was not written back where a part of it was refused
-    ("objects", 258),  # a block was said to be deleted that its bucket could not remove
+    ("objects", 4339),  # a whole chunk was not written back after a part of it was refused
+    ("objects", 258),  # a block was reported deleted that its bucket could not remove
     ("objects", 1953),  # a delete that waited for another one began after a close
-    ("objects", 3232),  # a block that a delete could not ask for was said to be there
+    ("objects", 3232),  # a block that a delete could not ask for was reported present
     ("objects", 1243),  # a removal waited for its turn after its look at the object
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
-    ("bytes", 711),  # a store found what a delete that was given up removed after it
-    ("tiers", 22064),  # a part took the place of its chunk, as the tier that has that failed
-    ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
-    ("rows", 6479),  # a store that stood still at its beginning stored its pages after a purge
+    ("bytes", 711),  # a store found a block that an abandoned delete then removed
+    ("tiers", 22064),  # a part replaced its chunk because the tier with the chunk failed
+    ("tiers", 21804),  # a part replaced its chunk because a tier did not report the chunk
+    ("rows", 6479),  # a store that stalled at its beginning stored its pages after a purge
     ("rows", 3),  # a purge that came too late deleted pages that were stored after it
-    ("pool", 13082),  # an answer that came in parts was taken for the end of the holder
-    ("peers", 1011),  # a block that was deleted was read at a place that was told before
-    ("peers", 263),  # a block was said to be deleted that stayed at one of two peers, in use there
+    ("pool", 13082),  # an answer that arrived in parts was taken for the end of the holder
+    ("peers", 1011),  # a deleted block was read at a place that was learned before
+    ("peers", 263),  # a block was reported deleted but stayed at one of two peers, in use there
 )
 """Seeds that have found a fault of the product."""
 
@@ -139,7 +139,7 @@ def test_a_seed_that_has_found_a_fault_finds_it_mended(name: str, seed: int) -> 
         if scenario.name == name:
             with _quietly():  # pytest keeps errors
                 violations = run_seed(scenario, seed).violations
-            gc.collect()  # what nobody awaits any more, while warnings are ignored
+            gc.collect()  # abandoned coroutines, while warnings are ignored
             assert violations == []
             return
     pytest.skip(f"{name} needs vLLM")

@@ -1,4 +1,4 @@
-"""Scenario of an engine over every list of tiers of this project."""
+"""Scenario of an engine over tiers of every combination that kvxfer supports."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,19 +26,19 @@ from kvxfer.units import ByteSize
 from tests.simulation.storms import OpenedTiers, StormScenario
 
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
-"""Blocks for which a roomy tier has room, those that are being replaced included."""
+"""Number of blocks that fit into a roomy tier, including blocks that are being replaced."""
 SLOT_BYTES = 8192
 MOVE_S = 1.0
 CANARY = 0xA7
-"""Each byte of a staging buffer that nobody uses."""
+"""Value of each byte of an idle staging buffer."""
 LATE_COPIES = 0.25
 COPIES_S = (0.0, 0.0, 0.02, 0.1)
-"""Share of runs in which copies of host memory end later, and how much later."""
+"""Share of runs in which copies of host memory end late, and by how much."""
 STAGED = 0.12
 """Share of runs in which blocks go through staging buffers, as if they were in a GPU's memory."""
 LARGEST_CHUNK_BYTES = BLOCKS_PER_CHUNK * max(map(sum, PAGE_SIZES_BYTES))
 HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
-"""Kinds of host memory: threads move what is hashed, and are late; the loop moves the rest."""
+"""Kinds of host memory: threads, perhaps late, move blocks that are hashed; the loop the others."""
 LISTS = (
     ("host", "dict"),
     ("dict", "dict"),
@@ -120,7 +120,7 @@ def open_host(
     integrity: MemoryIntegrity = MemoryIntegrity.FENCED,
     copying: Random | None = None,
 ) -> HostBackend:
-    """Open host memory for some blocks, whose events are compared with what is there.
+    """Open host memory for some blocks, whose events are compared with its blocks.
 
     For `copying` see `late_copies`.
     """
@@ -148,13 +148,13 @@ def open_host(
 
 
 def late_copies(simulation: Simulation) -> Random | None:
-    """Draw when copies of host memory end in a run; None if at once, as in most of them."""
+    """Draw when copies of host memory end in a run; None if at once."""
     random = simulation.random("copies")
     return random if random.random() > 1 - LATE_COPIES else None
 
 
 class LateCopyEngine(CPUCopyEngine):
-    """Engine whose copies end later, as those of a GPU, and until then may touch both sides."""
+    """Engine whose copies end later, like a GPU's, and may touch both sides until then."""
 
     def __init__(self, random: Random) -> None:
         super().__init__()
@@ -177,14 +177,14 @@ class _LateCopy(Copy):
 
 
 class Staged(StagedBackend):
-    """Staging buffers between a backend and host memory that it could reach."""
+    """Staging buffers in front of a backend that could reach the memory itself."""
 
     def _is_direct(self, device_type: str) -> bool:
         return False
 
 
 class PurgeableDict(DictBackend):
-    """Dictionary that can delete at once what it has of a prefix."""
+    """Dictionary backend that can purge a prefix."""
 
     async def purge(self, prefix: bytes = b"") -> None:
         for key in [each for each in self._blocks if each.startswith(prefix)]:
@@ -192,11 +192,11 @@ class PurgeableDict(DictBackend):
 
 
 class Mirror(Observer):
-    """Index of a backend as its events tell it.
+    """Index of a backend according to its events.
 
     Args:
-        keys: Lists what is there.
-        gauges: Counts it.
+        keys: Lists the keys that the backend has.
+        gauges: Returns the backend's own counts.
     """
 
     def __init__(
@@ -216,19 +216,19 @@ class Mirror(Observer):
                 self._present.pop(key, None)
 
     def differences(self) -> list[BlockKey]:
-        """Return the keys that are in one of the index and its events."""
+        """Return the keys that are in either the backend or its events, but not in both."""
         return sorted(self._present.keys() ^ set(self._keys()))
 
     @property
     def num_miscounted(self) -> float:
-        """Blocks by which the count of them is wrong."""
+        """Number of blocks by which the backend's count is wrong."""
         return abs(self._gauges()[Gauge.STORED_BLOCKS] - len(self._present))
 
 
 def join(
     tiers: list[Backend], namespace: Namespace, *, staging_bytes: int = 16384, pause_s: float = 0.1
 ) -> TieredBackend:
-    """Join tiers, which have half a second for a lookup, and one for a move."""
+    """Join tiers, with half a second for a lookup and `MOVE_S` for a move."""
     timeouts = TierTimeouts(lookup_s=0.5, move_s=MOVE_S, close_s=20.0, pause_s=pause_s)
     joined = TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
     flush, flushes = joined.flush, [AsyncMock(wraps=tier.flush) for tier in tiers]
@@ -246,7 +246,7 @@ def join(
 
 
 def watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
-    """Fill each buffer that is given back, and check that nothing has touched it until its use."""
+    """Fill each buffer that is given back, and check that it is untouched until its next use."""
     take, give_back = staging._take, staging._give_back
     free: dict[int, Any] = {}
 
@@ -265,7 +265,7 @@ def watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
 
 
 def of_process(step: Step, late_s: float) -> Step:
-    """Make the step of the engine of a process that began late."""
+    """Shift a step to the time of a process that began `late_s` late."""
     arguments = {name: each for name, each in step.arguments.items() if name != "process"}
     return Step(max(0.0, step.at_s - late_s), step.what, arguments)
 
@@ -273,7 +273,7 @@ def of_process(step: Step, late_s: float) -> Step:
 def leftovers_of_all(
     engine: TransferEngine, opened: Opened, *, may_lose: bool = False
 ) -> list[str]:
-    """Describe what an idle engine, its tiers and host memory in them still have."""
+    """Describe what an idle engine, its tiers and their host memory still hold."""
     left, backend = leftovers_of_engine(engine, may_lose=may_lose), opened.backend
     if isinstance(backend, StagedBackend):
         left += _leftovers_of_staging(backend._staging, may_lose=may_lose)
@@ -288,7 +288,7 @@ def leftovers_of_all(
 
 
 def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> list[str]:
-    """Describe pieces, bytes and calls that an idle engine still has, lost ones if it may."""
+    """Describe pieces, bytes and calls that an idle engine still holds; `may_lose` excuses some."""
     mover = engine._mover
     counts = {
         "unsettled pieces": mover.num_unsettled - may_lose * len(mover._lost),
@@ -318,7 +318,7 @@ def leftovers_of_tiers(backend: TieredBackend, *, may_lose: bool = False) -> lis
 def _leftovers_of_staging(staging: StagingMemory, *, may_lose: bool) -> list[str]:
     """Describe buffers that are still held.
 
-    The end gives up one that a backend may still write to, as it refuses to be drained.
+    A close gives up buffers that a backend may still write to because its drain failed.
     """
     gives_up = may_lose and staging._closing.is_set()
     missing = 0 if gives_up else staging.num_buffers - len(staging._idle)
@@ -341,7 +341,7 @@ def leftovers_of_host(backend: HostBackend) -> list[str]:
 
 
 def leftovers_of_reports(reports: Reports) -> list[str]:
-    """Describe in what events and counts differ from what is there."""
+    """Describe how events and counts differ from the blocks that are there."""
     mirrors = [each for each in reports._observers if isinstance(each, Mirror)]
     counts = {
         "keys of which events say something else": sum(len(each.differences()) for each in mirrors),

@@ -1,7 +1,7 @@
-"""World of vLLM: its own scheduler and our connectors over memory whose every byte is known.
+"""World of vLLM: its own scheduler and our connectors, over memory whose every byte is known.
 
-The model is missing: a step writes the number of each token's prefix where the keys and values of
-the token belong, and looks whether all that it would have read has the numbers of its prompt.
+There is no model: a step writes the number of each token's prefix in place of the keys and values
+of the token, and checks that everything it would have read has the numbers of its prompt.
 """
 
 import copy
@@ -55,13 +55,13 @@ FULL = FullAttentionSpec(block_size=BLOCK, **LAYER)
 SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **LAYER)
 MAX_LENGTH = 256
 NUM_OUTPUTS = 5
-"""Different tokens that the model gives."""
+"""Number of different tokens that the model generates."""
 
 _names = count()
 
 
 class RequestId(str):
-    """Name of a request, whose hash is the same in every process: vLLM iterates over sets."""
+    """Id of a request, with the same hash in every process, since vLLM iterates over sets."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ class RequestId(str):
 
 
 class Prefixes:
-    """Numbers of prefixes: the same for the same tokens and weights, and for no others.
+    """Numbers of prefixes, unique to their tokens and weights.
 
     Attributes:
         of_hash: Tokens up to the end of the block of a hash.
@@ -87,7 +87,7 @@ class Prefixes:
                 self.of_hash[bytes(block_hash)] = list(request.all_token_ids[: at * BLOCK])
 
     def of(self, weights: int, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of each prefix of a prompt, for the version of some weights."""
+        """Return the number of each prefix of a prompt, for a version of the weights."""
         found, number = np.empty(len(tokens), np.int64), -weights
         for at, token in enumerate(tokens):
             number = self._numbers.setdefault((number, token), len(self._numbers) + 1)
@@ -96,21 +96,21 @@ class Prefixes:
 
 
 class DeadEngineError(Exception):
-    """vLLM's engine has died of an error."""
+    """vLLM's engine died of an error."""
 
 
 class ModelEngine:
-    """Engine of vLLM without a model, whose steps somebody makes.
+    """Engine of vLLM without a model; the caller makes its steps.
 
-    Engines share `prefixes` that exchange blocks. `extra` are the settings of the connector, whose
-    sides are `connector` and `worker`. With `has_window` a second group of layers has a sliding
-    window. A step has `batch_tokens` at most, and takes `step_s` at most.
+    Engines that exchange blocks share `prefixes`. `extra` are the settings of the connector, whose
+    sides are `connector` and `worker`. With `has_window`, a second group of layers has a sliding
+    window. A step has at most `batch_tokens`, and takes at most `step_s`.
 
     Attributes:
         weights: Version of its weights.
-        ended: Requests that have ended, with the parameters that came with their ends.
-        num_loaded: Loads that have ended.
-        is_computing: Whether the last step has computed something.
+        ended: Requests that have ended, with the parameters of their last outputs.
+        num_loaded: Number of loads that have ended.
+        is_computing: Whether the last step computed anything.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ModelEngine:
         self.config.compilation_config = copy.copy(self.config.compilation_config)
         self.config.compilation_config.static_forward_context = layers.static_forward_context
         self.tensors = allocate_kv_cache(self._caches, torch.device("cpu"), KVCacheLayout[LAYOUT])
-        known: dict[int, NDArray[np.int64]] = {}  # layers of several groups have the same memory
+        known: dict[int, NDArray[np.int64]] = {}  # layers of several groups share memory
         groups = self._caches.kv_cache_groups
         self._memory = [_Memory(self.tensors, group, known) for group in groups]
         self._loading: dict[str, dict[int, None]] = {}
@@ -163,7 +163,7 @@ class ModelEngine:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request has, without the null block."""
+        """Number of blocks that no request has, without the null block."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
@@ -194,14 +194,14 @@ class ModelEngine:
         self.ended.setdefault(str(name), None)
 
     def reset(self, *, also_running: bool, has_new_weights: bool) -> bool:
-        """Reset the caches, as for new weights; return whether nothing was in use.
+        """Reset the caches, as for new weights; return False if they were in use.
 
-        Once between two steps: vLLM's own connector ends with an assertion at the second time.
+        At most once between two steps: vLLM's own connector fails an assertion the second time.
         """
         if self._was_reset:
             return False
         self._was_reset = True
-        # vLLM refuses while a request loads, or has loaded and waits for its turn to run.
+        # vLLM refuses while a request is loading, or has loaded and waits for its turn to run.
         waiting = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING}
         manager = self.scheduler.kv_cache_manager
         has_loaded = any(
@@ -216,7 +216,7 @@ class ModelEngine:
         return was_reset
 
     def step(self) -> None:
-        """Plan a step, and do it: in the order in which vLLM's processes call the connectors."""
+        """Plan and make a step, in the order in which vLLM's processes call the connectors."""
         self._call("step", self._step)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class ModelEngine:
         self._call("scheduler's shutdown", self.connector.shutdown)
 
     def look(self, where: str) -> None:
-        """Check that nobody has touched blocks that no load may touch."""
+        """Check that blocks which no load may touch are untouched."""
         allowed = [block for blocks in self._loading.values() for block in blocks]
         for memory in self._memory:
             for block in memory.changed(allowed):
@@ -233,18 +233,18 @@ class ModelEngine:
                 self._simulation.fail("memory was touched", detail)
 
     def expected(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of each prefix of a prompt, with the weights of now."""
+        """Return the number of each prefix of a prompt, with the current weights."""
         return self._prefixes.of(self.weights, tokens)
 
     def chunk(self, block_hash: bytes, group: int, num_blocks: int) -> bytes:
-        """Make the bytes that a chunk must have, of the blocks up to that of a hash."""
+        """Make the bytes that a chunk must have whose last block has a given hash."""
         tokens = self._prefixes.of_hash[block_hash]
         stop = len(tokens)
         numbers = self.expected(tokens)[stop - num_blocks * BLOCK :]
         return self._memory[group].payload(numbers.reshape(num_blocks, BLOCK))
 
     def blocks_of(self, name: str) -> Descriptors:
-        """Describe the blocks that a request has, each layer of one by itself."""
+        """Describe the blocks of a request, each layer of a block by itself."""
         groups = self.scheduler.kv_cache_manager.get_block_ids(name)
         pairs = zip(self._memory, groups, strict=True)
         rows = [row for memory, ids in pairs for row in memory.rows(ids)]
@@ -307,10 +307,10 @@ class ModelEngine:
         """Note that the worker has prepared a step, before anything is computed."""
 
     def note_ended(self, done: KVConnectorOutput) -> None:
-        """Note what transfers have ended, before vLLM does."""
+        """Note which transfers have ended, before vLLM does."""
 
     def _pass(self) -> None:
-        """Let time pass, in which threads and the network go on."""
+        """Let time pass, in which threads and the network make progress."""
         if (drawn := self._random.random()) > 0.3:
             runtime.sleep(drawn * self._step_s / 3)
 
@@ -325,9 +325,9 @@ class ModelEngine:
             self._loading.setdefault(fetch.request_id, {}).update(dict.fromkeys(ids))
 
     def _compute(self, name: str, number: int) -> list[int]:
-        """Read what a request attends to, write what it computes, and give its next token."""
+        """Read what a request attends to, write what it computes, and return its next token."""
         request = self.scheduler.requests[name]
-        stop = request.num_computed_tokens  # the scheduler has counted the step already
+        stop = request.num_computed_tokens  # the scheduler has already counted this step
         tokens = list(request.all_token_ids)
         numbers = self.expected(tokens)
         start = stop - number
@@ -345,9 +345,9 @@ class ModelEngine:
 
 
 class _Memory:
-    """Memory of the layers of a group, and what it should have.
+    """Memory of the layers of a group, and the content that it should have.
 
-    Keys and values of a token are its number in every eight bytes, plus that of the layer.
+    Every eight bytes of a token's keys and values are its number plus that of the layer.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class _Memory:
         self._known = [known.setdefault(layer.ctypes.data, layer.copy()) for layer in self._layers]
 
     def rows(self, ids: Sequence[int]) -> list[NDArray[np.int64]]:
-        """List the memory of blocks, that of each layer by itself, without the null block."""
+        """List the memory of blocks, each layer by itself, without the null block."""
         return [layer[each] for layer in self._layers for each in ids if each]
 
     def write(self, ids: Sequence[int], numbers: NDArray[np.int64], start: int, stop: int) -> None:
@@ -373,7 +373,7 @@ class _Memory:
     def wrong(
         self, ids: Sequence[int], numbers: NDArray[np.int64], start: int, stop: int
     ) -> NDArray[np.int64]:
-        """List the tokens of which some layer has other bytes than it should."""
+        """List the tokens for which some layer has wrong bytes."""
         rows, columns = _places(ids, start, stop)
         is_wrong = np.zeros(len(rows), bool)
         for at, layer in enumerate(self._layers):
@@ -393,7 +393,7 @@ class _Memory:
         return content
 
     def changed(self, allowed: Sequence[int]) -> list[int]:
-        """List blocks that have changed, but for those that may; know what they have now."""
+        """List blocks that have changed but must not, and accept their new content."""
         found: dict[int, None] = {}
         for layer, known in zip(self._layers, self._known, strict=True):
             is_other = (layer != known).any(axis=(1, 2, 3))
@@ -403,7 +403,7 @@ class _Memory:
         return list(found)
 
     def take(self, ids: Sequence[int]) -> None:
-        """Know what blocks have now: a load of them has ended."""
+        """Accept the content of blocks, since a load of them has ended."""
         for layer, known in zip(self._layers, self._known, strict=True):
             known[list(ids)] = layer[list(ids)]
 
@@ -419,7 +419,7 @@ def _marked(numbers: NDArray[np.int64], layer: int) -> Any:
 
 @cache
 def _base_config() -> Any:
-    """Make vLLM's configuration, which takes a second, once in a process."""
+    """Make vLLM's configuration once per process, since that takes a second."""
     folder = Path(tempfile.mkdtemp(prefix="kvxfer-simulation-model-"))
     Finalize(None, shutil.rmtree, [folder], exitpriority=0)  # also in a process of a campaign
     text = json.dumps(MODEL | {"num_hidden_layers": NUM_LAYERS, "torch_dtype": "bfloat16"})
