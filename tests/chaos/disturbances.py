@@ -1,4 +1,4 @@
-"""Disturbances of a chaos run: faults of processes, disks and files that its conductor injects."""
+"""Disturbances of a chaos run: faults that its conductor injects in processes, disks and files."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ class Disturber:
     counts: Counter[str] = field(default_factory=Counter)
 
     def disturb(self) -> Undo | None:
-        """Make one disturbance; return how to undo it, and when; None without undo."""
+        """Make one disturbance; return how and when to undo it, or None."""
         [name] = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
         verb, _, what = name.partition(" ")
         if not (targets := self._targets(what)):

@@ -30,10 +30,10 @@ LEGAL = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a pretended model's blocks.
+    """Shape of the blocks of a made-up model.
 
-    All shapes have the same keys, and different bytes under each, by which any process can check
-    any block. `page_sizes_bytes` are those of the pages of a block, for each KV-cache group.
+    All shapes have the same keys, with different bytes under each, so that any process can check
+    any block. `page_sizes_bytes` has the page sizes of a block, for each KV-cache group.
     """
 
     number: int
@@ -99,9 +99,9 @@ class Batch:
 
 
 class CheckedMemory:
-    """Caches whose free blocks are watched, with a record of the call that may touch each other.
+    """Caches that watch their free blocks, and record for each lent block which call may touch it.
 
-    A block that is lent to a call comes back with its outcome, and is checked then.
+    A lent block is checked when its call returns it with an outcome.
     """
 
     def __init__(self, shape: Shape, rng: random.Random, counts: Counter[str]) -> None:
@@ -163,12 +163,12 @@ class CheckedMemory:
         return [chunk for chunk, outcome in pairs if not outcome.memory_safe]
 
     def give_back(self, chunks: Sequence[Chunk]) -> None:
-        """Reclaim blocks that no call touches any more."""
+        """Reclaim blocks that no call can touch any longer."""
         for chunk in chunks:
             self._watched.give_back(group_of(chunk.key), chunk.block_ids)
 
     def check(self) -> None:
-        """Check that all blocks that are not lent, and what lies between them, are intact."""
+        """Check that all blocks that are not lent, and the bytes between blocks, are intact."""
         self._watched.look()
         for tensor, storage in zip(self.caches.tensors, self._memory._storages, strict=True):
             if (storage.numpy()[:, tensor.page_size_bytes - 4 :] != CANARY).any():

@@ -30,7 +30,7 @@ class Fault:
 
 
 class ChaosProcess:
-    """Process to disturb, whose log is read as it grows; it may end only when it is told to."""
+    """Process to disturb, whose log is read as it grows; any end without an order is a fault."""
 
     def __init__(self, name: str, logs: Path, main: Callable[..., int], *arguments: Any) -> None:
         self.name, self._log = name, logs / f"{name}.log"
@@ -55,7 +55,7 @@ class ChaosProcess:
             self.killed |= number is signal.SIGKILL
 
     def kill(self) -> None:
-        """Kill it, also when it is stopped."""
+        """Kill the process, even if it is stopped."""
         self.signal(signal.SIGKILL)
         self._process.join(20)
 

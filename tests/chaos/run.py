@@ -1,9 +1,8 @@
 """`make chaos`: engines over tiers of host memory, files and peers, under random faults.
 
 Workers use engines at random, holders keep blocks for them, and the conductor kills and stops both,
-fills disks and flips bits. Every block that is DONE is compared with what its key stands for, all
-memory is watched, and every call must end. The seed chooses the operations, the machine their
-timing.
+fills disks and flips bits. Every `DONE` block is compared with the bytes of its key, all memory is
+watched, and every call must end. The seed decides the operations, the machine their timing.
 """
 
 # ruff: noqa: T201 - it is a command line
@@ -37,8 +36,7 @@ STEP_S = 0.05
 TOLD_EVERY_S = 10.0
 DISTURBED_EVERY_S = 0.4
 END_S = 180.0
-"""Seconds that the end of a run may take: processes end by themselves, and all blocks are read
-again."""
+"""Seconds for the end of a run, in which processes end by themselves and all blocks are read."""
 
 HOLDERS = ((0, False), (0, True), (1, True), (2, False))
 """Shape of the blocks of each holder, and whether it keeps them in files, too."""

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """Orders of a worker: its seed, the URLs of `file://`, and for each shape the holders."""
+    """Orders for a worker: its seed, the URLs of `file://`, and the holders of each shape."""
 
     seed: int
     folders: tuple[str, ...]
@@ -153,7 +153,7 @@ class User:
         self._reported = 0.0
 
     async def run(self, stopping: threading.Event, until: float) -> None:
-        """Use the engine until that moment, or told to stop, and close it."""
+        """Use the engine until `until`, or until told to stop, and close it."""
 
         async def work() -> None:
             while time.monotonic() < until and not stopping.is_set():
@@ -168,7 +168,7 @@ class User:
         await self._within("aclose", self._engine.aclose(), 0.0)
 
     async def move(self, direction: Direction) -> str:
-        """Store or load a batch; return why not all of it was done."""
+        """Store or load a batch; return why some of it was not done."""
         if (batch := self._memory.lend(direction)) is None:
             await self._drain([])
             return ""

@@ -4,7 +4,7 @@
 as it was when its store was submitted, and compares it with the page as it is when its load has
 finished, both read through vLLM's own canonical tensors. Tokens alone hide a flipped bit.
 
-What it saw is appended, a JSON line per job, to files in a directory, so that a test can read it
+Results are appended, a JSON line per job, to files in a directory, so that a test can read them
 whichever processes the engine has.
 """
 
@@ -139,8 +139,8 @@ class _AuditedWorker(Forwarding):
     def _flip(self, page: _Page) -> None:
         """Flip the highest bit of an exponent, as a broken copy would.
 
-        Attention to one value of thousands may round a small change away, and the page would be
-        wrong without any output that shows it.
+        Attention over thousands of values may round a smaller change away, so that no output would
+        show the wrong page.
         """
         ref = self._caches.group_data_refs[page.group][-1]
         row = self._caches.tensors[ref.tensor_idx].tensor[page.block_id]

@@ -1,9 +1,9 @@
 """`make demo`: a real vLLM engine forgets what it computed, and gets it back from kvxfer.
 
 Four questions about this repository, each after the same long text from it, go to a real model:
-computed, found in the engine's own prefix cache, and, after that cache was reset, found in the host
-memory that kvxfer keeps. Then the engine is stopped and started again, and the first question is
-found in the files that kvxfer keeps. `tests.e2e.oracle` says what has to be equal to what.
+computed, found in the engine's own prefix cache, and, after a reset of that cache, found in
+kvxfer's host memory. Then the engine is restarted, and the first question is found in kvxfer's
+files. `tests.e2e.oracle` says which results must be equal.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ What to try next:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What the prompts gave, and how many tokens of it the engine got from kvxfer."""
+    """Outputs of the prompts, and how many tokens the engine got from kvxfer."""
 
     reference: oracle.Reference
     memory_hits: list[Generation]
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(
     folder: Path, dtype: str, plant: str | None, prompts: Sequence[Sequence[int]], step: Step
 ) -> Runs:
-    """Run the prompts in each of the ways to their first token."""
+    """Run the prompts in each way: computed, from the device, and from kvxfer."""
     shutil.rmtree(FILES, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as audited:
         config = _engine_config(folder, dtype, Path(audited) if plant == "page" else None)
@@ -118,7 +118,7 @@ def _run(
 
 
 def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConfig:
-    """Configuration of an engine; where it is audited, a byte of what it loads is altered."""
+    """Configure an engine; if it is audited, a byte of each load is altered."""
     connector = {
         "spec_name": "KVXferOffloadingSpec",
         "spec_module_path": "kvxfer.integrations.vllm",

@@ -14,7 +14,7 @@ from tests.e2e import oracle
 NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 Step = Callable[[str, int], Callable[[], None]]
-"""Show the beginning of a step of so many parts; what it returns is called after each part."""
+"""Show the beginning of a step with a number of parts; call the result after each part."""
 
 
 def parse(
@@ -40,7 +40,7 @@ def conclude(
     conclusion: Callable[[], str],
     what_next: str,
 ) -> int:
-    """Show what came out; return the exit status, 1 with problems."""
+    """Show the result; return the exit status, 1 with problems."""
     console.print(table)
     for problem in problems:
         console.print(f"[red]{problem}")

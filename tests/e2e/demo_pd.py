@@ -1,12 +1,12 @@
-"""`make demo-pd`: two vLLM engines answer, one computes the prompts and the other one goes on.
+"""`make demo-pd`: of two vLLM engines, one computes the prompts and the other one continues them.
 
-Four questions about this repository go to `examples/proxy`. Before the third one the prefill engine
-is killed, and the decode engine computes the prompt by itself; before the fourth it is started
-again at the same address. Every answer has to be that of one engine alone.
+Four questions about this repository go to `examples/proxy`. Before the third one, the prefill
+engine is killed, so that the decode engine computes the prompt itself; before the fourth, it is
+restarted at the same address. Every answer must be that of a single engine.
 
-Each prompt fills whole blocks and has one token more. So one engine alone that hits its own prefix
-cache computes as many tokens as the decode engine does with the blocks that it loads, and the two
-have to agree to the last bit, see `tests.e2e.oracle`.
+Each prompt fills whole blocks and has one token more. So a single engine that hits its own prefix
+cache computes as many tokens as the decode engine that loads blocks, and the two must agree to the
+last bit, see `tests.e2e.oracle`.
 """
 
 import asyncio
@@ -59,13 +59,13 @@ What to try next:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answer by way of the proxy, and the tokens of its prompt that the decode engine handled."""
+    """Answer through the proxy, and how the decode engine got the tokens of its prompt."""
 
     generation: Generation
     num_computed: int
     num_loaded: int
     from_prefill: bool
-    """Whether the prefill engine was there."""
+    """Whether the prefill engine was running."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +159,7 @@ async def _run(
 
 
 async def _start(engines: Sequence[Engine], advance: Callable[[], None]) -> None:
-    """Start engines, and have each compute a few tokens."""
+    """Start engines, and let each compute a few tokens."""
     for engine in engines:
         await asyncio.to_thread(engine.start)
     for engine in engines:
@@ -202,7 +202,7 @@ async def _ask(
 
 
 def _expected(answers: Sequence[Answered], reference: oracle.Reference) -> list[Generation]:
-    """What one engine alone gave: for prompts that were loaded, from its own cache."""
+    """Return the answers of a single engine; for loaded prompts, those from its own cache."""
     return [
         device_hit if answer.from_prefill else computed
         for answer, device_hit, computed in zip(
@@ -212,8 +212,8 @@ def _expected(answers: Sequence[Answered], reference: oracle.Reference) -> list[
 
 
 def _difference(answer: Answered, expected: Generation) -> str | None:
-    """How an answer differs from the one expected; None when no bit does."""
-    cached_tokens = expected.cached_tokens  # an answer over HTTP does not say
+    """Describe how an answer differs from the expected one; None if no bit does."""
+    cached_tokens = expected.cached_tokens  # an answer over HTTP does not contain it
     generation = msgspec.structs.replace(answer.generation, cached_tokens=cached_tokens)
     return oracle.hit_difference(generation, expected)
 

@@ -27,7 +27,7 @@ LOG_TAIL_LINES = 40
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
 ANSWER_TIMEOUT_S = 300
-"""Longest wait for the start, and for each answer."""
+"""Maximum wait for the start, and for each answer."""
 NONE: Mapping[int, Any] = {}
 GPU_SHARE = 0.2
 
@@ -46,7 +46,7 @@ ON_SHARED_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 
 
 def share_of_gpu() -> float | None:
-    """Share of a GPU that an engine beside others asks for; None where there is no GPU."""
+    """Share of a GPU for each of several engines; None without a GPU."""
     return GPU_SHARE if torch.cuda.is_available() else None
 
 
@@ -82,13 +82,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request gave.
+    """Result of a request.
 
     Attributes:
         cached_tokens: Prompt tokens that were not computed, from the device cache or elsewhere.
         first_token_s: Seconds from adding the request to its first token; 0 without a token.
         last_token_s: Likewise, to its last token.
-        params: What the connector tells the engine that goes on with the prompt.
+        params: Parameters of the connector for the engine that continues the prompt.
     """
 
     token_ids: list[int]
@@ -100,7 +100,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineDiedError(KVXferError, RuntimeError):
-    """The engine's process failed, ended or does not answer."""
+    """Engine whose process failed, ended, or does not answer."""
 
 
 def launch(
@@ -240,11 +240,11 @@ class EngineProcess:
         return self._printed
 
     def pause(self) -> None:
-        """Stop all of its processes where they are, so that they use no processor."""
+        """Stop all of its processes, so that they use no processor."""
         signal_all(self._process, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let all of its processes go on."""
+        """Continue all of its processes."""
         signal_all(self._process, signal.SIGCONT)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ LABELS = {"engine", "model_name"}
 
 
 class _Engine:
-    """A vLLM engine; what is public answers the method of `EngineProcess` with its name."""
+    """vLLM engine, whose public methods answer those of `EngineProcess` with the same names."""
 
     def __init__(self, config: EngineConfig) -> None:
         from vllm import LLM
@@ -130,7 +130,7 @@ class _Engine:
     def settle(self) -> None:
         stored: list[float] = []
         for _ in range(SETTLE_ROUNDS):
-            # In each step a worker goes on with a store; vLLM counts it when it has ended.
+            # Workers continue stores in each step; vLLM counts a store when it has ended.
             self.generate(prompts=[[5, 6, 7]], max_tokens=12, read_cache=False)
             metrics = self.metrics()
             stored.append(metrics.get("vllm:kv_offload_store_bytes", 0))

@@ -1,11 +1,11 @@
 """Audit of hand-overs: an independent check of every page that is loaded from another engine.
 
-`AuditedHandover` keeps digests of what each token has in the blocks that are offered, as they are
-when they are offered, and of what it has in the blocks that were loaded, once they have landed.
-Both are read as the boxes of the caches say, without the mappings that move bytes, so that blocks
-of different sizes, layouts and workers are compared by what they mean. `read` compares them.
+`AuditedHandover` keeps digests of each token's bytes: in offered blocks at the time of the offer,
+and in loaded blocks once they have landed. It reads both by the boxes of the caches, without the
+mappings that move bytes, so that blocks of different sizes, layouts and workers are compared by
+meaning. `read` compares them.
 
-With `Hook.FLIP_LOADED_BIT` a page of each load is altered once it was verified, as by a broken
+With `Hook.FLIP_LOADED_BIT`, a page of each load is altered after it was verified, as by a broken
 copy.
 """
 
@@ -28,18 +28,18 @@ from kvxfer.storage.keys import BlockKey, group_of
 from tests.e2e.audit import Audit, Forwarding, Hook, Log, hooks, lines_of
 
 SIGN_BIT = -0x80
-"""Of each second byte, of little-endian floats of 16 or 32 bits: what is altered stays finite."""
+"""Bit of each second byte, so that altered little-endian floats of 16 or 32 bits stay finite."""
 BLOCK = "block"
-"""Stands for the head where nothing is known of a block but its bytes."""
+"""Name in place of a head for blocks of which only the bytes are known."""
 
 Digests = dict[str, list[int]]
 """Digest of each token of a block, for each head of the model."""
 
 
 def _find_tokens(boxes: Sequence[PageBox], shard: WorkerShard) -> dict[str, NDArray[np.int64]]:
-    """Find the bytes of each token, `(tokens, bytes)`, for each head; nothing without tokens.
+    """Find the bytes of each token, `(tokens, bytes)`, for each head; none without tokens.
 
-    Those of a token are in the order of layers, parts and the other axes.
+    Bytes of a token are in the order of layers, parts and the other axes.
     """
     if not boxes or not all("token" in box.axes for box in boxes):
         return {}
@@ -68,7 +68,7 @@ def _rows_of(box: PageBox) -> Iterator[tuple[int, NDArray[np.int64]]]:
 
 
 class _AuditedReader(Forwarding):
-    """Reader whose fetches are given to an audit."""
+    """Reader that passes its fetches to an audit."""
 
     def __init__(self, inner: Reader, audit: Callable[[Any, Wanted], Any]) -> None:
         super().__init__(inner)
@@ -80,7 +80,7 @@ class _AuditedReader(Forwarding):
 
 
 class AuditedHandover(Forwarding):
-    """Hand-over of a worker under audit, in place of the one that it wraps."""
+    """Hand-over of a worker under audit, which replaces the one that it wraps."""
 
     def __init__(
         self, inner: Handover, caches: CanonicalKVCaches, description: CacheDescription
@@ -131,7 +131,7 @@ class AuditedHandover(Forwarding):
         return fetched
 
     def _digest(self, group: int, block_id: int) -> Digests:
-        """Digest the tokens of a block, or all of it where it has none."""
+        """Digest the tokens of a block, or the whole block if it has no tokens."""
         refs = self._caches.group_data_refs[group]
         pages = [
             self._caches.tensors[ref.tensor_idx].tensor[block_id][: ref.page_size_bytes].cpu()
@@ -159,7 +159,7 @@ class _Offered(NamedTuple):
 
 
 def read(directory: Path) -> Audit:
-    """Compare what was loaded with what was offered, in all engines that share a directory."""
+    """Compare loaded bytes with offered ones, in all engines that share a directory."""
     offered: dict[str, _Offered] = {}
     loads = []
     for line in lines_of(directory, "handover"):
@@ -203,7 +203,7 @@ def _compare(audit: Audit, load: Any, group: int, found: Any, offered: dict[str,
 def _is_offered(
     found: Any, head: str, token: int, digest: int, offered: dict[str, _Offered]
 ) -> bool | None:
-    """Whether a token has what was offered under its key; None when nothing was."""
+    """Whether a token has the bytes offered under its key; None if none were offered."""
     size = next((offered[key].tokens_per_block for key in found["keys"] if key in offered), 0)
     index = token // size - found["first_block"] if size else -1
     key = found["keys"][index] if 0 <= index < len(found["keys"]) else ""

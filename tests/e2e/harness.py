@@ -15,15 +15,15 @@ DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough i
 if torch.cuda.is_available():
     DTYPES["mla"] = "bfloat16"  # MLA's kernels for GPUs know no float32
 CHOOSES_BLOCKS = {"qwen3-next", "mla"}
-"""Models whose blocks nobody counts: vLLM fits them to their states, or to their kernel."""
+"""Models whose block size vLLM chooses itself, to fit their states or their kernel."""
 
 
 class AuditedEngine(EngineProcess):
     """A vLLM engine with kvxfer under audit: host memory, and files or peers below it.
 
     Args:
-        directory: Where the audit writes; what an earlier engine wrote there is known.
-        peers: URL of a tier of peers below it.
+        directory: Folder of the audit, with the records of earlier engines.
+        peers: URL of a tier of peers below host memory.
         blocks_per_chunk: Blocks stored under one key.
         environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`; by default blocks have `TOKENS_PER_BLOCK`.
@@ -60,7 +60,7 @@ class AuditedEngine(EngineProcess):
         super().__init__(config)
 
     def audit(self) -> audit.Audit:
-        """Read what the audit saw so far."""
+        """Read the results of the audit so far."""
         return audit.read(self._directory)
 
     def computed(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Generation]:
@@ -68,13 +68,13 @@ class AuditedEngine(EngineProcess):
         return oracle.run_one_by_one(self, prompts, max_tokens=max_tokens, read_cache=False)
 
     def offload(self) -> None:
-        """Wait until all is stored, and make the device forget it."""
+        """Wait until everything is stored, and reset the device's prefix cache."""
         self.settle()
         assert self.reset(), "blocks are still in use"
 
 
 def require_gpus(number: int) -> None:
-    """Skip a test whose workers need a GPU each, where there are fewer."""
+    """Skip a test if there are too few GPUs for its workers."""
     there = torch.cuda.device_count()
     if 0 < there < number:
         pytest.skip(f"{number} workers need a GPU each, and there is {there}")
@@ -83,7 +83,7 @@ def require_gpus(number: int) -> None:
 def require_same(
     actual: Sequence[Generation], expected: Sequence[Generation], *, dtype: str
 ) -> None:
-    """Fail unless generations are those that were computed, as closely as the dtype allows."""
+    """Fail unless generations equal the computed ones, as closely as the dtype allows."""
     pairs = zip(actual, expected, strict=True)
     differences = [oracle.rounding_difference(*pair, dtype=dtype) for pair in pairs]
     assert not any(differences), differences

@@ -26,7 +26,7 @@ VOCAB_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Model folder: its inputs, after whose change it is made again, and what fills it."""
+    """Model folder: the inputs from which it is made, again after a change, and its maker."""
 
     name: str
     inputs: Callable[[], dict[str, str]]

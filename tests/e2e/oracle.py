@@ -1,10 +1,10 @@
-"""What a cache gave back, compared with what is true on every processor.
+"""Comparison of a cache's results with a truth that holds on every processor.
 
-A prompt of which a part is cached is computed in other shapes than a whole one, and a processor
-rounds otherwise in other shapes: in bfloat16, a hit in the engine's own cache need not give the
-tokens that were computed. Equal shapes over equal bytes give equal bits, also in an engine that was
-started again. So a hit in kvxfer is compared with the hit in the engine's own cache, to the last
-bit, and that one with what was computed, as closely as the data type allows.
+A partly cached prompt is computed in other shapes than a whole one, and processors round
+differently in different shapes: in bfloat16, even a hit in the engine's own cache may give other
+tokens than were computed. Equal shapes over equal bytes give equal bits, even after a restart. So a
+hit in kvxfer is compared to the last bit with a hit in the engine's own cache, and that one with
+the computed result, as closely as the data type allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from tests.e2e.engine_process import EngineProcess, Generation
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 EXACT_TOKENS = frozenset({"float32"})
-"""Data types in which a hit gives the tokens that were computed, whatever its shapes."""
+"""Data types in which a hit gives the computed tokens, whatever its shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What prompts give without kvxfer."""
+    """Results of prompts without kvxfer."""
 
     computed: list[Generation]
     device_hits: list[Generation]
@@ -50,10 +50,10 @@ def run_reference(
 ) -> Reference:
     """Run prompts that neither the device nor kvxfer knows, with and without the device's cache.
 
-    Prompts round the blocks that they share each in its own way, so the first prompt of a block
-    computes it for both caches, and the others take it from the device. Only after the device
-    hits is every prompt computed as a whole; kvxfer stores nothing of that, as it has the keys.
-    `advance` is called after each hit, and after each prompt that was computed.
+    Each prompt rounds shared blocks in its own way, so the first prompt with a block computes it
+    for both caches, and the others take it from the device. Every prompt is computed as a whole
+    only after the device hits; kvxfer has all keys by then, and stores nothing of it. `advance` is
+    called after each hit and after each computed prompt.
     """
     first = run_one_by_one(engine, prompts, max_tokens=max_tokens)
     device_hits: list[Generation] = []
@@ -71,7 +71,7 @@ def run_reference(
 
 
 def hit_difference(hit: Generation, device_hit: Generation) -> str | None:
-    """How a hit in kvxfer differs from the device hit of the same prompt; None when no bit does."""
+    """Describe how a hit in kvxfer differs from the prompt's device hit; None if no bit does."""
     if hit.cached_tokens != device_hit.cached_tokens:
         return (
             f"{hit.cached_tokens} tokens came from a cache, and {device_hit.cached_tokens} "
@@ -90,12 +90,12 @@ def hit_difference(hit: Generation, device_hit: Generation) -> str | None:
 def rounding_difference(
     generation: Generation, computed: Generation, *, dtype: str, tolerance: float | None = None
 ) -> str | None:
-    """How a generation differs from the computed one beyond rounding; None when it does not.
+    """Describe how a generation differs from the computed one beyond rounding; None if it does not.
 
-    In bfloat16 tokens may part where two are about equally likely. Log-probabilities are compared
-    up to there, with that of the token itself: the highest of all log-probabilities moves by no
-    more than any of them does. What follows continues different texts. Without a tolerance, that of
-    the data type is taken.
+    In bfloat16, outputs may diverge at a token if two tokens are about equally likely.
+    Log-probabilities are compared up to and including that token: the highest of them moves by no
+    more than any of them does. Later tokens continue different texts. The default tolerance is that
+    of the data type.
     """
     limit = LOGPROB_TOLERANCE[dtype] if tolerance is None else tolerance
     ours, theirs = generation.token_ids, computed.token_ids
@@ -106,7 +106,7 @@ def rounding_difference(
     for index, (one, other) in enumerate(
         zip(generation.logprobs[:end], computed.logprobs[:end], strict=True)
     ):
-        if not abs(one - other) <= limit:  # NaN is a difference, too
+        if not abs(one - other) <= limit:  # also true for NaN
             return f"the log-probability of output token {index} is {one}, and {other} was computed"
     return None
 

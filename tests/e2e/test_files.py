@@ -1,4 +1,4 @@
-"""Files that an engine left are hits for the next one, of the same shape or of another."""
+"""Files of one engine are hits for the next one, of the same shape or of another."""
 
 from collections.abc import Callable
 from functools import partial

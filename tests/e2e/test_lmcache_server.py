@@ -65,7 +65,7 @@ class Server:
             return json.load(page)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until it answers that something holds."""
+        """Wait until the server answers and `holds` returns True."""
         end = time.monotonic() + LIMIT_S
         while True:
             with contextlib.suppress(OSError):

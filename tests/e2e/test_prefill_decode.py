@@ -1,4 +1,4 @@
-"""Prefill and decode engines: prompts that one computed are gone on with by another."""
+"""Prefill and decode engines: prompts computed by one engine are continued by another."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""The endpoints that clients of a router ask: each prompt is computed by P, and loaded by D."""
+"""The endpoints of a router: each prompt is computed by P, and loaded by D."""
 
 import re
 from pathlib import Path
@@ -56,5 +56,5 @@ async def test_each_endpoint_hands_its_prompt_over(tmp_path: Path) -> None:
                 answer = await ask(f"http://{proxy.endpoint}{path}", body)
                 after = await decode.metrics()
                 assert after[loaded] - before[loaded] > len(QUESTION) / 10, path
-                # P has pages of its own; D would answer from those that it loaded.
+                # P answers from its own pages, D from the pages that it loaded.
                 assert answer == await ask(prefill.url + path, body), path

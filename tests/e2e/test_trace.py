@@ -1,4 +1,4 @@
-"""The trace of a real engine has its hits, its journal explains each, and its events all blocks."""
+"""A real engine's trace has its hits, its journal explains each, and its events have all blocks."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights and adapters that are trained anew: no page of the old ones is used, no file is lost."""
+"""Retrained weights and adapters: no page of the old ones is used, and no file is lost."""
 
 import json
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def test_pages_of_an_adapter_are_handed_over_until_it_is_trained_anew(
     old, _ = go_on(1)
     assert go_on(1, params=offer()) == (old, NUM_PAGES)
 
-    params = offer()  # of the weights that are about to go
+    params = offer()  # made with the weights that are about to be replaced
     train(folder, 2)
     new, _ = go_on(2)
     assert new != old

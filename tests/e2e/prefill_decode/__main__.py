@@ -1,8 +1,9 @@
-"""`python -m tests.e2e.prefill_decode`: engines that prefill and decode, and what happens to them.
+"""`python -m tests.e2e.prefill_decode`: scenarios of prefill and decode engines.
 
-Runs scenarios with real engines of vLLM on this machine, and prints what came out as a table in
-Markdown. A scenario is named as `late` (of one prefill and one decode engine), `gemma3` (all of a
-deployment) or `gemma3:late`; none are all of them. The exit status is 1 when one fails with kvxfer.
+Runs scenarios with real vLLM engines on this machine, and prints a table of the results in
+Markdown. Names are such as `late` (with one prefill and one decode engine), `gemma3` (all scenarios
+of a deployment) or `gemma3:late`; by default, all run. The exit status is 1 if one fails with
+kvxfer.
 """
 
 import argparse

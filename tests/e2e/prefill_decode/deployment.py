@@ -1,4 +1,4 @@
-"""Prefill and decode engines side by side, and the engine alone that knows what is true."""
+"""Prefill and decode engines side by side, and a single engine that gives the true answers."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from tests.e2e.prefill_decode.engines import (
 
 MAX_TOKENS = 6
 TOLERANCE = 5e-5
-"""Most that a log-probability differs in float32 from that of one engine alone."""
+"""Maximum difference in float32 between a log-probability and that of a single engine."""
 LAST_TOKEN_ALONE = "tests.e2e.prefill_decode.last_token_alone.LastTokenAlone"
 FREE_LIMIT_S = LEASE_S + 3.0
 """One lease, and some time for a busy machine to count the blocks."""
@@ -32,7 +32,7 @@ WARM_UP_LIMIT_S = 180.0
 ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-"""What a router asks of the prefill engine. Source: vLLM, toy_proxy_server.py."""
+"""Parameters of a router for the prefill engine. Source: vLLM, toy_proxy_server.py."""
 SOURCE = "vllm:prompt_tokens_by_source_total"
 
 Prompt = list[int]
@@ -43,10 +43,10 @@ class Shape:
     """Engines of a deployment.
 
     Attributes:
-        leaves_last: P leaves the last token of each prompt to D. Answers have the bits of one
-            engine alone that computes it in a step of its own, or together with the others.
-        exact: Its tokens are those of one engine alone; else only its bytes are compared, by the
-            audit: the model is not deterministic without any connector either.
+        leaves_last: P leaves the last token of each prompt to D. Answers have the bits of a single
+            engine that computes that token in a step of its own, or together with the others.
+        exact: Its tokens are those of a single engine. Otherwise only the bytes are compared, by
+            the audit: the model is not deterministic even without a connector.
     """
 
     prefills: Sequence[EngineShape] = (EngineShape(),)
@@ -100,7 +100,7 @@ class Deployment:
 
     @property
     def engines(self) -> list[Engine]:
-        """All but the one alone."""
+        """All engines but the single one."""
         return [*self.prefills, *self.decodes]
 
     async def __aenter__(self) -> Self:
@@ -125,7 +125,7 @@ class Deployment:
         self._alone.clear()
 
     async def start(self, engines: Sequence[Engine]) -> None:
-        """Start engines, again if they run, and let each pair meet."""
+        """Start or restart engines, and let each pair connect."""
         for engine in engines:
             await asyncio.to_thread(engine.start)
         for engine in engines:
@@ -139,7 +139,7 @@ class Deployment:
                 )
 
     async def heal(self) -> None:
-        """Make all engines run and nothing in them be in use, however the last scenario ended."""
+        """Make all engines run without blocks in use, however the last scenario ended."""
         for engine in self.engines:
             engine.signal(signal.SIGCONT)
         broken = [engine for engine in self.engines if not await engine.is_healthy()]
@@ -164,7 +164,7 @@ class Deployment:
     async def prefill(
         self, prompt: Prompt, *, engine: Engine | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Compute a prompt as a router has it computed; return what D is to be told."""
+        """Let P compute a prompt, as a router does; return the parameters for D."""
         answer = await (engine or self.prefills[0]).complete(
             prompt, max_tokens=1, params=ASK, **options
         )
@@ -179,7 +179,7 @@ class Deployment:
         max_tokens: int = MAX_TOKENS,
         **options: Any,
     ) -> Generation:
-        """Go on with a prompt where it is told."""
+        """Let D continue a prompt with the given parameters."""
         return await (engine or self.decodes[0]).complete(
             prompt, max_tokens=max_tokens, params=params, **options
         )
@@ -192,13 +192,13 @@ class Deployment:
         decode: Engine | None = None,
         **options: Any,
     ) -> Generation:
-        """Both legs of a request."""
+        """Make both legs of a request."""
         first, second = self.pair()
         params = await self.prefill(prompt, engine=prefill or first, **options)
         return await self.decode(prompt, params, engine=decode or second, **options)
 
     async def require_true(self, prompts: Sequence[Prompt], answers: Sequence[Generation]) -> None:
-        """Fail unless answers are those of an engine alone."""
+        """Fail unless answers are those of a single engine."""
         if not self.shape.exact:
             return
         name = self.shape.decodes[0].dtype
@@ -213,7 +213,7 @@ class Deployment:
                 raise Failure(f"wrong tokens, HTTP 200: prompt of {len(prompt)}: {wrong}")
 
     async def _bit_difference(self, prompt: Prompt, ours: Generation, dtype: str) -> str | None:
-        """How an answer differs from both that an engine alone gives; None from one of them."""
+        """Describe how an answer differs from both of a single engine's; None if it equals one."""
         for scheduler in (LAST_TOKEN_ALONE, None):
             truth = await asyncio.to_thread(self._compute, prompt, dtype, scheduler)
             if (ours.token_ids, ours.logprobs) == (truth.token_ids, truth.logprobs):
@@ -221,7 +221,7 @@ class Deployment:
         return oracle.rounding_difference(ours, truth, dtype="float32", tolerance=0)
 
     async def counts(self) -> Counts:
-        """Where the decode engines' prompt tokens came from, so far."""
+        """Count where the decode engines' prompt tokens came from so far."""
         metrics = [await engine.metrics() for engine in self.decodes]
 
         def total(source: str) -> int:
@@ -232,7 +232,7 @@ class Deployment:
         )
 
     def audit(self) -> audit.Audit:
-        """Compare what was loaded with what was offered, of the present scenario."""
+        """Compare the loaded bytes with the offered ones, for the current scenario."""
         return handover_audit.read(self.engines[0].audit_directory)
 
     def forget_audit(self) -> None:
@@ -241,7 +241,7 @@ class Deployment:
             path.unlink()
 
     async def require_audited(self, num_tokens: int) -> str:
-        """Fail unless as many tokens as vLLM counts have what was offered; with kvxfer."""
+        """With kvxfer, fail unless all tokens that vLLM counts as loaded have the offered bytes."""
         if self.connector != "kvxfer":
             return ""
         report = self.audit()
@@ -264,7 +264,7 @@ class Deployment:
         return time.monotonic() - start_s
 
     async def reuse_blocks(self, engine: Engine) -> None:
-        """Have every block of an engine overwritten by other prompts."""
+        """Overwrite every block of an engine with other prompts."""
         metrics = await engine.metrics()
         left = int(metrics["num_blocks"]) * engine.shape.tokens_per_block * 5 // 4
         while left > 0:
@@ -292,5 +292,5 @@ class Deployment:
 
 
 def _in_use(metrics: Metrics) -> int:
-    """Blocks that requests or leases hold; those that are only cached do not count."""
+    """Count the blocks that requests or leases hold, not those that are only cached."""
     return round(metrics["vllm:kv_cache_usage_perc"] * metrics["num_blocks"])

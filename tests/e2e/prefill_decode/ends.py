@@ -1,4 +1,4 @@
-"""Engines that stop, die and come back: scenarios of what is left of a request then."""
+"""Engines that stop, die and come back: scenarios of the requests that they leave behind."""
 
 import asyncio
 import contextlib
@@ -16,18 +16,18 @@ ANSWER_WITHIN_S = TIMEOUT_S + 10.0
 """The connector's own limit, and some time to compute the prompt instead."""
 NUM_LARGE = 2
 LARGE_TOKENS = 3500
-"""Two of them just fit in P's cache."""
+"""Tokens of a large prompt; two such prompts just fit into P's cache."""
 DELAYS_S = (0.0, 0.005, 0.02, 0.05, 0.1)
-"""From sending the requests to what happens in their loads."""
+"""Delays between sending the requests and the event in their loads."""
 
 
 async def stop(deployment: Deployment) -> str:
-    """P stands still between the legs, and at different moments of large loads."""
+    """P stops between the legs, and at different moments of large loads."""
     return await _end(deployment, _stopped)
 
 
 async def kill(deployment: Deployment) -> str:
-    """P dies then, and comes back at the same address."""
+    """P dies at those moments, and comes back at the same address."""
     return await _end(deployment, _killed)
 
 
@@ -68,7 +68,7 @@ async def _killed(deployment: Deployment) -> AsyncIterator[None]:
 async def _end(
     deployment: Deployment, ended: Callable[[Deployment], AbstractAsyncContextManager[None]]
 ) -> str:
-    """End the first P before D asks, or so long after; D has to answer in time, and truly."""
+    """End the first P before D asks, or some time after; D must answer correctly and in time."""
     slowest_s = 0.0
     for delay_s in (None, *DELAYS_S):
         prompts, params = await _prefilled(deployment)
@@ -78,7 +78,7 @@ async def _end(
             await asyncio.sleep(delay_s)
         async with ended(deployment):
             answers = await (decoding if delay_s is None else begun)
-        again = await deployment.decode(prompts[0], params[0])  # perhaps of a P that is no more
+        again = await deployment.decode(prompts[0], params[0])  # perhaps from a P that has ended
         await deployment.require_true([*prompts, prompts[0]], [*answers, again])
         await require_clean(deployment)
         slowest_s = max(slowest_s, *(answer.last_token_s for answer in answers))
@@ -89,7 +89,7 @@ async def _end(
 
 
 async def _prefilled(deployment: Deployment) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Have the first P compute prompts for D."""
+    """Let the first P compute prompts for D."""
     prompts = [deployment.prompt(LARGE_TOKENS) for _ in range(NUM_LARGE)]
     params = [await deployment.prefill(prompt) for prompt in prompts]
     if not all(params):
@@ -100,6 +100,6 @@ async def _prefilled(deployment: Deployment) -> tuple[list[Prompt], list[dict[st
 async def _decode(
     deployment: Deployment, prompts: list[Prompt], params: list[dict[str, Any]]
 ) -> list[Generation]:
-    """Let the first D go on with prompts, all at once."""
+    """Let the first D continue prompts, all at once."""
     pairs = zip(prompts, params, strict=True)
     return await at_once([deployment.decode(prompt, told) for prompt, told in pairs])

@@ -33,7 +33,7 @@ MAX_MODEL_LEN = 4096
 LEASE_S = 12
 """Lease of blocks at P: engines that take both cores stall the client for 6 s between two legs."""
 TIMEOUT_S = 10
-"""Time in which a decode engine gives up on a load."""
+"""Time after which a decode engine gives up on a load."""
 ANSWER_LIMIT_S = 60.0
 START_LIMIT_S = 600.0
 POLL_S = 0.1
@@ -44,7 +44,7 @@ Metrics = dict[str, float]
 
 
 class Failure(Exception):  # noqa: N818 - a verdict
-    """What a scenario found to be wrong."""
+    """Failure that a scenario has found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class EngineShape:
     Attributes:
         model: Name of one of `models.MODELS`.
         data_parallel_size: Replicas behind the server, which divides requests among them.
-        tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
+        tokens_per_step: Maximum tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
         uses_tcp: Bytes go through TCP connections, as between machines.
-        transport: Transport of the bytes otherwise, as `integrity` as in `NixlConfig`; with kvxfer.
+        transport: Transport otherwise; like `integrity`, a field of `NixlConfig`. With kvxfer only.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
-        is_audited: What lands is compared with what was lent; with kvxfer.
+        is_audited: Loaded bytes are compared with the lent ones. With kvxfer only.
         takes_text: Whether it has a tokenizer, for prompts that are text.
-        alters_loads: A page of each load is altered once it was verified; with an audit.
+        alters_loads: A page of each load is altered after it was verified; with an audit.
         release_folder: Folder of another release of vLLM, see `tests.compat`; empty for none.
     """
 
@@ -121,7 +121,7 @@ def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, st
 
 
 CONNECTORS = {"nixl": _nixl, "kvxfer": _kvxfer}
-"""For a port and a shape: the connector's part of `kv_transfer_config`, and its environment."""
+"""Makers, for a port and a shape, of the connector's `kv_transfer_config` and its environment."""
 
 COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMMON_ENVIRONMENT = ON_SHARED_CORES | {
@@ -134,9 +134,9 @@ COMMON_ENVIRONMENT = ON_SHARED_CORES | {
 
 @dataclass(eq=False, slots=True)
 class Engine:
-    """A server of one engine at addresses that stay the same when it is started again.
+    """Server of one engine, whose addresses stay the same after a restart.
 
-    Its log, of all its starts, lies in the directory under its name.
+    Its log, which spans restarts, is in the directory under its name.
     """
 
     name: str
@@ -197,7 +197,7 @@ class Engine:
         return self._process is not None and self._process.poll() is None
 
     async def is_healthy(self) -> bool:
-        """Whether its server answers that the engine lives."""
+        """Whether its server reports the engine as healthy."""
         try:
             status, _ = await self._ask("GET", f"{self.url}/health")
         except Failure:
@@ -244,7 +244,7 @@ class Engine:
     ) -> Generation:
         """Complete a prompt greedily; a cancelled call closes the connection, as a client does.
 
-        A router at `url` is asked in place of the engine.
+        With `url`, a router is asked instead of the engine.
         """
         body = {
             "model": self.shape.model,

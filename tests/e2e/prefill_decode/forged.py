@@ -1,7 +1,7 @@
-"""Parameters that no engine has given: what a client or a broken router may send.
+"""Forged parameters, which a client or a broken router may send.
 
-None of them may stop an engine, give wrong tokens, or take longer than an answer may. What each
-field may hold is tried without engines, in `tests/integrations/test_prefill_decode_ticket.py`.
+None of them may stop an engine, give wrong tokens, or take longer than an answer may. The values of
+single fields are tested without engines, in `tests/integrations/test_prefill_decode_ticket.py`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ async def forged(deployment: Deployment) -> str:
 async def _send(
     deployment: Deployment, engine: Engine, prompt: Prompt, told: dict[str, Any]
 ) -> None:
-    """Send one forgery, and see that the answer is true."""
+    """Send one forgery, and check that the answer is correct."""
     answer = await deployment.decode(prompt, told, engine=engine, limit_s=LIMIT_S)
     await deployment.require_true([prompt], [answer])
     if not await engine.is_healthy():
@@ -64,7 +64,7 @@ async def _send(
 def _forgeries(
     params: Mapping[str, Any], other: Mapping[str, Any], ports: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """What D may be told in place of the parameters of its prompt, by name."""
+    """Make forged parameters to send to D in place of those of its prompt, by name."""
     told = dict(params)
     return {
         "another request's": dict(other),
@@ -82,7 +82,7 @@ def _forgeries(
 
 @contextlib.asynccontextmanager
 async def _strangers() -> AsyncIterator[dict[str, int]]:
-    """Ports at which there is nobody, one that says nothing, and one that says too much."""
+    """Open ports: without a listener, with a silent one, and with one that sends too much."""
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

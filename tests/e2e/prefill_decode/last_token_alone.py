@@ -1,4 +1,4 @@
-"""Scheduler of an engine alone that computes prompts in the steps of P and D."""
+"""Scheduler of a single engine that computes prompts in the steps of P and D."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 class LastTokenAlone(Scheduler):
     """Scheduler that leaves the last token of a prompt to a step of its own.
 
-    With states, P computes the prompt without it, and D computes it. An engine alone that does so
-    rounds as they do, and gives the same bits.
+    With recurrent states, P computes the prompt without that token, and D computes the token. A
+    single engine that does the same rounds as they do, and gives the same bits.
     """
 
     def _mamba_block_aligned_split(

@@ -1,4 +1,4 @@
-"""Which scenarios run in which deployment, and what came out."""
+"""Plan of the scenarios in each deployment, and their results."""
 
 import time
 from collections.abc import (
@@ -84,7 +84,7 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of a scenario: what was wrong, or is worth knowing, and tracebacks in the logs."""
+    """Result of a scenario: its failure or notes, and the tracebacks in the logs."""
 
     connector: str
     shape: str
@@ -101,7 +101,7 @@ class Result:
 
 
 def choose(names: Iterable[str]) -> dict[str, list[str]]:
-    """Scenarios of each deployment for names as `late`, `gemma3` or `gemma3:late`."""
+    """Choose the scenarios of each deployment by names such as `late`, `gemma3`, `gemma3:late`."""
     chosen: dict[str, list[str]] = {}
     for name in names:
         shape, _, scenario = name.rpartition(":")
@@ -130,7 +130,7 @@ async def run(
 
 
 async def run_one(deployment: Deployment, shape: str, name: str) -> Result:
-    """Run a scenario in engines that run and have nothing in use."""
+    """Run a scenario in engines that are running and have no blocks in use."""
     await deployment.heal()
     deployment.forget_audit()
     lengths = [engine.log_path.stat().st_size for engine in deployment.engines]
@@ -153,7 +153,7 @@ def _tracebacks(logs: Sequence[str]) -> int:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Lines of a Markdown table, a column for each connector."""
+    """Yield the lines of a Markdown table, with a column for each connector."""
     connectors = list(dict.fromkeys(result.connector for result in results))
     yield f"| deployment: scenario | {' | '.join(connectors)} |"
     yield f"|---{'|---' * len(connectors)}|"

@@ -21,14 +21,14 @@ from tests.e2e.prefill_decode.scenarios import (
 )
 
 TOY_PROXY = REPOSITORY / "build" / "toy_proxy_server.py"
-"""vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
+"""vLLM's proxy, from tests/v1/kv_connector/nixl_integration/ of its sources; not in its wheel."""
 SIDECAR = REPOSITORY / "build" / "llm-d-routing-sidecar"
-"""llm-d's, which is built from its sources, in Go: github.com/llm-d/llm-d-routing-sidecar."""
+"""llm-d's router, built from its sources in Go: github.com/llm-d/llm-d-routing-sidecar."""
 PROXY = [sys.executable, "-m", "examples.proxy"]
 ROUTER_LIMIT_S = 60.0
 
 Command = Callable[[Deployment, int], list[str]]
-"""Make the command of a router for engines, which is to listen at a port."""
+"""Make the command of a router for engines that listens at a port."""
 
 
 def _kvxfer(deployment: Deployment, port: int, *options: str) -> list[str]:
@@ -71,7 +71,7 @@ def _vllm_router(deployment: Deployment, port: int) -> list[str]:
 
 
 async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Generation:
-    # llm-d's scheduler chooses the prefill engine, and tells it to the sidecar.
+    # In production, llm-d's scheduler chooses the prefill engine, and names it in this header.
     chosen = {"x-prefiller-host-port": f"{HOST}:{deployment.prefills[0].port}"}
     return await deployment.decodes[0].complete(
         prompt, max_tokens=MAX_TOKENS, url=url, headers=chosen
@@ -95,7 +95,7 @@ async def _through(command: Command, deployment: Deployment) -> str:
 
 
 async def _reached(deployment: Deployment, url: str) -> None:
-    """Wait until a router passes requests on, and has met every engine."""
+    """Wait until a router passes requests on, and has reached every engine."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + ROUTER_LIMIT_S
     while True:

@@ -1,6 +1,6 @@
-"""What users do: scenarios in which every engine lives, and nobody means harm.
+"""Scenarios of ordinary use: every engine runs, and no client is malicious.
 
-A scenario returns what is worth knowing, and raises `Failure` for what is wrong.
+A scenario returns notes for the table, and raises `Failure` if something is wrong.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ABORT_WITHIN_S = 0.6
 NUM_HEAD_BLOCKS = 5
 TIERS_BYTES, P_BYTES = "vllm:kv_offload_load_bytes_total", "vllm:kvxfer_pd_loaded_bytes_total"
 ABORTED_TOKENS = 200
-"""So many that some clients leave while tokens come."""
+"""Output tokens, so many that some clients disconnect while tokens arrive."""
 RECOVERY_LIMIT_S = 10.0
 """Time in which engines find each other again."""
 
@@ -37,7 +37,7 @@ async def basic(deployment: Deployment) -> str:
 
 
 async def suffix(deployment: Deployment) -> str:
-    """A prompt twice, and others that go on after it: only what D does not have is loaded."""
+    """A prompt twice, and continuations of it: only blocks that D does not have are loaded."""
     head = deployment.prompt(512)
     prompts = [head, head, [*head, *deployment.prompt(300)], [*head, *deployment.prompt(129)]]
     prefill, decode = deployment.prefills[0], deployment.decodes[0]
@@ -52,7 +52,7 @@ async def suffix(deployment: Deployment) -> str:
 
 
 async def salt(deployment: Deployment) -> str:
-    """A prompt with the salt of one tenant, and the parameters of another one's."""
+    """A prompt with the salt of one tenant and the parameters of another tenant."""
     prompt = deployment.prompt(700)
     params = await deployment.prefill(prompt, cache_salt="one")
     before = await deployment.counts()
@@ -69,7 +69,7 @@ async def many(deployment: Deployment) -> str:
 
 
 async def abort(deployment: Deployment) -> str:
-    """Clients that leave at random moments, half of them of the first leg."""
+    """Clients that disconnect at random moments, half of them during the first leg."""
 
     async def leave(index: int, prompt: Prompt, after_s: float) -> None:
         prefill, decode = deployment.pair()
@@ -89,7 +89,7 @@ async def abort(deployment: Deployment) -> str:
 
 
 async def late(deployment: Deployment) -> str:
-    """D asks only when the lease is over, and every block of P was free and was reused."""
+    """D asks only after the lease is over, and every block of P has been reused."""
     prompts = [deployment.prompt(length) for length in (700, 2000)]
     prefill, decode = deployment.prefills[0], deployment.decodes[0]
     params = [await deployment.prefill(prompt, engine=prefill) for prompt in prompts]
@@ -106,13 +106,13 @@ async def late(deployment: Deployment) -> str:
 
 
 async def refused(deployment: Deployment) -> str:
-    """P and D do not fit: D computes by itself, and says which field differs, with both values."""
+    """P and D do not fit: D computes by itself, and logs the differing field with both values."""
     decode, prefill = deployment.decodes[0], deployment.prefills[0]
     prompts = [deployment.prompt(length) for length in (129, 700)]
     before = await deployment.counts()
     answers = [await deployment.hand_over(prompt) for prompt in prompts]
     note = await _require_true(deployment, prompts, answers, before, may_load=False)
-    log = decode.log() + prefill.log()  # whole ones: the engines met when they started
+    log = decode.log() + prefill.log()  # whole logs: the engines connected when they started
     names = (decode.shape.dtype, prefill.shape.dtype)
     if not any(all(name in line for name in names) for line in log.splitlines()):
         raise Failure(f"no line of a log names {' and '.join(names)}")
@@ -152,7 +152,7 @@ async def tiers(deployment: Deployment) -> str:
 
 
 async def altered(deployment: Deployment) -> str:
-    """Pages that change in D after they were verified: an audit that could not fail is none."""
+    """Pages that change in D after they were verified: proves that the audit can fail."""
     await deployment.hand_over(deployment.prompt(300))
     if not deployment.audit().different:
         raise Failure("the audit passes a page that was altered")
@@ -168,7 +168,7 @@ async def _require_true(
     *,
     may_load: bool = True,
 ) -> str:
-    """Fail unless answers are true, and nothing is kept."""
+    """Fail unless answers are correct, and no block stays in use."""
     counts = await deployment.counts() - before
     await deployment.require_true(prompts, answers)
     if counts.loaded and not may_load:
@@ -193,7 +193,7 @@ async def require_handed_over(
     *,
     num_from_tiers: int = 0,
 ) -> str:
-    """Fail unless answers are true, D computed one token of each at most, and nothing is kept.
+    """Fail unless answers are correct, D computed at most a token of each, and no block is kept.
 
     Tokens from tiers of D's own are not audited here.
     """
@@ -207,13 +207,13 @@ async def require_handed_over(
 
 
 async def require_clean(deployment: Deployment, *engines: Engine) -> str:
-    """Fail unless engines live, with no block in use within a lease; say when that was."""
+    """Fail unless engines run and have no block in use within a lease; say how long it took."""
     seconds = await deployment.require_free(*(engines or deployment.engines))
     return f", free after {seconds:.1f} s" if seconds > 1 else ""
 
 
 async def require_works(deployment: Deployment) -> None:
-    """Fail unless soon a request through each pair of engines is handed over as ever."""
+    """Fail unless each pair of engines soon hands a request over again."""
     deadline_s = time.monotonic() + RECOVERY_LIMIT_S
     while True:
         num_pairs = len(deployment.prefills) * len(deployment.decodes)
@@ -230,7 +230,7 @@ async def require_works(deployment: Deployment) -> None:
 
 
 async def at_once(requests: Sequence[Awaitable[T]]) -> list[T]:
-    """Run requests, several at a time, all to their ends; raise the first exception of any."""
+    """Run requests, several at a time, and wait for all of them; raise the first exception."""
     room = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def run(request: Awaitable[T]) -> T:
