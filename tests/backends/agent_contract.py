@@ -29,7 +29,7 @@ from kvxfer.runtime import wait_despite_cancel
 POOL_BYTES = 8 << 20
 FRAGMENT_BYTES = 1 << 17
 LATE_S = 0.02
-"""Time in which a read that went on would change memory."""
+"""Time in which a read that is still running would change memory."""
 
 
 class Pool:
@@ -73,7 +73,7 @@ def words(*values: int) -> Words:
 
 
 def shuffled(num_fragments: int, fragment_bytes: int, seed: int) -> Words:
-    """Offsets of fragments that neither overlap nor reach into two regions, at odd places."""
+    """Make offsets of fragments at odd places that neither overlap nor span two regions."""
     places = np.random.default_rng(seed).permutation(POOL_BYTES // 2 // fragment_bytes - 1)
     offsets = 2 * places * fragment_bytes + 3
     boundary = POOL_BYTES // 2

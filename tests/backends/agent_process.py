@@ -30,7 +30,7 @@ class PeerProcess(ObedientProcess):
 
 
 def serve(orders: Connection, environment: dict[str, str], has_gpu: bool) -> None:  # noqa: FBT001
-    """Open an agent, and fill and read its memory; it is left open at the end."""
+    """Open an agent, and fill and read its memory as ordered; the agent is never closed."""
     os.environ.update(environment)
     peer: LocalPeer | LocalDevicePeer
     if has_gpu:

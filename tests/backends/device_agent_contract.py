@@ -25,7 +25,7 @@ WAYS = {
     "on GPU": [(GPU, GPU)],
     "of every kind": [(HOST, GPU), (GPU, HOST), (GPU, GPU), (HOST, HOST)],
 }
-"""Devices to which fragments of a read go, and those that they come from."""
+"""Devices that fragments of a read go to, and devices that they come from."""
 
 
 class DeviceMemory:

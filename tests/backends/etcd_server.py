@@ -43,14 +43,14 @@ class EtcdServer(Program):
             *("--listen-client-urls", at, "--advertise-client-urls", at),
             *("--listen-peer-urls", peer_at, "--initial-advertise-peer-urls", peer_at),
             *("--initial-cluster", ",".join(members), "--logger", "zap", "--log-level", "error"),
-            # Elects itself at once, and grants leases of a second.
+            # So that it elects itself at once, and grants leases of one second.
             *("--heartbeat-interval", "20", "--election-timeout", "200"),
             *options,
         ]
         super().__init__(command, folder)
 
     def start(self) -> None:
-        """Start it; a member answers when most of its cluster are there."""
+        """Start it; a member answers once most of its cluster has started."""
         super().start()
         if self._is_alone:
             self.wait()
@@ -62,11 +62,11 @@ class EtcdServer(Program):
         try:
             self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=b"ready"))
         except grpc.RpcError as exc:
-            return bool(exc.code() != grpc.StatusCode.UNAVAILABLE)  # it answers, and refuses
+            return bool(exc.code() != grpc.StatusCode.UNAVAILABLE)  # a refusal is an answer
         return True
 
     def call(self, stub: Any, method: str, request: Any) -> Any:
-        """Make a call, such as that of a user who has a shell."""
+        """Make a call, as a user could from a shell."""
         at = f"{HOST}:{self.port}"
         options = [("grpc.use_local_subchannel_pool", 1)]
         with (

@@ -47,7 +47,7 @@ ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()
 
 
 def places(*sampled: str) -> list[pytest.ParameterSet]:
-    """Every engine on every file system, as `uring-ext4`; what is not sampled is exhaustive."""
+    """Parametrize every engine on every file system, as `uring-ext4`; only `sampled` always run."""
     return [
         pytest.param(place, marks=marks + ([] if place in sampled else [pytest.mark.exhaustive]))
         for engine, marks in _NEEDS.items()
@@ -80,7 +80,7 @@ def sealed(root: Path, *names: str, tenant: str = "") -> dict[str, Any]:
 
 
 def record_addresses(engine: FileIO) -> set[int]:
-    """Collect the addresses of all pieces of memory that an I/O engine is given from now on."""
+    """Record the addresses of all memory that an I/O engine is given from now on."""
     addresses: set[int] = set()
 
     def recorded(call: Any, files: Any, *args: Any, **more: Any) -> Any:
@@ -99,7 +99,7 @@ def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
 
 
 def open_descriptors() -> list[str]:
-    """List the descriptors of this process, without those that are closed meanwhile."""
+    """List the descriptors of this process, except those that are closed meanwhile."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sorted(str(path.readlink()) for path in links)
 
@@ -237,7 +237,7 @@ def temporary_folder(file_system: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that an open store writes to, as a repeated `rm -r` would."""
+    """Remove a folder that an open store writes to, like repeated `rm -r`."""
     for _ in range(100):
         with contextlib.suppress(OSError):  # what was written meanwhile is in the way
             shutil.rmtree(folder)

@@ -14,7 +14,7 @@ def locate(backend: HostBackend, key: BlockKey) -> Descriptors:
 
 
 def flip(backend: HostBackend, key: BlockKey, at: int = 5) -> None:
-    """Flip a bit of a stored block, which no writer does."""
+    """Flip a bit of a stored block behind the backend's back."""
     blocks = locate(backend, key)
     [payload] = read_payloads(blocks)
     write_payloads(blocks, [payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]])

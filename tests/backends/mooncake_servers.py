@@ -1,4 +1,4 @@
-"""Mooncake Store for tests: its real master, and processes that have the memory."""
+"""Mooncake Store for tests: its real master, and processes that provide the memory."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from tests.backends.outages import PATIENT, Program
 
 SEGMENT_BYTES = 256 << 20
 CLIENT_TTL_S = 3
-"""Time after which the master forgets a process that is gone."""
+"""Time after which the master forgets a process that has ended."""
 
 
 def start(program: str, flags: dict[str, Any], folder: Path) -> Program:
@@ -31,7 +31,7 @@ def start(program: str, flags: dict[str, Any], folder: Path) -> Program:
 
 
 class Cluster:
-    """Cluster of one master and one process that has the memory."""
+    """Cluster of one master and one process that provides the memory."""
 
     def __init__(self, folder: Path, segment_bytes: int) -> None:
         self.port = free_ports(3)
@@ -85,7 +85,7 @@ class Cluster:
 
     @functools.cached_property
     def client(self) -> Any:
-        """Client of others, which knows nothing of our pages."""
+        """Plain client, which knows nothing of kvxfer's pages."""
         from mooncake.store import MooncakeDistributedStore
 
         store = MooncakeDistributedStore()

@@ -1,4 +1,4 @@
-"""Holders for tests, any number of them in a process that is controlled through a pipe."""
+"""Holders for tests, any number of them in one process that is controlled through a pipe."""
 
 import logging
 from dataclasses import dataclass

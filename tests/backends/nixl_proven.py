@@ -1,4 +1,4 @@
-"""Peers that know the secret, and say what no peer of ours would, and a desk of a holder."""
+"""Peers that know the secret but send what no kvxfer peer would, and a recording desk."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class ProvenPeer:
     channel: FrameChannel
 
     async def ask(self, request: wire.Message | dict[str, Any]) -> wire.Answer | None:
-        """Send a request; return the answer, None when the holder ended the connection."""
+        """Send a request; return the answer, or None if the holder closed the connection."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 await self.channel.send(request)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ class ProvenPeer:
 
 @contextlib.asynccontextmanager
 async def proven(holder: Exchange, reach: wire.Reach) -> AsyncIterator[ProvenPeer | None]:
-    """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
+    """Shake hands with a holder as a peer of this machine; yield None if it refuses."""
 
     async def offer(_: wire.Hello) -> wire.Reach:
         return reach
@@ -80,13 +80,13 @@ async def proven(holder: Exchange, reach: wire.Reach) -> AsyncIterator[ProvenPee
 
 
 class RecordingDesk(CacheLender):
-    """Lender of the blocks of a backend under tickets that are known and never end by themselves.
+    """Lender of a backend's blocks under known tickets, which never end by themselves.
 
     Attributes:
-        tickets: Blocks of each ticket; one that is released is taken out.
+        tickets: Blocks of each ticket that was not released.
         held: Tickets that each present holder has asked for.
-        dropped: Holders that are gone, each as often as it was dropped.
-        num_holds: Tickets that were asked for so far.
+        dropped: Holders that were dropped, once for each time.
+        num_holds: Number of tickets asked for so far.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ async def until_alone(holder: Exchange, num_peers: int = 0) -> None:
 
 
 def require_quiet_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that nothing failed in a way that nobody foresaw, and that lines are printable."""
+    """Check that nothing failed unexpectedly, and that log lines are printable."""
     for record in caplog.records:
         assert record.levelno < logging.ERROR, record.getMessage()
         assert record.exc_info is None, record.getMessage()

@@ -1,4 +1,4 @@
-"""Object storage in the memory of a test, by obstore's own client, and calls that go elsewhere."""
+"""Object storage in the memory of a test, by obstore's own client, with some calls replaced."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -25,5 +25,5 @@ def open_in_memory(namespace: Namespace, store: MemoryStore | None = None) -> Ob
 
 
 def plant(bucket: Bucket, **calls: Callable[..., Any]) -> None:
-    """Let calls of obstore's client go elsewhere."""
+    """Replace calls of obstore's client."""
     bucket._store = cast("Any", Mock(wraps=bucket._store, **calls))

@@ -45,7 +45,7 @@ _SEAWEEDFS_PORTS = (
 
 
 class ObjectServer(Program):
-    """Server of S3 in a process of its own, with one bucket; started at once."""
+    """S3 server in a process of its own, with one bucket; started at once."""
 
     path: ClassVar[str] = ""
 
@@ -150,7 +150,7 @@ _numbers = itertools.count()
 
 
 class Place:
-    """Store of its own in the bucket of a server, as backends open it and as others see it."""
+    """Prefix of its own in the bucket of a server, as backends open it and as others see it."""
 
     def __init__(self, server: ObjectServer) -> None:
         self.server = server

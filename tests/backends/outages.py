@@ -1,4 +1,4 @@
-"""Programs that hang, end and come back, and what holds of every backend over them."""
+"""Programs that hang, end and come back, and checks of any backend over them."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from kvxfer.testing.conformance.suite import assert_done_are, make_keys, statuse
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
-"""Limits that a busy machine keeps, for tests of something else."""
+"""Limits so long that a busy machine keeps them, for tests of other things."""
 BACK_S = 60.0
 START_LIMIT_S = 60.0
 
@@ -91,7 +91,7 @@ class Program:
         self.kill()
 
     def freeze(self) -> None:
-        """Stop it as it is: connections stay open, and nobody answers."""
+        """Stop it: its connections stay open, but nothing answers."""
         os.killpg(self.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -99,7 +99,7 @@ class Program:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
-        """End it by a signal, in the middle of whatever it does; may be called again."""
+        """Kill it by a signal; may be called again."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, sent)
         self.process.wait()

@@ -25,7 +25,7 @@ def start(work: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 class ObedientProcess:
-    """Process that answers orders; its `pid` is valid for signals until `end` or `close`."""
+    """Process that obeys orders; its `pid` is valid for signals until `end` or `close`."""
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         self._orders, theirs = _CONTEXT.Pipe()
@@ -46,13 +46,13 @@ class ObedientProcess:
             pass
 
     def end(self) -> None:
-        """Kill the process, also when it is stopped or has ended; may be called again."""
+        """Kill the process, even if it is stopped or has ended; may be called again."""
         with contextlib.suppress(ValueError):  # it is closed
             self._process.kill()
             self.close()
 
     def close(self) -> int | None:
-        """Let the process end by itself, if it has not ended; return its exit status."""
+        """Let the process end by itself; return its exit status."""
         self._orders.close()
         self._process.join(20)
         status = self._process.exitcode

@@ -1,4 +1,4 @@
-"""Disks that are full, broken or hung, and what the store counts: errors are outcomes."""
+"""Disks that are full, broken or hung, and the store's counts: errors are outcomes."""
 
 import asyncio
 import contextlib
@@ -224,7 +224,7 @@ async def test_a_walk_that_counts_while_a_store_finds_no_count_makes_room_for_it
         monkeypatch.undo()
         fitting = reserve(self, *given)
         self.begin_scan().result()
-        self._next_scan = math.inf  # as after a walk that took long
+        self._next_scan = math.inf  # as after a slow walk
         return fitting
 
     async with open_store(tmp_path, memory.namespace()) as backend:
@@ -243,7 +243,7 @@ async def test_no_walk_ends_while_room_is_given_back(
     could_end: list[bool] = []
 
     def look(index: FileIndex, *given: Any, stored: Sequence[bool]) -> Any:
-        settled = settle(index, *given, stored=stored)  # a walk counts the room no more
+        settled = settle(index, *given, stored=stored)  # a walk no longer counts the room
         could_end.append(not backend._space._ledger._lock.locked())
         return settled
 
@@ -277,7 +277,7 @@ async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
 ) -> None:
     memory, keys, recorder = one_page_memory(), hashed_keys(1), Recorder()
 
-    def fail_to_store(_seconds: float) -> None:  # what was not there when it was looked for
+    def fail_to_store(_seconds: float) -> None:  # a store whose lookup had not found the key
         backend._space.reserve(keys, [FILE_BYTES])
         backend._space.settle(keys, stored=[False])
 
@@ -299,7 +299,7 @@ async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
 async def test_files_are_evicted_where_there_can_be_no_more_of_them(engine: str) -> None:
     memory, keys = one_page_memory(), hashed_keys(600)
     with mounted("-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs") as folder:
-        for _ in range(2):  # the second one finds everything full
+        for _ in range(2):  # the second call finds everything full
             async with open_store(folder, memory.namespace(), engine=engine) as backend:
                 await backend.wait_indexed()
                 for first in range(0, len(keys), 20):
@@ -314,7 +314,7 @@ async def test_files_are_evicted_where_there_can_be_no_more_of_them(engine: str)
 
 @contextlib.asynccontextmanager
 async def full_disk() -> AsyncIterator[Path]:
-    """Make a disk with a store of 20 blocks and no room."""
+    """Make a full disk with a store of 20 blocks."""
     memory = one_page_memory()
     with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
         async with open_store(folder / "store", memory.namespace()) as backend:
@@ -353,7 +353,7 @@ async def test_a_full_disk_has_room_for_a_collection_that_makes_room() -> None:
     async with full_disk() as folder:
         found = FolderStore(folder / "store")
         with pytest.raises(OSError, match="No space left"):
-            GarbageCollection(found).run()  # nothing is to go
+            GarbageCollection(found).run()  # finds nothing to remove
         removed = GarbageCollection(found, capacity_bytes=5 * bytes_on_disk(folder) // 20).run()
         assert removed.num_excess == 15
         assert len(list(found.blocks())) == 5
@@ -444,7 +444,7 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
     disk, fstat = runtime.disk(), runtime.disk().fstat
 
     def answer(call: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        """As a client of NFS, of what another host has removed."""
+        """Fail like an NFS client for files that another host has removed."""
         fd = given[0] if call is fstat else more.get("dir_fd")
         if fd is not None and not fstat(fd).st_nlink:
             raise OSError(errno.ESTALE, "another host has removed it")
@@ -469,9 +469,9 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
 
 
 class EndedServer:
-    """Server of a FUSE file system that has ended: what was open there answers nothing any more.
+    """FUSE server that has ended: files that were open there no longer answer.
 
-    What is opened now is that of the next server, which has the same files.
+    Files opened from now on are those of the next server, which has the same content.
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +513,7 @@ async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed
         assert await backend.lookup(keys[:4]) == [False] * 4
         assert await load_verified(backend, keys[:1], memory.describe(0, [4])) == [Status.MISSING]
         assert statuses(await store(backend, keys[4:5], memory.describe(0, [0]))) == [FAILED]
-        root.rmdir()  # nothing was made in it
+        root.rmdir()  # it is empty
         mounted.rename(root)
         if is_back:
             assert await backend.lookup(keys[:4]) == [True] * 4
@@ -528,9 +528,9 @@ async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed
 async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `mv store old; rm -rf old`, in which a store has made new files meanwhile.
+    """As after `mv store old; rm -rf old` while a store created files in it.
 
-    Nothing is made in the old one, which may be read-only, or being removed.
+    Nothing may be created in the old folder, which may be read-only or being removed.
     """
     memory, keys, root, old = (
         one_page_memory(),
@@ -573,7 +573,7 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
     fields = {"capacity": ByteSize(4 * FILE_BYTES), "eviction": eviction}
     async with open_store(tmp_path, memory.namespace(), **fields) as backend:
         await store(backend, keys[:4], memory.describe(0, range(4)))
-    ages = [200, 400, 100, -7200]  # a clock was ahead
+    ages = [200, 400, 100, -7200]  # negative: a clock was ahead
     for key, age in zip(keys, ages, strict=False):
         os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
     async with open_store(tmp_path, memory.namespace(), **fields) as backend:
@@ -614,7 +614,7 @@ async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
                 assert found.f_bavail * found.f_frsize >= floor
             assert sum(await backend.lookup(keys)) > 10
             num_before = sum(await backend.lookup(keys))
-            (folder / "filler").write_bytes(bytes(5 * MIB // 2))  # somebody else takes the room
+            (folder / "filler").write_bytes(bytes(5 * MIB // 2))  # another program takes the room
             (outcome,) = await store(backend, keys[:1], memory.describe(0, [0]))
             assert outcome.done
             found = os.statvfs(folder)
@@ -742,10 +742,10 @@ OLD_FORMATS = [
 
 
 def damages(whole: bytes) -> list[bytes]:
-    """Contents of a damaged count: bits flipped, cut off, noise, and other formats."""
+    """Make damaged counts: with flipped bits, truncated, noise, and other formats."""
     rng, num_bits = random.Random(1), 8 * len(whole)
     number = int.from_bytes(whole, "little")
-    listed = struct.pack("<I", 1) + b"\xc1"  # a whole list of files, in a form that is none
+    listed = struct.pack("<I", 1) + b"\xc1"  # a complete list of files, in no valid form
     return [
         whole[:24] + listed[:4] + xxhash.xxh3_64_digest(listed) + listed[4:],
         *(

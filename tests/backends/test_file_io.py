@@ -100,10 +100,10 @@ def test_whole_files_get_their_names_and_the_others_leave_nothing(
 ) -> None:
     num_files, size = MAX_FILES, 1000
     memory = Memory(PAGE * num_files).fill()
-    for _ in range(3):  # whatever a failure leaves in the engine is in nobody's way
+    for _ in range(3):  # a failure must leave nothing in the engine that affects later calls
         for path in folder.iterdir():
             path.unlink()
-        (folder / "0").symlink_to("1")  # no file: replaced
+        (folder / "0").symlink_to("1")  # not a file, so it is replaced
         (folder / "2").write_bytes(b"old")
         sizes = [size - padding] * num_files
         files = [

@@ -1,4 +1,4 @@
-"""Processes that share a folder never harm each other, and one that is killed leaves no harm."""
+"""Processes that share a folder never harm each other, not even one that is killed."""
 
 import asyncio
 import fcntl
@@ -54,7 +54,7 @@ def write_and_be_killed(
     writer.join()
     writer.close()
     for path in temporary_files(root):
-        # The kernel closes what io_uring had in hand a moment after the process is gone.
+        # The kernel closes files in use by io_uring a moment after the process has ended.
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -78,7 +78,7 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
     rng = random.Random(num_kills)
     num_unfinished = num_whole = 0
     for kill in range(num_kills):
-        root = tmp_path / f"store-{kill % 4}"  # those killed last have left something there
+        root = tmp_path / f"store-{kill % 4}"  # with leftovers of killed processes
         first, moment = KEYS_PER_KILL * kill, rng.randrange(12)
         await asyncio.to_thread(write_and_be_killed, root, first, moment, rng, *secrets)
         num_unfinished += len(temporary_files(root))

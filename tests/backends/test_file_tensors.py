@@ -1,4 +1,4 @@
-"""Groups with named tensors: safetensors lists them, and all other promises hold, too."""
+"""Groups with named tensors: safetensors lists them, and all promises of `Backend` hold."""
 
 import errno
 import json

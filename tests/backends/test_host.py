@@ -73,7 +73,7 @@ class TestHostBackend(BackendTests):
         return HostBackend(HostConfig(capacity=capacity_for(namespace, 5), **self.more), namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
-        """Damage the tag: what else changes in memory, only `full` sees."""
+        """Damage the tag: only `full` integrity notices other changes in memory."""
         assert isinstance(backend, HostBackend)
         backend.pool._tags["stop"][backend._index.slot_of(key)] = 1 << 40
 
@@ -244,7 +244,7 @@ def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
     with contextlib.closing(pool):
 
         def read(key: BlockKey, part: int) -> Outcome:
-            """Read a part of the slot; what is not done must write nothing."""
+            """Read a part of the slot; unless it is done, it must write nothing."""
             before = CHUNKS.snapshot()
             [outcome] = pool.read([3], [key], target, part=part)
             assert outcome.done or CHUNKS.snapshot() == before
@@ -351,7 +351,7 @@ async def test_a_store_for_which_memory_is_short_leaves_its_slot_and_its_key_fre
 
 @pytest.fixture
 def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Name of a segment, in a folder of our own: others clean up the common one."""
+    """Name of a segment in a folder of our own, since other processes clean up the common one."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         monkeypatch.setattr(memory_module, "SHARED_MEMORY", Path(folder))
         yield "test"

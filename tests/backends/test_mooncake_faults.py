@@ -60,7 +60,7 @@ def open_impatient(cluster: Cluster, **fields: Any) -> MooncakeBackend:
 
 
 async def connected(backend: MooncakeBackend, keys: Sequence[BlockKey]) -> list[bytes]:
-    """Store blocks while all is well; the client has connected then."""
+    """Store blocks without a fault, so that the client is connected."""
     await backend._client.ask("connect", lambda store: store.batch_is_exist(["nothing"]), BACK_S)
     payloads: list[bytes] = []
     while not payloads:
@@ -72,7 +72,7 @@ async def connected(backend: MooncakeBackend, keys: Sequence[BlockKey]) -> list[
 
 
 async def assert_paused(backend: MooncakeBackend, keys: Sequence[BlockKey]) -> None:
-    """Check that calls end without a block, nor a question to Mooncake."""
+    """Check that calls end without a block, and without asking Mooncake."""
     assert await backend.lookup(keys) == [False] * len(keys)
     for move in (backend.load, backend.store) * 4:  # more often than there are buffers
         outcomes = await move(keys, MEMORY.describe(0, range(len(keys))))
@@ -164,7 +164,7 @@ def configure(stuck: Stuck, **fields: Any) -> MooncakeConfig:
 async def test_mooncake_is_closed_after_a_transfer_that_it_gave_up_and_may_go_on(
     clock: Clock, early_s: float
 ) -> None:
-    """Whatever took less time has failed, and goes on no more."""
+    """Transfers that took less time have failed, and are no longer running."""
 
     class GivingUp(Stuck):
         def batch_get_into(self, names: Sequence[str], *_: object) -> list[int]:
@@ -194,7 +194,7 @@ async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
 
 
 async def test_no_call_waits_for_a_staging_buffer_longer_than_its_time() -> None:
-    """A call that hangs keeps its buffer, and those of calls that were cancelled meanwhile."""
+    """Hanging calls keep their buffers, even if they were cancelled meanwhile."""
     stuck, keys, blocks = Stuck(), make_keys(1), MEMORY.describe(0, [0])
     config = configure(stuck, staging=ByteSize(1), timeout_s=0.5)  # two buffers
     async with MooncakeBackend(config, MEMORY.namespace()) as backend:

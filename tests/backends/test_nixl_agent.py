@@ -370,10 +370,10 @@ class TestNixlAgentOfGpu(DeviceAgentContract):
         yield self.process
 
     async def read(self, agent: TransferAgent, name: str, fragments: Fragments) -> None:
-        """Read, or say that UCX has no way without RDMA.
+        """Read, or skip the test if UCX has no way without RDMA.
 
-        Between a host's and a GPU's memory it has none; within a GPU it needs CUDA IPC, which it
-        does not find in some virtual machines.
+        UCX has none between the memory of a host and a GPU; within a GPU it needs CUDA IPC, which
+        some virtual machines lack.
         """
         try:
             await super().read(agent, name, fragments)
@@ -385,7 +385,7 @@ class TestNixlAgentOfGpu(DeviceAgentContract):
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
-    """Kinds of memory and devices that NIXL was told; it takes all of it as host memory."""
+    """Record the kinds of memory and devices given to NIXL, which then takes all as host memory."""
     nixl = import_nixl(otherwise="skip these tests")
     told: list[tuple[str, set[int]]] = []
 

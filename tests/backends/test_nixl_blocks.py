@@ -1,4 +1,4 @@
-"""Blocks at a peer: where they are read, how they are verified, and what is not believed."""
+"""Blocks at a peer: where they are read, how they are verified, and which answers are rejected."""
 
 import asyncio
 import contextlib
@@ -352,7 +352,7 @@ async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_c
 
 
 def alter(monkeypatch: pytest.MonkeyPatch, method: str, **changes: Any) -> None:
-    """Change the requests that a method of a holder's sessions is given."""
+    """Change the requests that are passed to a method of a holder's sessions."""
     original = getattr(ClientSession, method)
 
     async def altered(self: ClientSession, request: wire.Message) -> Any:
@@ -387,7 +387,7 @@ REGIONS = Regions([(1 << 20, 64)])
 
 
 def found(*offsets: int | None, **fields: Any) -> wire.Found:
-    """Make the answer to a lookup: blocks at some offset, or None for one that is not there."""
+    """Make the answer to a lookup: the offset of each block, or None for a missing block."""
     present = [offset for offset in offsets if offset is not None]
     answer = wire.Found(
         request_id=1,
@@ -437,7 +437,7 @@ def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(
 
 
 def gpu_region() -> MemoryRegion:
-    """Say of some host memory that it is a GPU's."""
+    """Label some host memory as a GPU's."""
     memory = np.zeros(BLOCK_BYTES, np.uint8)
     return MemoryRegion(memory.ctypes.data, memory.nbytes, memory, GPU)
 

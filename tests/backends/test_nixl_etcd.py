@@ -1,4 +1,4 @@
-"""Discovery by a real etcd: who is there, who may ask, and what is known while it cannot tell."""
+"""Discovery by a real etcd: which holders are live, access control, and outages of etcd."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def server(shared: EtcdServer) -> EtcdServer:
-    """Server without entries, which all have leases; no test may stop it."""
+    """Server without entries, since ending all leases removed them; no test may stop it."""
     shared.revoke_leases()
     return shared
 
@@ -239,7 +239,7 @@ async def test_who_may_not_announce_says_why_and_tells_no_password(
 def encrypted(
     tmp_path_factory: pytest.TempPathFactory, authority: Authority
 ) -> Iterator[EtcdServer]:
-    """Run an etcd that takes those alone who have a certificate."""
+    """Run an etcd that accepts only clients with a certificate."""
     ca, cert, key = authority.files(*OWN).values()
     trusted = (Path(path).read_bytes() for path in (ca, key, cert))
     credentials = grpc.ssl_channel_credentials(*trusted)

@@ -1,4 +1,4 @@
-"""Exchange: readers that say themselves which peer has blocks, tickets, and stand-alone peers."""
+"""Exchange: readers that name the peer with the blocks, tickets, and stand-alone peers."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Peers that know the secret, and send nonsense: an error for them, nothing for the others."""
+"""Peers that know the secret but send nonsense get an error; other peers notice nothing."""
 
 import asyncio
 import random
@@ -70,7 +70,7 @@ FORGED: dict[str, bytes | dict[str, object]] = {
     "no beacon": {"beacon": b""},
     "a long beacon": {"beacon": bytes(1 << 16)},
 }
-"""Metadata of NIXL, and what of an agent's is changed."""
+"""Forged metadata: of NIXL, or an agent's with changed fields."""
 
 
 @pytest.mark.parametrize("what", [*REGIONS, *FORGED])
@@ -237,7 +237,7 @@ STAGES: dict[str, tuple[type[wire.Message], ...]] = {
     "data": (wire.Attach, wire.Read, wire.Reading),
 }
 THEIRS = make_keys(3, first=500)
-"""Keys that no few mutations make those of honest peers."""
+"""Keys so different from those of honest peers that a few mutations do not make them equal."""
 OURS = make_keys(1, first=900)
 SIZE = MEMORY.chunk_size_bytes(0)
 
@@ -265,11 +265,11 @@ def mutate(data: bytes, rng: Rng) -> bytes:
 
 
 class Liars:
-    """Connections that lie: those that speak for the first time while it is on.
+    """Connections that lie: those that send their first message while lying is on.
 
     Attributes:
-        rng: Chooses the mutations; None as long as nobody lies.
-        num_lies: Mutated messages so far.
+        rng: Chooses the mutations; None while lying is off.
+        num_lies: Number of mutated messages so far.
     """
 
     def __init__(self, kinds: tuple[type[wire.Message], ...]) -> None:

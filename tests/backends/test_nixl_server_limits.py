@@ -33,7 +33,7 @@ from tests.backends.nixl_wire import HOST, Authority, hello
 from tests.clock import Clock
 
 NUM_STRANGERS = 200
-WITHIN_S = HANDSHAKE_TIMEOUT_S / 2  # who waits for strangers waits for the end of their handshakes
+WITHIN_S = HANDSHAKE_TIMEOUT_S / 2  # less than a peer would wait for strangers' handshakes to end
 PONG: msgspec.msgpack.Decoder[Pong] = msgspec.msgpack.Decoder(Pong)
 PORTS = ["control", "data"]
 
@@ -170,7 +170,7 @@ NASTY = "\x1b[2J\x1b]0;title\x07\n2026-01-01 WARNING kvxfer all is well\r\x9b31m
 
 
 def greetings() -> dict[str, dict[str, object]]:
-    """Make greetings of a stranger with text that no log should have as it is."""
+    """Make greetings of a stranger with text that must not appear verbatim in a log."""
     greeting = hello(b"x" * 16, NAMESPACE, nonce=bytes(32))
     said = msgspec.to_builtins(greeting, builtin_types=(bytes,))
     space = said["namespace"]

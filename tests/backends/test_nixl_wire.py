@@ -1,4 +1,4 @@
-"""Frames and handshakes with peers: what is changed, untrusted or not of one secret is refused."""
+"""Frames and handshakes with peers: altered, untrusted or wrongly keyed ones are refused."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ class Offer:
 
 
 class Stream(NamedTuple):
-    """Stream under a channel, through which tests say what no channel does."""
+    """Stream under a channel, through which tests send what no channel would."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -368,7 +368,7 @@ async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
 
 @pytest.mark.parametrize("newer", [0, 1], ids=["client", "server"])
 async def test_what_a_newer_version_adds_to_a_greeting_is_ignored_but_proven(newer: int) -> None:
-    """The proof is over the greeting as it was said, with the part that is not understood."""
+    """The proof covers the greeting as sent, including fields that are not understood."""
 
     class Hello(wire.Hello, frozen=True, tag="Hello"):
         colour: str = "blue"
@@ -396,7 +396,7 @@ async def test_another_namespace_is_refused_by_name_on_both_sides() -> None:
 
 
 async def test_the_namespace_of_a_stranger_is_not_read() -> None:
-    """Its size is that of a frame, and its fields are checked one by one, while others wait."""
+    """It may be as large as a frame, and checking its fields one by one would delay other peers."""
     other = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 4})
     hellos, secrets = (hello(b"client"), hello(b"server", other)), (SECRET, OTHER_SECRET)
     async with connected() as ends:
@@ -507,7 +507,7 @@ async def test_a_greeting_without_a_proper_nonce_is_an_error() -> None:
 
 @pytest.fixture
 async def failed_tls() -> None:
-    asyncio.get_running_loop().set_debug(False)  # it would be logged as an error
+    asyncio.get_running_loop().set_debug(False)  # else it is logged as an error
 
 
 @pytest.fixture(scope="module")
@@ -592,7 +592,7 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
 
 
 def replace(files: dict[str, Any], authority: Authority) -> None:
-    """Replace files of TLS, as those of a secret in Kubernetes are."""
+    """Replace files of TLS, as Kubernetes replaces those of a secret."""
     for name, source in authority.files().items():
         shutil.copy(source, f"{files[name]}~")
         Path(f"{files[name]}~").replace(files[name])
@@ -600,7 +600,7 @@ def replace(files: dict[str, Any], authority: Authority) -> None:
 
 @pytest.fixture
 def renewed(tmp_path: Path, authority: Authority) -> dict[str, Any]:
-    """Files of TLS in one place, where others replace them."""
+    """Files of TLS in one folder, where they can be replaced."""
     files = {name: str(tmp_path / name) for name in authority.files()}
     replace(files, authority)
     return files

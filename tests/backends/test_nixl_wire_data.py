@@ -1,4 +1,4 @@
-"""Data connections: registered bytes are read, all that were asked for, and no other ones."""
+"""Data connections: exactly the registered bytes that a read asks for are read."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ class Ends:
         return self.executor.submit(self.server.serve, lambda: regions)
 
     def require_served(self) -> None:
-        """Check that a read takes the bytes that it asks for, and no other ones."""
+        """Check that a read gets exactly the bytes that it asks for."""
         into = np.zeros(MEMORY_BYTES, np.uint8)
         places = words(address(into) + 3), words(address(self.memory) + 3)
         self.client.read(*places, words(5))
@@ -143,7 +143,7 @@ def test_arrays_that_do_not_fit_are_refused_and_the_next_read_is_not(
 
 
 def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
-    """The number of a closed socket is that of the next one, whose bytes the thread would take."""
+    """Otherwise the next socket would get the number, and the thread would take its bytes."""
     in_call, go_on = threading.Event(), threading.Event()
 
     def regions() -> Regions:
@@ -168,7 +168,7 @@ def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
 def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
     ends: Ends, step: int
 ) -> None:
-    """With TLS, encrypted ones lie in the kernel's buffer, and can be received all the same."""
+    """With TLS, encrypted bytes may still be received from the kernel's buffer."""
     there = ends.memory[:1000]
     for said in (frames(Role.SERVING, Reading()), there.tobytes()):
         ends.server_socket.sendall(said)

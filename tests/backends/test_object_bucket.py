@@ -312,7 +312,7 @@ CALLS = ["put_async", "get_async", "get_range_async", "head_async", "delete_asyn
 
 
 class PanicException(BaseException):
-    """As pyo3 makes it of a panic: no Exception, so that nobody catches it."""
+    """Like pyo3's for a panic: not an `Exception`, so `except Exception` does not catch it."""
 
 
 def raising(exc: BaseException) -> Callable[..., Any]:

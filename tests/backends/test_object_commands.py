@@ -1,4 +1,4 @@
-"""The commands over a bucket of a real server: as over a folder that was copied from it."""
+"""The commands over a bucket of a real server print the same as over a folder copied from it."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ Say = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run a command; return its status, and what it prints, in an order that is always the same."""
+    """Run a command; return its status and its output in a stable order."""
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         status = main(arguments)

@@ -1,4 +1,4 @@
-"""What is in a bucket, and what it costs: pages that others read, requests, credentials."""
+"""Contents of a bucket, and its cost: pages that other programs read, requests, credentials."""
 
 import asyncio
 import logging

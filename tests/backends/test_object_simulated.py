@@ -35,7 +35,7 @@ def open_real(endpoint: str, timeout_s: float = 60.0) -> S3Store:
 
 
 async def said(request: Awaitable[Any]) -> Any:
-    """Say what kvxfer learns from an answer: what it is, or the kind of the failure."""
+    """Return what kvxfer learns from an answer: its content, or the kind of the failure."""
     try:
         answer = await request
     except FileNotFoundError:

@@ -297,14 +297,14 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
 
 
 class Nonsense(Message, frozen=True):
-    """Message that no holder knows."""
+    """Message unknown to every holder."""
 
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_what_an_engine_reads_or_writes_stays_its_own_after_its_connection_ended(
     path: Path, *, is_read: bool
 ) -> None:
-    """The rooms that it writes to do so while its process lives, which is this one."""
+    """Slots that it writes to stay its own while its process lives, which is this one."""
     blocks = MEMORY.describe(0, [0])
 
     def can_store() -> bool:
@@ -381,7 +381,7 @@ class Engine:
         assert self.told.recv() == "done"
 
     def kill(self, pool: ServeProcess) -> None:
-        """Kill it, and wait until its holder has noticed."""
+        """Kill the process, and wait until the holder has noticed."""
         self.process.kill()
         pool.wait_for(rf"engine \d+ \(process {self.process.pid}\) ended")
 

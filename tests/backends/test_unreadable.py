@@ -1,4 +1,4 @@
-"""Blocks of another integrity or secret: not loaded, and kept; sealed ones tell nothing."""
+"""Blocks of another integrity or secret are kept but not loaded; sealed ones reveal nothing."""
 
 import asyncio
 import dataclasses
@@ -52,7 +52,7 @@ DONE, MISSING, FAILED, CORRUPT = Status.DONE, Status.MISSING, Status.FAILED, Sta
 
 
 def fields_of(kind: str, root: Path, *, owner: str = "ours", tenant: str = "") -> dict[str, Any]:
-    """Make the fields of a store by its integrity; what has a secret has that of its owner."""
+    """Make the fields of a store by its integrity; a secret, if any, is its owner's."""
     if kind == "sealed":
         return sealed(root, owner, tenant=tenant)
     secret = {"secret_file": str(secret_of(root, owner))} if kind == "keyed" else {}
@@ -73,7 +73,7 @@ class Folder:
         flip_bit(path_of(self.root, NAMESPACE, key), 8 * (PAGE_BYTES + 1))
 
     def forget(self) -> None:
-        """Make it a store of an earlier version, which noted no integrity."""
+        """Turn it into a store of an earlier version, which did not record its integrity."""
         for path in (self.root / NAMESPACE.fingerprint).glob("integrity.*"):
             path.unlink()
 
@@ -84,7 +84,7 @@ class Bucket:
         self._secrets = secrets
 
     def open(self, kind: str, **owner: str) -> S3Backend:
-        """Open a backend that remembers nothing of what is not there."""
+        """Open a backend that does not cache misses."""
         fields = fields_of(kind, self._secrets, **owner)
         return self._place.open(NAMESPACE, missing_ttl_s=0.0, **fields)
 
@@ -111,7 +111,7 @@ async def store_again(backend: Backend) -> list[Status]:
 
 
 async def load(backend: Backend, keys: Sequence[BlockKey]) -> tuple[list[Status], list[str]]:
-    """Load blocks; memory of those that are not done must not be written."""
+    """Load blocks; memory of blocks that are not done must not be written."""
     target = MEMORY.describe(0, range(4, 4 + len(keys)))
     before = [bytes([number + 1]) * 512 for number in range(len(keys))]
     write_payloads(target, before)
@@ -321,7 +321,7 @@ def open_sealed(root: Path, *names: str, tenant: str = "", **fields: Any) -> Fil
 
 
 Forgery = Callable[[BlockHeader, bytes, BlockHeader, bytes], tuple[BlockHeader, bytes]]
-"""Makes a header and data in place of ours, out of ours and of those of another block."""
+"""Function that forges a header and data from those of our block and of another block."""
 
 
 def with_checksum(header: BlockHeader, place: int, digits: str) -> BlockHeader:
@@ -411,7 +411,7 @@ def contents(root: Path) -> list[bytes]:
 
 
 def words_in_common(root: Path, payloads: list[bytes]) -> int:
-    """Count the words of blocks that are somewhere in a file of a store."""
+    """Count the words of blocks that occur anywhere in a file of a store."""
     words = np.frombuffer(b"".join(payloads), np.uint64)
     found = 0
     for data in contents(root):

@@ -20,7 +20,7 @@ PAUSE_S = 0.01
 
 
 def move_blocks(path: Path, seed: int, told: Connection) -> None:
-    """Store and load at random; every byte that comes back is what was stored."""
+    """Store and load at random; every loaded byte must be the stored one."""
     asyncio.run(_move(path, random.Random(seed), told))
 
 

@@ -29,7 +29,7 @@ EACH_INJECTION = pytest.mark.parametrize("each", INJECTIONS, ids=lambda each: ea
 
 
 def table(*, of: str) -> dict[tuple[str, str], str]:
-    """Read the table with this in its head: what it says in a row and a column."""
+    """Read the table with `of` in its head: the cell of each row and column."""
     lines = TEXT.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("| |") and of in line)
     rows = []
@@ -50,7 +50,7 @@ def printed(section: str) -> list[str]:
 
 
 def require_told_of_faults(each: Injection, storage: Storage) -> None:
-    """Require that the page tells of a fault what callers of the storage see."""
+    """Check that the page says of a fault what callers of the storage see."""
     said = table(of="with a deadline")
     for caller, timeout_s in CALLERS.items():
         run = partial(each.run, storage, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Conformance suite: it catches each fault of a backend, and backends for tests pass it."""
+"""Conformance suite: it catches each faulty backend, and the backends for tests pass it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -109,7 +109,7 @@ class Groupless(DictBackend):
 
 
 class Saltless(DictBackend):
-    """Faulty backend that knows blocks by their place in a prompt, whoever's prompt it is."""
+    """Faulty backend that identifies blocks by their place in a prompt, whatever its salt."""
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await super().lookup(make_keys(len(keys)))
@@ -119,7 +119,7 @@ class Saltless(DictBackend):
 
 
 class Sweeping(DictBackend):
-    """Purges the blocks of everybody, whatever the prefix."""
+    """Faulty backend that purges all blocks, whatever the prefix."""
 
     async def purge(self, prefix: bytes = b"") -> None:
         self._blocks.clear()
@@ -300,7 +300,7 @@ class BitFlipping(DictBackend):
 
 
 class Impatient(DictBackend):
-    """Faulty backend whose calls go on, and return, when they are cancelled."""
+    """Faulty backend whose cancelled calls run on and return."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         try:
@@ -310,7 +310,7 @@ class Impatient(DictBackend):
 
 
 class Resentful(DictBackend):
-    """Faulty backend that keeps the descriptors of what it did not find."""
+    """Faulty backend that keeps the descriptors of missing blocks."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -323,7 +323,7 @@ class Resentful(DictBackend):
 
 
 class Waiting(DictBackend):
-    """Faulty backend whose drain waits for what never comes."""
+    """Faulty backend whose drain never returns."""
 
     async def drain(self) -> None:
         await asyncio.Event().wait()
@@ -354,7 +354,7 @@ class Stranding(DictBackend):
 
 
 class CaseBlind(DictBackend):
-    """Faulty backend whose names of blocks know no capitals."""
+    """Faulty backend whose names of blocks ignore case."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().store(keys, blocks)
@@ -513,14 +513,14 @@ class TestKeptBackend(TestDictBackend):
 
 @dataclass
 class Shelf:
-    """Places for blocks, which are used again."""
+    """Places for blocks, which are reused."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
     places: dict[BlockKey, int] = field(default_factory=dict)
 
 
 class Remembering(DictBackend):
-    """Faulty backend that loads what is by now at the place where a lookup found a block."""
+    """Faulty backend that loads whatever is now at the place where a lookup found a block."""
 
     def __init__(self, shelf: Shelf, namespace: Namespace) -> None:
         super().__init__(None, namespace)
@@ -579,7 +579,7 @@ class Lazy(KeptBackend):
 
 
 class Forgetful(Lazy):
-    """Faulty backend that forgets deletions with its process."""
+    """Faulty backend that forgets deletions when it is opened again."""
 
     async def flush(self) -> None:
         self._medium |= self._blocks
@@ -621,7 +621,7 @@ async def test_the_suite_catches_a_backend_that_ignores_a_field_of_the_namespace
 
 
 class Careless(WrappingBackend):
-    """Faulty wrapper that says of all memory that it is safe."""
+    """Faulty wrapper that reports all memory as safe."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)

@@ -1,4 +1,4 @@
-"""What is written of storages is what `python -m examples.storages` finds."""
+"""The page about storages says what `python -m examples.storages` finds."""
 
 from functools import partial
 
