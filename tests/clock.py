@@ -9,7 +9,7 @@ LIMIT_S = 15.0
 
 
 class Clock(Runtime):
-    """Runtime whose monotonic clock stands still until a test moves it."""
+    """Runtime whose monotonic clock moves only when a test moves it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now

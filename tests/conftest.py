@@ -23,13 +23,13 @@ SEED = 20
 
 examples.load_profile()
 
-# What a shell starts in the background ignores it, and so do its children, which tests interrupt.
+# Processes that a shell starts in the background ignore SIGINT, and so would children in tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every event loop of this process is in debug mode: it watches its callbacks and threads. Without
-# what takes half of the time of asynchronous tests: the traceback that each future and handle keeps
-# of its making (`PYTHONASYNCIODEBUG=1` brings it back), and debug mode in child processes.
+# Event loops of this process run in debug mode: they watch their callbacks and threads. Two costly
+# parts are off, since they take half of the time of asynchronous tests: debug mode in children, and
+# tracebacks of where futures and handles were made (`PYTHONASYNCIODEBUG=1` brings them back).
 # Source: asyncio/base_events.py (`_run_once`, `call_soon`), asyncio/events.py (`Handle`).
 if not os.environ.get("PYTHONASYNCIODEBUG"):
     asyncio.coroutines._is_debug_mode = lambda: True  # type: ignore[attr-defined]
@@ -58,14 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run that has everything fail for a test that was skipped for want of something."""
+    """Add an option that fails a run if a test was skipped because something is missing."""
     text = "fail if a test was skipped for want of a program or library"
     parser.addoption("--nothing-missing", action="store_true", help=text)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that should have everything, and had not."""
+    """Fail a run with that option if anything was missing."""
     if session.config.getoption("--nothing-missing") and needs.missing(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -73,7 +73,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """List once what tests were skipped for want of, with the command that installs it."""
+    """List what skipped tests were missing, each with the command that installs it."""
     missing = needs.missing(config)
     if missing:
         terminalreporter.section("skipped for want of")

@@ -1,7 +1,7 @@
-"""Sizes of properties: `make test` tries enough to find faults, `make exhaustive` ten times that.
+"""Number of examples per property: `make exhaustive` tries ten times as many as `make test`.
 
-Their time is bounded by these numbers alone: a limit in seconds that strikes within an example is
-reported by Hypothesis as a test that fails now and then (`FlakyFailure`).
+Only these numbers bound the time: Hypothesis reports a time limit that strikes within an example as
+a flaky test (`FlakyFailure`).
 """
 
 import os
@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, settings
 
 FACTOR = int(os.environ.get("KVXFER_EXAMPLES", "1"))
 LIMIT_S = 120 * FACTOR
-"""Longest time of a property on the busiest machine: this one ends tests that hang."""
+"""Maximum time of a property on the busiest machine, to end tests that hang."""
 
 DEFAULT_EXAMPLES = 100
 
 
 def load_profile() -> None:
-    """Let no property depend on the speed of the machine; with `CI` set, try the same each time."""
+    """Make properties independent of the machine's speed and, with `CI` set, repeatable."""
     common = settings(
         deadline=None,
         max_examples=DEFAULT_EXAMPLES * FACTOR,
@@ -28,5 +28,5 @@ def load_profile() -> None:
 
 
 def examples(number: int, *, steps: int = 50) -> settings:
-    """Settings of a property with so many examples, each of so many steps of a state machine."""
+    """Make settings of a property: number of examples, and steps of a state machine in each."""
     return settings(max_examples=number * FACTOR, stateful_step_count=steps)

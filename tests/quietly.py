@@ -1,8 +1,8 @@
 """Runner of commands: their output goes to a file, their progress to one line of the screen.
 
-`python quietly.py LOG TITLE COMMAND ...`: on a terminal, the line shows the seconds so far and what
-the command printed last; elsewhere, one line says that it began and another one how it ended. Where
-the command fails, the end of its output and the place of the log follow. Needs only Python.
+`python quietly.py LOG TITLE COMMAND ...`: on a terminal, the line shows the seconds so far and the
+command's last output; elsewhere, one line says that it began and another how it ended. If the
+command fails, the end of its output and the path of the log follow. Needs only Python.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Observer that keeps every event, and what is left of the blocks that came and went."""
+"""Observer that keeps every event, and the blocks that remain after them."""
 
 import threading
 from collections import defaultdict
@@ -12,7 +12,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Recorder(Observer):
-    """Recorder of events, of what each tier has kept, and of comings and goings that cannot be."""
+    """Recorder of events, of the blocks left in each tier, and of impossible changes."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -1,8 +1,8 @@
 """A release on this machine: `python -m tests.release [VERSION]`, first step of `make release`.
 
-With a version: joins the changelog, writes the golden files, commits and tags all that. Then, or
-for the tag that HEAD has already, the notes of the release are written to `dist/NOTES.md`. Nothing
-is pushed or uploaded.
+With a version, it joins the changelog, writes the golden files, and commits and tags them. Then, or
+for a tag that HEAD already has, it writes the notes of the release to `dist/NOTES.md`. Nothing is
+pushed or uploaded.
 """
 
 import ast
@@ -66,7 +66,7 @@ def prepare(root: Path, text: str) -> None:
 
 
 def require_clean(root: Path) -> None:
-    """Check that everything is committed: what is built is what the tag has."""
+    """Check that everything is committed, so that the build matches the tag."""
     if changes := _git(root, "status", "--porcelain"):
         raise CannotReleaseError(f"not committed:\n{changes}")
 
@@ -81,7 +81,7 @@ def tagged_version(root: Path) -> str:
 
 
 def join_changelog(root: Path, version: str) -> None:
-    """Make the section of a release: that of what is not released, or else of the fragments."""
+    """Make the section of a release from `[Unreleased]`, or else from the fragments."""
     path = root / "CHANGELOG.md"
     text = path.read_text()
     if UNRELEASED not in text:
@@ -104,7 +104,7 @@ def notes_of(root: Path, version: str) -> str:
 
 
 def overdue(root: Path, version: str) -> list[str]:
-    """Names that should have gone with a release or an earlier one, and are still there."""
+    """List deprecated names that this release or an earlier one should have removed."""
     now = Version(Version(version).base_version)
     files = [path for folder in ("kvxfer", "backends") for path in (root / folder).rglob("*.py")]
     found = (each for path in files for each in _deprecations(path.read_text()))

@@ -1,4 +1,4 @@
-"""Distributions: what is in them, and what works where they alone are installed.
+"""Distributions: their content, and that they work when nothing else is installed.
 
 `KVXFER_DIST` names the folder that they are built in, as `make release` does.
 """

@@ -1,4 +1,4 @@
-"""The README and the documentation are true: code runs, and what they name and quote is there."""
+"""The README and the documentation are true: code runs, and quoted names and texts exist."""
 
 import ast
 import contextlib

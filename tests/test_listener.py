@@ -1,4 +1,4 @@
-"""Listeners of pages and of the proxy: at the limit of descriptors they go on, and say so once."""
+"""Listeners of pages and of the proxy: they survive the limit of descriptors, and log it once."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Files that people name: pipes that somebody writes to are read, and others end in time."""
+"""Files named by users: pipes with a writer are read, and others give up in time."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from kvxfer.storage.integrity import read_secret
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a pipe, and shorten the time that it has."""
+    """Make a pipe, and shorten the time limit for reading it."""
     monkeypatch.setattr(named_files, "TIMEOUT_S", 0.2)
     path = tmp_path / "pipe"
     os.mkfifo(path)

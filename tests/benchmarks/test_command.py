@@ -23,7 +23,7 @@ FREE = BenchRow(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.0
 
 @pytest.fixture
 def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put given results in the place of a benchmark, and keep the environment."""
+    """Replace a benchmark by given results, and restore the environment afterwards."""
     module = ModuleType("benchmarks.copy")
     monkeypatch.setattr(module, "run", lambda *, quick: [GOOD, BAD, FREE], raising=False)
     monkeypatch.setitem(sys.modules, "benchmarks.copy", module)
@@ -125,7 +125,7 @@ def test_a_goal_is_met_on_its_own_side_of_the_limit(
 def test_half_the_time_is_twice_the_speed_or_half_the_time_in_the_median_of_rounds(
     goal: str, ratio: float
 ) -> None:
-    """The median is that of the ratios, and not a ratio of medians."""
+    """The ratio is the median of ratios, not the ratio of medians."""
     result = compare("a", [1.0, 2.0, 10.0], [3.0, 2.0, 20.0], unit="s", goal=goal)
     assert (result.value, result.baseline, result.ratio) == (2.0, 3.0, ratio)
 

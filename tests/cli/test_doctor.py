@@ -73,7 +73,7 @@ pytestmark = [pytest.mark.processes]
 
 
 def is_good(folder: Path) -> bool:
-    """Whether this machine has what the doctor looks for: else its findings are true."""
+    """Whether this machine has all that the doctor looks for; else it rightly finds faults."""
     kind = subprocess.check_output(["stat", "-f", "-c", "%T", folder], text=True).strip()
     shared = shutil.disk_usage("/dev/shm").total > 64 << 20  # noqa: S108 - asked for its size
     return has_uring() and shared and kind in {"ext2/ext3", "xfs", "btrfs"}

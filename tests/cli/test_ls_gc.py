@@ -26,7 +26,7 @@ DAY_S = 86400
 
 
 def age(store: Store, namespace: Namespace) -> None:
-    """Date the last use of block i back by i days."""
+    """Backdate the last use of block i by i days."""
     for number, key in enumerate(store.keys):
         if (path := store.path(namespace, key)).exists():
             os.utime(path, (time.time() - number * DAY_S - 60,) * 2)

@@ -79,7 +79,7 @@ async def pin(peer: ServeProcess | StandalonePeer) -> tuple[Connection, Pinned]:
 
 
 async def is_refused(peer: ServeProcess, config: NixlConfig, namespace: Namespace) -> str:
-    """Ask as a stranger, who finds nothing; return what the peer says of it."""
+    """Ask as a stranger, who finds nothing; return the peer's log of it."""
     async with NixlBackend(config, namespace) as backend:
         assert await backend.lookup(peers.KEYS[:1]) == [False]
     return (await asyncio.to_thread(peer.wait_for, "WARNING refused")).string

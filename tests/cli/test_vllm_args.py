@@ -1,4 +1,4 @@
-"""`kvxfer vllm-args`: a configuration that was checked, and who is told what is wrong with it."""
+"""`kvxfer vllm-args`: prints a checked configuration, or says what is wrong with it."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""`make compat`: tests other releases of engines, then writes which ones passed into the pages.
+"""`make compat`: tests other releases of engines, then writes those that passed into the pages.
 
-Arguments are those of pytest, beside `-m compat`: what to ignore, never what to select.
+Arguments go to pytest, besides `-m compat`: tests to ignore, never tests to select.
 """
 
 import sys

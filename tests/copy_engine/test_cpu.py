@@ -407,8 +407,8 @@ def test_memory_between_the_fragments_is_left_alone(
 ) -> None:
     """One side lies before and after the other one, a terabyte apart.
 
-    Others may write to what lies between, or it is not there at all. Here it is too much to be
-    copied and written back.
+    The memory in between may be written by other threads, or not be mapped at all. Here it is too
+    large to be copied and written back.
     """
     count, span = 128, 1 << 40
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -461,7 +461,7 @@ TIMEOUT_S = 10
 
 
 class StarvedPool(ThreadPoolExecutor):
-    """Pool that queues what it is given, and cannot start the thread for it, as `EAGAIN` says."""
+    """Pool that queues work but cannot start a thread for it, as after `EAGAIN`."""
 
     starved = True
 

@@ -1,4 +1,4 @@
-"""Copies on a GPU, which must pass the tests of the simulated one, too, and their methods."""
+"""Copies on a real GPU, which must pass the tests of the simulated one, and copy methods."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def test_without_a_driver_the_error_says_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
 def test_copies_go_on_beside_the_capture_of_a_graph(gpu: Gpu, mode: str) -> None:
-    """In mode `global`, torch's own, a driver lets no other thread ask for the end of a copy."""
+    """In mode `global`, torch's default, a driver lets no other thread query the end of a copy."""
     memory, stop, errors = make_memory(gpu), threading.Event(), list[KVXferError]()
     engine = CudaCopyEngine(0, ALWAYS, FragmentKernel(DEVICE))
     engine.attach([memory.region])
@@ -84,7 +84,7 @@ def test_copies_go_on_beside_the_capture_of_a_graph(gpu: Gpu, mode: str) -> None
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured_alike_each_time() -> None:
-    """Each time the same sizes go by kernel, or those up to the next size that is measured."""
+    """Each time the kernel gets the same sizes, or differs by one measured size."""
     kernel = FragmentKernel(DEVICE)
     tables = [measure_methods(0, kernel) for _ in range(4)]
     steps = [0, *(num_bytes * 3 // 2 for num_bytes in MEASURED_BYTES)]

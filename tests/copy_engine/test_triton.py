@@ -85,7 +85,7 @@ def test_every_alignment_of_either_side_is_copied() -> None:
 def store_widths(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Collect the bytes of stores of single threads; check that each access is aligned.
 
-    A GPU stops for good at one that is not, and a CPU does not mind.
+    An unaligned access stops a GPU for good, but a CPU does not notice it.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 

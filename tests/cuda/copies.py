@@ -29,7 +29,7 @@ Columns: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.ui
 """Sources, destinations and lengths."""
 
 Current: TypeAlias = Callable[[int], AbstractContextManager[None]]
-"""Makes a stream, by its handle, torch's current one of device 0 meanwhile."""
+"""Context that makes a stream, given by its handle, torch's current stream of device 0."""
 
 EVERYTHING = np.array([0], np.uint64), np.array([NUM_BYTES], np.uint64)
 """Offsets and lengths."""
@@ -87,7 +87,7 @@ def scatter(seed: int) -> Columns:
 
 
 def in_series(seed: int) -> Columns:
-    """Series of 1 to 9 rows, some of them as far apart as those before."""
+    """Make series of 1 to 9 rows, some with the same spacing as the series before."""
     generator = np.random.default_rng(seed)
     columns: list[list[int]] = [[], [], []]
     from_ = to = 0
@@ -135,7 +135,7 @@ def copy(engine: CopyEngine, memory: Memory, way: Way, fragments: Columns) -> No
 
 @contextmanager
 def filling(memory: Memory, byte: int, stream: CudaStream) -> Iterator[None]:
-    """Give a stream the work of filling memory with a byte, again and again."""
+    """Keep a stream busy by filling memory with a byte, again and again."""
     driver = CudaDriver(0)
     fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
     fresh[:] = byte
@@ -300,7 +300,7 @@ class CopyContract:
             (memory.describe(a, at, lengths), memory.describe(b, at[::-1].copy(), lengths))
             for a, b, at in (("host", "device", offsets), ("device", "host", upper))
         )
-        engine.copy(*up)  # what it used is there for the next ones, once
+        engine.copy(*up)  # leaves resources that the next copies reuse
         with ThreadPoolExecutor(16) as threads:
             for copied in [threads.submit(engine.copy, *pair) for pair in (up, down) * 8]:
                 copied.result()

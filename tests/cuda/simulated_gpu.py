@@ -123,7 +123,7 @@ class EngineCaches:
         )
         groups = (KVCacheGroup(spec, tuple(self.tensors)),)
         config = KVCacheConfig(num_blocks=NUM_BLOCKS, groups=groups)
-        # Only a torch with CUDA makes views of a device's memory; those of the host's are alike.
+        # Only a torch with CUDA can view a device's memory; host views have the same layout.
         on_host = {name: each.as_subclass(torch.Tensor) for name, each in self.tensors.items()}
         caches = canonicalize(on_host, config)
         tensors = [
@@ -154,7 +154,7 @@ class Compute:
         return self
 
     def copy(self, destination: int, source: int, num_bytes: int, *, times: int) -> None:
-        """Give the stream something to do that takes many steps."""
+        """Give the stream work that takes many steps."""
         column = np.ones(times, np.uint64)
         to, from_, lengths = (column * np.uint64(n) for n in (destination, source, num_bytes))
         self.driver.copy_each(to, from_, lengths, CudaStream(self.cuda_stream))

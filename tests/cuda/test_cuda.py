@@ -80,7 +80,7 @@ def engine(gpu: SimulatedGpu, memory: Memory) -> Iterator[CudaCopyEngine]:
 class TestSimulatedGpu(CopyContract):
     @pytest.fixture(autouse=True)
     def slow(self, gpu: SimulatedGpu) -> None:
-        """Work of a stream runs long after the call has returned."""
+        """Make the work of a stream run long after its call has returned."""
         gpu.set("delay_us", 20)
 
     @pytest.fixture
@@ -309,7 +309,7 @@ def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
 
 
 def test_memory_stays_where_it_is_as_long_as_it_is_registered(driver: CudaDriver) -> None:
-    """Other memory at its address would count as pinned, and the device would use the old pages."""
+    """Else new memory at its address would count as pinned, and the device would use old pages."""
     memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
     place, is_there = (memory.ctypes.data, SIZE), weakref.ref(memory)
     pinned = PinnedMemory(driver, MemoryRegion(*place, memory))
@@ -375,7 +375,7 @@ def capture(compute: Compute) -> Iterator[Capture]:
 async def test_blocks_are_moved_while_a_graph_is_captured(
     gpu: SimulatedGpu, capture: Capture, tmp_path: Path, url: str, mode: Any
 ) -> None:
-    """Nothing is opened then that `connect` has not opened, and the capture is never met."""
+    """Moves open nothing that `connect` has not opened, and never touch the capture."""
     caches = EngineCaches(gpu)
     before = caches.blocks
     url = url.format(folder=tmp_path)

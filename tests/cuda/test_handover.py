@@ -1,4 +1,4 @@
-"""Hand-over between caches on a GPU: straight where NIXL reaches them, else by host memory."""
+"""Hand-over between caches on a GPU: directly if NIXL reaches them, else through host memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -110,7 +110,7 @@ def hand_over(prefill: Side, decode: Side) -> Fetched:
         (True, BlindAgent, {"transport": "nixl"}, THROUGH_HOST, BLIND),
         (True, BlindAgent, {"integrity": "full"}, THROUGH_HOST, "integrity=full"),
         (True, BlindAgent, {"transport": "socket"}, THROUGH_HOST, "transport=socket"),
-        # Memory that was registered may be out of reach: on an H100 nothing came through.
+        # Even registered memory may be out of reach: on an H100, no bytes arrived.
         (False, FakeNixlAgent, {}, THROUGH_HOST, "no network card"),
         (False, FakeNixlAgent, {"transport": "nixl", "integrity": "fenced"}, STRAIGHT, ""),
     ],
@@ -150,7 +150,7 @@ def test_a_nixl_that_is_demanded_for_a_gpu_and_cannot_is_refused_by_name(
 def test_what_the_engine_computes_meanwhile_is_over_before_blocks_are_written(
     stack: ExitStack, gpu: SimulatedGpu, compute: Compute
 ) -> None:
-    """Kernels of a request whose blocks are used anew may run still."""
+    """Kernels of a request whose blocks are reused may still be running."""
     prefill, decode = start_pair(stack, gpu, FakeNixlAgent)
     tensor = next(iter(decode.caches.tensors.values()))
     size = tensor.nbytes // len(tensor)

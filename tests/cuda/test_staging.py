@@ -95,7 +95,7 @@ async def test_a_device_that_is_lost_in_the_middle_is_an_outcome_of_every_block(
     transfer = asyncio.create_task(move(keys, [range(20)]))
     await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches + NUM_BUFFERS - 1)
     gpu.set("lost", 0)
-    gpu.set("paused", 0)  # what was given to the device is dropped
+    gpu.set("paused", 0)  # queued work of the device is dropped
     outcomes = await transfer
     assert {outcome.status for outcome in outcomes} == {Status.FAILED}
     assert all("CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason for outcome in outcomes)
@@ -111,7 +111,7 @@ async def test_a_device_that_is_lost_in_the_middle_is_an_outcome_of_every_block(
 async def test_moves_wait_for_what_the_engine_had_the_device_do_before(
     gpu: SimulatedGpu, engine_caches: EngineCaches, compute: Compute
 ) -> None:
-    """A store reads what was written before, and a load does not write over what is still read."""
+    """A store reads bytes written before it; a load never overwrites bytes that are still read."""
     page = engine_caches.tensors["layers.1"]
     written = np.random.default_rng(5).integers(0, 256, page.nbytes // NUM_BLOCKS, np.uint8)
     elsewhere, expected = np.zeros_like(written), engine_caches.blocks.copy()

@@ -10,7 +10,7 @@ TIMEOUT_S = 20.0
 
 
 def expect(finding: Finding, severity: Severity, *patterns: str) -> None:
-    """Check a finding: what is bad, and only that, says what it costs and what mends it."""
+    """Check a finding: a bad one, and only a bad one, says what it costs and how to mend it."""
     assert finding.severity is severity, finding
     explained = bool(finding.why and finding.mend)
     assert finding.found
@@ -22,7 +22,7 @@ def expect(finding: Finding, severity: Severity, *patterns: str) -> None:
 def find(
     url: str, check: str, timeout_s: float = TIMEOUT_S, *, subject: str | None = None
 ) -> Finding:
-    """Examine what a URL names; return the only finding of a check."""
+    """Examine a URL; return the only finding of a check."""
     findings = examine([url], timeout_s=timeout_s)
     (finding,) = (each for each in findings if each.check == check)
     assert finding.subject == subject or subject is None

@@ -1,4 +1,4 @@
-"""Checks of a machine: each planted fault is named, and what is sound is not."""
+"""Checks of a machine: they name each planted fault, and nothing that is sound."""
 
 import importlib.metadata
 import os

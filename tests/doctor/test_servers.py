@@ -1,4 +1,4 @@
-"""Checks of what others serve: real servers that answer, refuse, are gone or frozen."""
+"""Checks of servers: real ones that answer, refuse, have ended or are frozen."""
 
 import socket
 import subprocess

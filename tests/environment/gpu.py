@@ -1,7 +1,7 @@
-"""Check of what `make gpu` needs: a GPU, a torch for CUDA, and the packages of the tests.
+"""Check of the requirements of `make gpu`: a GPU, torch for CUDA, and the tests' packages.
 
-`python -m tests.environment.gpu [package ...]`, with further packages that have to be there, as
-`vllm`. Needs only Python; says what is missing, and the command that installs it.
+`python -m tests.environment.gpu [package ...]` also requires further packages, such as `vllm`.
+Needs only Python; says what is missing, and the command that installs it.
 """
 
 import importlib.metadata

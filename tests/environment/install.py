@@ -1,7 +1,7 @@
 """Installation of the packages of `constraints.txt`; the Makefile runs it, with any Python.
 
-`python -m tests.environment.install VENV [demo]`: everything, or what `make demo` needs. What the
-machine lacks is said before anything is downloaded. Needs only Python.
+`python -m tests.environment.install VENV [demo]`: everything, or only the needs of `make demo`.
+Says what the machine lacks before it downloads anything. Needs only Python.
 """
 
 import ctypes
@@ -93,12 +93,12 @@ def has_library(name: str) -> bool:
 
 
 def as_root(*arguments: str) -> str:
-    """Word the command of Debian's package manager for those who may not run it."""
+    """Format a command of Debian's package manager for users who are not root."""
     return " ".join(("sudo apt-get", *arguments))
 
 
 def make_venv(venv: Path) -> None:
-    """Make the virtual environment, anew where it is of another Python or was left half-made."""
+    """Make the virtual environment, again if it is incomplete or of another Python."""
     version = "{}.{}".format(*sys.version_info)
     try:
         command = [str(venv / "bin" / "python"), "-m", "pip", "--version"]
@@ -110,7 +110,7 @@ def make_venv(venv: Path) -> None:
 
 
 def find_torch(venv: Path) -> list[list[str]]:
-    """Find a build of torch: for CPUs, unless there is a GPU or nobody has one.
+    """Find a build of torch: for CPUs, unless there is a GPU or no index has such a build.
 
     Returns:
         Arguments of pip, a list for each build or set of libraries to install.
@@ -183,7 +183,7 @@ def install(venv: Path, torch: list[list[str]], pins: Sequence[str]) -> None:
 
 
 def shares_of(pins: Sequence[str], torch: list[list[str]]) -> list[list[str]]:
-    """Share out what is to be installed among installers; no package to two of them."""
+    """Divide the packages among installers, each package to one of them."""
     libraries = dict(parse_pins(CUDA_LIBRARIES.read_text())) if len(torch) > 1 else {}
     rest = [pin for pin in pins if pin.partition("==")[0] not in libraries]
     return [*torch, *(rest[start::NUM_INSTALLERS] for start in range(NUM_INSTALLERS))]

@@ -44,7 +44,7 @@ def find_wheel(name: str, version: str, python: Version) -> str | None:
 
 
 def newest_release(name: str) -> Version:
-    """Find the newest release of a package that is no pre-release and was not taken back."""
+    """Find the newest release of a package that is neither a pre-release nor yanked."""
     wheels = (each for each in _files(name) if each["filename"].endswith(".whl"))
     versions = {
         parse_wheel_filename(each["filename"])[1] for each in wheels if not each.get("yanked")
@@ -91,7 +91,7 @@ def _files(name: str) -> list[dict[str, Any]]:
 
 
 def _ask(read: Callable[[], T]) -> T:
-    """Ask the index, and again after a pause where the network or its names fail for a moment."""
+    """Ask the index; after a moment's failure of the network or DNS, ask again."""
     for pause_s in PAUSES_S:
         try:
             return read()

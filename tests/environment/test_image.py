@@ -1,4 +1,4 @@
-"""Images of examples/Dockerfile: their steps in a bare Debian root, and what they start there."""
+"""Images of examples/Dockerfile: their steps and commands run in a bare Debian root."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The pins are closed: what a pinned package requires is pinned, for every Python.
 
-Asked of the public index alone, as a stranger's pip would: builds that lie on a machine hide what
-the world gets. What is left out on purpose is listed here, with the reason.
+Only the public index is asked, as by a stranger's pip: builds on a machine would hide what other
+users get. Intended omissions are listed here, with the reason.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Reasons of misses, from real backends: what the command says is what was done."""
+"""Reasons of misses, from real backends: the command says what really happened."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Row store: calls that wait end in time, and rows that a transfer may touch are left alone."""
+"""Row store: waiting calls end in time, and rows that a transfer may touch are not reused."""
 
 import asyncio
 import math

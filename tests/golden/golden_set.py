@@ -1,6 +1,6 @@
-"""A golden set: what one release wrote on disk and on the wire, which later ones have to read.
+"""Golden set: data that one release wrote to disk and to the wire, which later ones must read.
 
-Everything in it is always the same, but for the salts of sealed blocks.
+Except for the salts of sealed blocks, everything in it is reproducible.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ NEWEST: dict[str, Any] = max(
     (json.loads((folder / RECORDS).read_text()) for folder in SETS),
     key=lambda records: (records["nixl"]["version"], records["pool"]["version"]),
 )
-"""Records of the set with the newest messages, whose samples the next set has, too."""
+"""Records of the set with the newest messages, whose samples the next set repeats."""
 
 NAMESPACES = [msgspec.convert(values, Namespace) for values in NEWEST["namespaces"].values()]
 
@@ -130,12 +130,12 @@ CONVERSATIONS: dict[str, tuple[Any, int | None]] = {
     "answers": (wire.Answer, 0),
     "data": (wire.Read | wire.Reading, 1),
 }
-"""Messages of NIXL peers: the type of all that are legal there, and the number of the connection,
-whose keys seal the frames."""
+"""Conversations of NIXL peers: the type of legal messages, and the number of the connection whose
+keys seal the frames."""
 
 OF_POOL = pool.Hello | pool.Welcome | pool.Refusal | pool.Request | pool.Answer
 ADDED: dict[str, list[Any]] = {}
-"""Samples of messages that no set has yet, by conversation or `pool`."""
+"""Samples of messages that are in no set yet, by conversation or `pool`."""
 
 JOURNALED: list[journal.Record] = [
     journal.Began(journal.VERSION, 1.5, "golden-1", 0),
@@ -160,7 +160,7 @@ JOURNALED: list[journal.Record] = [
 
 
 def codec(role: handshake.Role, serial: int | None) -> frames.FrameCodec:
-    """Make one side of a connection; without a number, of one that is not sealed yet."""
+    """Make one side of a connection; without a number, it is not sealed yet."""
     made = frames.FrameCodec("golden")
     if serial is not None:
         session = handshake.Session(role, session_id=bytes(32), key=SECRET)
@@ -221,7 +221,7 @@ def samples() -> dict[str, list[Any]]:
 
 
 def make_records() -> dict[str, Any]:
-    """Make everything of a set that is no file of its own."""
+    """Make the records of a set that are not files of their own."""
     told = samples()
     return {
         "nixl": {

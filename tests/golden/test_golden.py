@@ -1,4 +1,4 @@
-"""What earlier releases wrote on disk and on the wire is read by this one, and is written alike."""
+"""This release reads and writes the same data on disk and on the wire as earlier releases."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ NUM_BLOCKS = 4
 
 @pytest.fixture(params=SETS, ids=lambda folder: folder.name)
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Copy the set of a release, which is changed by its use."""
+    """Copy the set of a release, since its use changes it."""
     folder = tmp_path / "set"
     shutil.copytree(request.param, folder)
     return folder
@@ -34,7 +34,7 @@ def records(golden: Path) -> dict[str, Any]:
 
 
 def assert_keeps(now: Any, then: Any) -> None:
-    """Check that values are as they were, beside those that were added since."""
+    """Check that values are unchanged, except for those that were added since."""
     if isinstance(then, dict):
         assert now.keys() >= then.keys()
         for name, value in then.items():

@@ -69,7 +69,7 @@ FULL: dict[str, Any] = {
 
 
 def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConnectorOutput:
-    """Ask a worker what has ended, and what failed, as this release of vLLM does."""
+    """Ask a worker which transfers have ended or failed, as this release of vLLM does."""
     output = KVConnectorOutput()
     if HAS_TRANSFER_RESULTS:
         results = worker.get_transfer_results(set(over))
@@ -83,7 +83,7 @@ def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConn
 
 
 def first_of(found: Any, name: str) -> Any:
-    """Return what is of the first connector, where it is that of a MultiConnector."""
+    """Return the first connector's part if the value is a MultiConnector's."""
     return getattr(found, name, [found])[0]
 
 
@@ -111,7 +111,7 @@ def cache_config(*specs: Any) -> Any:
 
 
 def engine_config(folder: Path, role: str = "kv_both", **extra: Any) -> Any:
-    """Make the configuration of an engine whose model is not there."""
+    """Make the configuration of an engine without its model."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     return VllmConfig(
         model_config=ModelConfig(
@@ -232,7 +232,7 @@ class FakeHandover:
 
 
 class Engine:
-    """Engine whose steps the test makes."""
+    """Engine whose steps are made by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any) -> None:
         monkeypatch.setattr(connector_module, "Handover", lambda *_: FakeHandover())
@@ -321,7 +321,7 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def require_over(self) -> None:
-        """Check that no block is kept, and that nothing is remembered of any request."""
+        """Check that no block is in use, and that no request is remembered."""
         assert not self.scheduler.requests
         assert self.num_free == NUM_BLOCKS - 1  # without the null block
         if self.connector._decode is not None:

@@ -36,7 +36,7 @@ has_kernel = pytest.mark.skipif(
 
 
 def packs(isa: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether vLLM has a kernel that packs so; each has been measured where there is one."""
+    """Whether vLLM has a kernel with this packing; each such kernel has been measured."""
     return dtype.itemsize in MEASURED[isa][1] and (isa != "amx" or head_dim % 32 == 0)
 
 
@@ -155,7 +155,7 @@ def test_a_layer_of_vllm_has_the_isa_that_is_told(
     tokens: int,
     has_amx: bool,  # noqa: FBT001 - a column of the table
 ) -> None:
-    """Packing needs no tiles: where the build knows AMX, a processor without it packs for it."""
+    """Packing needs no tiles: a build with AMX packs for it even on a processor without AMX."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     isa = cpu_attention_isa(dtype=dtype, tokens_per_block=tokens, head_dim=head_dim)
     assert isa is not None

@@ -536,7 +536,7 @@ GONE = FaultRates(stuck=1.0, operations=frozenset(Operation))
 
 
 class FaultyAdapter(KVXferL2Adapter):
-    """Adapter over a backend that injects faults, and tells nobody what it has."""
+    """Adapter over a backend that injects faults and reports no events."""
 
     faulty: FaultyBackend
     observers: Sequence[Observer]
@@ -559,7 +559,7 @@ def adapter(memory: Memory, request: pytest.FixtureRequest) -> Iterator[FaultyAd
 
 
 class PartlyAway(DictBackend):
-    """Backend some of whose blocks are away, as those of a peer that is gone for a while."""
+    """Backend some of whose blocks are away, like those of a peer that is down for a while."""
 
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(DictConfig(), namespace)
@@ -617,7 +617,7 @@ def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
 
 
 class LateMisses(WrappingBackend):
-    """Backend that says what a load did not find when it is let."""
+    """Backend that reports the misses of a load only when it is allowed to."""
 
     passes_on = frozenset({HostBackend, Observable})
 

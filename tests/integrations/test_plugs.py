@@ -1,4 +1,4 @@
-"""Plugs: a release of an engine that wants more of them is refused in a sentence."""
+"""Plugs: a release of an engine that requires more of them is refused with a clear sentence."""
 
 import abc
 import importlib

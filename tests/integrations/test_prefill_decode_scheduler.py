@@ -115,7 +115,7 @@ def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any
 
 
 def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: Engine) -> None:
-    """Workers report leases by name: the end of the first would free the blocks of the second."""
+    """Workers report leases by name, so the end of the first would free the second's blocks."""
     engine.add("a", OVERLAP, tokens=40)
     engine.step()
     engine.abort("a")  # before a block was offered: vLLM has its blocks already
@@ -148,7 +148,7 @@ def test_a_name_that_we_made_is_not_that_of_another_lease(engine: Engine) -> Non
 def test_what_p_computed_before_a_reset_is_not_lent_after_it(
     engine: Engine, params: dict[str, Any]
 ) -> None:
-    """VLLM cannot reset its own cache then, and resets that of its connector all the same."""
+    """VLLM cannot reset its own cache then, but resets that of its connector nevertheless."""
     engine.add("p", params, tokens=40)
     engine.step()
     engine.step()
@@ -293,7 +293,7 @@ def test_a_client_chooses_no_line_of_the_log(
 def test_what_was_loaded_from_p_before_a_reset_is_not_stored_after_it(
     start_engine: StartEngine,
 ) -> None:
-    """VLLM cannot reset its own cache then, and resets that of its connector all the same."""
+    """VLLM cannot reset its own cache then, but resets that of its connector nevertheless."""
     engine = start_engine(full(), backend="host://?capacity=1MiB")
     engine.add("d", ticket_params())
     engine.asking.asked[LEASE].set_result(make_found(10))
@@ -377,7 +377,7 @@ def chunked() -> Any:
 
 
 def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
-    """Kernels of an earlier step may run still when the next one is prepared."""
+    """Kernels of an earlier step may still be running when the next one is prepared."""
     handover = FakeHandover()
     handover.is_on_device = True
     worker = PrefillDecodeWorker(handover, Counters())  # type: ignore[arg-type]

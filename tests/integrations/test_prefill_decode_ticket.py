@@ -1,4 +1,4 @@
-"""Tickets, settings and prompts: what comes from outside gets an answer, whatever it is."""
+"""Tickets, settings and prompts: any input from outside gets an answer."""
 
 import re
 import sys
@@ -239,7 +239,7 @@ def train_anew(prompts: Prompts, path: str, **how: Any) -> LoRARequest:
 
 
 def train_anew_before_one_is_handed_over(prompts: Prompts, path: str) -> LoRARequest:
-    """VLLM's own cache has pages of the weights before, under the same name and folder."""
+    """VLLM's own cache has pages of the previous weights, under the same name and folder."""
     prompts.note(request_for("a", 1, path))
     write_adapter(Path(path), b"other")
     return LoRARequest("a", 2, path)

@@ -1,4 +1,4 @@
-"""Prefix cache of transformers: prefixes are found, and greedy tokens are those without it."""
+"""Prefix cache of transformers: it finds prefixes, and does not change greedy tokens."""
 
 import asyncio
 import random
@@ -62,7 +62,7 @@ def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: P
 def test_a_page_of_the_pool_is_free_when_a_copy_has_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be copied to a GPU, and the page is the next one's then."""
+    """The copy may go to a GPU, and the page is then reused."""
     layer = LayerShape(
         num_kv_heads=2, head_dim=4, head_dim_v=4, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -285,7 +285,7 @@ def test_a_model_that_was_converted_since_generates_without_pages(tmp_path: Path
         assert num_loaded(cache, prompt) == 0
 
 
-# Bad pages and late backends cost time, and no tokens.
+# Bad pages and late backends cost time, but change no tokens.
 
 
 @pytest.mark.slow

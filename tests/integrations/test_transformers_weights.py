@@ -1,4 +1,4 @@
-"""Weights of a model on a device: what their sums notice, and that they cost no copy."""
+"""Weights of a model on a device: their checksums notice changes, and cost no copy."""
 
 import functools
 import sys
@@ -352,7 +352,7 @@ class HalvedProducts(TorchFunctionMode):
 
 
 class PassedOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode below the functions of torch, of which nobody knows that it alters nothing."""
+    """Mode below the functions of torch, which may alter anything as far as kvxfer knows."""
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

@@ -195,7 +195,7 @@ def test_a_store_that_cannot_be_is_reported_done_and_dropped(
 
 
 def test_a_store_that_cannot_be_leaves_no_chunk_of_before_a_reset(engine: Engine) -> None:
-    """Its slot is the same, and has the values of old weights."""
+    """Its slot would be the same, and have the values of old weights."""
     keys, blocks = keys_of(1), GPULoadStoreSpec([1, 2], [2, 0], [0, 0])
     too_few = GPULoadStoreSpec([1], [1, 0], [0, 0])
     for spec, found in (blocks, LookupResult.HIT), (too_few, LookupResult.MISS):

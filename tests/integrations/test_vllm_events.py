@@ -1,4 +1,4 @@
-"""Events that vLLM publishes: an index that is built from them is that of all tiers."""
+"""Events that vLLM publishes: an index built from them agrees with all tiers."""
 
 import time
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Requests of vLLM are explained: what its scheduler was answered, and why."""
+"""Requests of vLLM are explained: the answers to its scheduler, and their reasons."""
 
 from pathlib import Path
 from typing import Any

@@ -100,7 +100,7 @@ def changes_to(path: str, value: Any) -> Change:
 
 
 def count_images(config: Any) -> None:
-    """Have vLLM name images by a count, which begins anew with each engine."""
+    """Make vLLM name images by a counter that starts over in each engine."""
     config.cache_config.enable_prefix_caching = False
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=0)
 
@@ -338,7 +338,7 @@ def count_no_images(config: Any) -> None:
 
 
 def be_read_by_another_release(config: Any) -> None:
-    """Whose words for what a checkpoint says are others."""
+    """Let another release read the checkpoint, with other names for its settings."""
     config.model_config.hf_config.fields |= {"added_later": 1, "rope_parameters": {"a": 2}}
     config.attention_config = LaterAttention()
 
@@ -421,7 +421,7 @@ def test_an_engine_whose_keys_do_not_tell_all_does_not_start(
     told: Callable[[Any], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither where vLLM says its configuration nor where a caller has it."""
+    """Whether vLLM provides the configuration or a caller passes it."""
     change, named = refused
     change(vllm_config)
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))

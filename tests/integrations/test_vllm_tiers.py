@@ -440,7 +440,7 @@ def test_tokens_that_another_engine_gave_are_not_counted_as_computed(
         assert (loads.prefill_tokens_per_s is None) == is_given
 
 
-# Wishes of requests of how long their chunks are kept.
+# Retention of chunks, as requests wish.
 
 
 @pytest.fixture
@@ -463,9 +463,9 @@ def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any
 def test_what_was_planned_before_a_reset_is_loaded_and_who_began_before_it_stores_nothing(
     scheduler: Scheduler,
 ) -> None:
-    """VLLM has workers end loads in the next step only, and ends an engine whose load fails.
+    """VLLM ends loads only in the next step, and stops an engine whose load fails.
 
-    It offers all chunks again, also those whose blocks it has given to others since.
+    It offers all chunks again, even those whose blocks now belong to other requests.
     """
     contexts = [ReqContext(each) for each in ("before", "loading", "later")]
     for context in contexts:

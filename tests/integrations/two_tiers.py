@@ -46,7 +46,7 @@ def make_namespace() -> Namespace:
 
 
 class KeepingBackend(DictBackend):
-    """Backend that keeps its blocks when it is closed, as a disk does, and can be opened again."""
+    """Backend that keeps its blocks when it is closed, like a disk, and can be opened again."""
 
     def __init__(self) -> None:
         super().__init__(DictConfig(), make_namespace())

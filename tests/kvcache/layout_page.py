@@ -86,7 +86,7 @@ def in_pieces(entry: EngineLayout) -> str:
 
 
 def told(entry: EngineLayout) -> bool:
-    """Whether strides alone leave the layout ambiguous."""
+    """Whether the strides alone leave the layout ambiguous, so that it must be given."""
     if entry.content == "states":
         return False
     engine = AttentionEngine(entry)

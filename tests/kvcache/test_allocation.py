@@ -1,4 +1,4 @@
-"""Canonical allocation: a block is one piece, or a condition is refused with what clashes."""
+"""Canonical allocation: a block is one piece, or a refusal names the clashing values."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -372,7 +372,7 @@ class Counted(np.ndarray[Any, np.dtype[np.int64]]):
 
 
 def test_no_order_takes_more_looks_than_twice_its_requests() -> None:
-    """One decode behind prefills only: each looked through all before it."""
+    """With one decode behind prefills only, each prefill looked through all before it."""
     order = np.roll(np.arange(100), 1).view(Counted)
     assert len(list(_swaps(order))) == 99
     assert Counted.num_looks <= 200

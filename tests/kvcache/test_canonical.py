@@ -1,4 +1,4 @@
-"""Canonicalizing: caches become rows of bytes, which is proven, or are refused."""
+"""Canonicalizing: caches become rows of bytes, which is proven, or they are refused."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -432,7 +432,7 @@ def of_states(first: Any, second: Any) -> Refused:
 
 
 def all_layers(other: KVCacheSpec) -> Refused:
-    """Register one tensor for two layers of one group, of which one is unlike the other."""
+    """Register one tensor for two unlike layers of one group."""
     tensor = engine_view("block layer kv token head dim", f"layer {NHD}", SIZES | {"layer": 2})
     specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": SPEC, "b": other})
     config = config_of((specs, "ab"))
@@ -459,7 +459,7 @@ def gaps(names: str) -> Refused:
 
 
 def padding(block_stride: int, num_bytes: int, error: type[KVXferError], match: str) -> Refused:
-    """Register padded pages whose padding is not there."""
+    """Register padded pages that lack their padding."""
     tensor = torch.zeros(num_bytes // 2, dtype=torch.float16).as_strided(
         (NUM_BLOCKS, 2, 16, 3, 8), (block_stride // 2, 384, 24, 8, 1)
     )

@@ -410,7 +410,7 @@ def test_any_bytes_are_read_or_refused(data: st.DataObject) -> None:
 
 
 def read_or_refuse(encoded: bytes) -> None:
-    """Decode and match; where that succeeds, all bytes that would be read are staged ones."""
+    """Decode and match; if that succeeds, all reads must be within the staged bytes."""
     try:
         theirs = CacheDescription.decode(encoded)
         matched = match_caches(CACHES, DESCRIBED, theirs)

@@ -1,6 +1,6 @@
 """The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose.
 
-Its command goes on with texts, and names whatever cannot be used in a line.
+Its command continues texts, and names anything that cannot be used in one line.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Servers that answer as engines of vLLM do, or fail as told, and a proxy in front of them."""
+"""Servers that answer like vLLM's engines, or fail on demand, and a proxy in front of them."""
 
 import asyncio
 import contextlib

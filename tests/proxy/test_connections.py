@@ -1,4 +1,4 @@
-"""Connections to the proxy: half requests, idle ones, more than it has room for, and HTTP/1.0."""
+"""Connections to the proxy: partial requests, idle ones, too many of them, and HTTP/1.0."""
 
 import asyncio
 import contextlib

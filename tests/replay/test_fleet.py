@@ -1,4 +1,4 @@
-"""Fleets in simulation: what their holders keep and are asked."""
+"""Simulated fleets: the blocks of their holders, and the requests to them."""
 
 from unittest import mock
 

@@ -20,7 +20,7 @@ from kvxfer.testing.conformance.suite import yield_to_loop
 
 LIMIT_S = 10.0
 NUM_TICKS = 8
-"""Turns of the event loop in which whatever can go on has gone on."""
+"""Turns of the event loop after which all that can run has run."""
 
 Wait = Callable[[Any], Awaitable[str]]
 

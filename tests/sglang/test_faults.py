@@ -44,7 +44,7 @@ HOST = "host://?capacity=64MiB"
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
-    """Put a backend that injects faults, none at first, in front of each that is opened."""
+    """Wrap each backend that is opened in one that injects faults, none at first."""
     made: list[FaultyBackend] = []
 
     def open_faulty(backend: Any, namespace: Namespace, **_: Any) -> Backend:
@@ -59,7 +59,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
 
 @contextmanager
 def filled(tmp_path: Path, **extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
-    """Open a storage that has the pages of a pool, in which other bytes are then."""
+    """Open a storage that has the pages of a pool, and then change the pool's bytes."""
     pool = attention_pool("page_first_direct")
     fill(pool)
     with opened(pool, extra_config(file_url(tmp_path), timeout_s=60)) as storage:
@@ -199,7 +199,7 @@ def test_a_pool_that_is_registered_over_other_memory_is_read_there(tmp_path: Pat
 
 
 def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: Path) -> None:
-    """The engine goes on with the adapter that it loaded, also when the store is opened anew."""
+    """The engine keeps using the adapter that it loaded, even if the store is reopened."""
     pool, context = attention_pool("page_first_direct"), get_context()
     weights, url = tmp_path / "adapter_model.safetensors", extra_config(file_url(tmp_path / "kv"))
     weights.write_bytes(b"one")
@@ -219,11 +219,11 @@ def test_pages_of_an_adapter_are_those_of_the_files_that_were_loaded(tmp_path: P
         pass
 
 
-# Opening the store: whoever needs it meanwhile waits for its deadline, not for it.
+# Opening the store: calls that need it meanwhile wait for their deadline, not for the store.
 
 
 class Door:
-    """Door that backends are opened through; it may be shut."""
+    """Gate through which backends are opened; it may be shut."""
 
     def __init__(self) -> None:
         self.num_opened = self.num_waiting = 0
@@ -249,7 +249,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 @contextmanager
 def not_opened_yet(**extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
-    """Make a storage as releases before 0.5.23 do: nobody says when all pools are known."""
+    """Make a storage as releases before 0.5.23 do, which do not say when all pools are known."""
     pool = attention_pool("page_first")
     settings = {"backend": HOST, "timeout_s": HASTY_S} | extra
     storage = KVXferStorage(storage_config(extra_config(**settings)), {})

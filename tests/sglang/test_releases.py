@@ -1,4 +1,4 @@
-"""Releases of SGLang: what one adds, renames or lacks is refused or counts, never passed over."""
+"""Releases of SGLang: settings that one adds, renames or lacks are never silently ignored."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -97,7 +97,7 @@ def test_a_kernel_counts_where_it_rounds_to_fp8(name: str, plain: str) -> None:
 
 @dataclass
 class LaterConfig(HiCacheStorageConfig):  # type: ignore[misc]
-    """What a later release knows of an engine, with a rank that nobody knows yet."""
+    """Configuration of a later release, with a new kind of rank."""
 
     sparse_rank: int = 0
 
@@ -128,7 +128,7 @@ def test_a_setting_that_a_release_lacks_is_one_that_nobody_has_asked_for(plain: 
 
 @contextmanager
 def release_with(places: Mapping[str, str], **settings: Any) -> Iterator[None]:
-    """Be an engine of a release that has these settings in these groups, all None by default."""
+    """Pretend to be a release with these settings in these groups, all None by default."""
     declared = msgspec.defstruct("LaterArgs", [(name, Any, None) for name in places])
     declared._NS_BY_FIELD = dict(places)  # type: ignore[attr-defined]
     bags = {group: SimpleNamespace() for group in places.values()}

@@ -1,4 +1,4 @@
-"""What is written of SGLang's own storage is found; of the others, see tests/testing."""
+"""The page about storages is right about SGLang's own; for the others, see tests/testing."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The built documentation, `make docs`, as a reader sees it in a browser: wide, and on a phone."""
+"""The built documentation, as a reader sees it in a browser, on a wide screen and on a phone."""
 
 from pathlib import Path
 

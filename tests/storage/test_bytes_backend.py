@@ -1,4 +1,4 @@
-"""BytesBackend: four methods over bytes are a backend, verified, that never waits for a hang."""
+"""BytesBackend: four methods over bytes make a verified backend that never waits for a hang."""
 
 import asyncio
 import threading

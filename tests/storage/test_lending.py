@@ -1,4 +1,4 @@
-"""Lenders: what is no block is neither offered nor lent."""
+"""Lenders: invalid blocks are neither offered nor lent."""
 
 import asyncio
 import threading

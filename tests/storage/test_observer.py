@@ -1,4 +1,4 @@
-"""Observers are told what happens to blocks, in batches and in order, and disturb nobody."""
+"""Observers get the events of blocks in batches and in order, and never disturb a call."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def told(events: Sequence[observer.Moved]) -> list[tuple[str, str, str, list[Sta
 
 
 class TestObservedHostBackend(BackendTests):
-    """So does one that also moves on the calling thread, with an observer that fails."""
+    """Suite over a host backend that also moves on the calling thread, with a failing observer."""
 
     max_blocks = 5
 

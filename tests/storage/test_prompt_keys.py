@@ -1,4 +1,4 @@
-"""Content keys: equal where scope, prefix, place and group are, and in no other case."""
+"""Content keys: equal if and only if scope, prefix, place and group are equal."""
 
 import hashlib
 

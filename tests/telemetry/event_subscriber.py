@@ -1,4 +1,4 @@
-"""Subscriber of events, as a router has one: an index of blocks, from messages alone."""
+"""Subscriber of events, like a router's: an index of blocks, built from messages alone."""
 
 import time
 from collections import defaultdict
@@ -41,7 +41,7 @@ class EventSubscriber:
             subscriber._context.destroy(linger=0)
 
     def read(self) -> None:
-        """Read what has come; ask for what is missing."""
+        """Read the messages that have arrived; ask for missing ones."""
         while self._live.poll(0):
             _, sequence, payload = self._live.recv_multipart()
             number = int.from_bytes(sequence, "big")

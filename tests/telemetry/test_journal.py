@@ -1,4 +1,4 @@
-"""Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
+"""Journal: bounded, complete up to the last write, and it counts what it had to drop."""
 
 import errno
 import fcntl

@@ -26,7 +26,7 @@ def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBacken
 
 
 def open_tiers(tiers: Sequence[Backend], namespace: Namespace, **more: int) -> TieredBackend:
-    """Open tiers that are asked for as long as a busy machine takes to answer."""
+    """Open tiers with time limits that a busy machine keeps."""
     return TieredBackend(tiers, namespace, timeouts=TierTimeouts(lookup_s=None), **more)
 
 

@@ -1,4 +1,4 @@
-"""Tiers: which outcome is given, what stays where, and what cannot be tiers at all."""
+"""Tiers: outcomes, which tier keeps a block, and lists that cannot be tiers."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Engines that hand prompts over, for tests: every element tells its prompt and its place."""
+"""Engines that hand prompts over, for tests: every element encodes its prompt and its place."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -44,7 +44,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def look_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have looks ask for two pages at most; return how many each question is of, in order."""
+    """Make lookups ask for at most two pages; return the number of pages in each, in order."""
     hold, asked = Client.hold, list[int]()
 
     def counted_hold(client: Client, ticket: str, keys: Any) -> Any:
@@ -57,7 +57,7 @@ def look_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def values(tokens: Sequence[int], group: int, layer: int) -> NDArray[np.int32]:
-    """Compute what a layer keeps of a prompt, `(token, kv, head, dim)`, each of its prefix."""
+    """Compute a layer's values for a prompt, `(token, kv, head, dim)`, each from its prefix."""
     prefix = np.cumsum((np.array(tokens, np.int64) + 1) * 2654435761) % 1000003
     place = np.arange(2 * NUM_HEADS * HEAD_DIM).reshape(2, NUM_HEADS, HEAD_DIM)
     found = prefix[:, None, None, None] * 4001 + place + 100 * (group * NUM_LAYERS + layer) + 1
@@ -125,7 +125,7 @@ class Engine:
         handover.start()
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
-        """Write what the engine keeps of a prompt to blocks; null blocks are left out."""
+        """Write the engine's values for a prompt to blocks, except null blocks."""
         size = self.tokens_per_block
         for rank, views in enumerate(self.views):
             for group, ids in enumerate(block_ids):
@@ -144,7 +144,7 @@ class Engine:
     def good(
         self, tokens: Sequence[int], block_ids: Sequence[Sequence[int]]
     ) -> list[list[list[bool]]]:
-        """Whether each block has what the engine would keep, for each rank and group."""
+        """Whether each block has the values that the engine would have, for each rank and group."""
         size = self.tokens_per_block
         return [
             [
@@ -166,7 +166,7 @@ class Engine:
         return all(flag for rank in each for group in rank for flag in group)
 
     def is_untouched(self, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether nothing was written but to these blocks."""
+        """Whether only these blocks were written."""
         return all(
             bool((view[[b for b in range(NUM_BLOCKS) if b not in ids]] == -1).all())
             for views in self.views
@@ -202,7 +202,7 @@ class Engine:
     def lend(
         self, ticket: str, tokens: Sequence[int], block_ids: Sequence[Sequence[int]], **how: Any
     ) -> str:
-        """Compute a prompt and offer it, and wait until the offer was noted."""
+        """Compute a prompt, offer it, and wait until the offer is known."""
         self.compute(tokens, block_ids)
         self.offer(ticket, tokens, block_ids, **how)
         self.settle()

@@ -1,4 +1,4 @@
-"""Transfer engine: one outcome per block, on whatever loop, thread or side of a fork."""
+"""Transfer engine: one outcome per block, on any loop or thread, and on either side of a fork."""
 
 import asyncio
 import subprocess
@@ -43,7 +43,7 @@ PAGE_BYTES = 1024
 
 
 class Untouched(DictBackend):
-    """Backend that nobody may ask to move anything."""
+    """Backend that must not be asked to move anything."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         pytest.fail("stored")
@@ -53,7 +53,7 @@ class Untouched(DictBackend):
 
 
 class Broken(DictBackend):
-    """Backend whose loads leave memory that is not safe, and which cannot be drained."""
+    """Backend whose loads leave unsafe memory, and which cannot be drained."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
@@ -392,7 +392,7 @@ async def enter(admission: Admission, priority: int, num_bytes: int, log: list[i
     ("held", "waiting", "entered"),
     [
         (10, [(3, 10), (1, 10), (2, 10), (1, 10)], [1, 1, 2, 3]),
-        (5, [(1, 10), (2, 1)], [1, 2]),  # a small one does not overtake a large one
+        (5, [(1, 10), (2, 1)], [1, 2]),  # a small job does not overtake a large one
     ],
 )
 async def test_those_who_wait_enter_by_priority_and_then_in_order(

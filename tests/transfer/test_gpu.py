@@ -1,4 +1,4 @@
-"""Transfers of caches on a GPU, while the engine goes on computing."""
+"""Transfers of caches on a GPU while the engine is computing."""
 
 from pathlib import Path
 

@@ -101,7 +101,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(params=[1, 1 << 40], ids=["in place", "staged"])
 def in_place_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have blocks of other shapes read to their places, or by way of staging memory."""
+    """Read blocks of other shapes directly into place, or through staging memory."""
     monkeypatch.setattr(reader, "IN_PLACE_BYTES", request.param)
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_goes_to_an_engine_of_another_shape(shape: str, stack: ExitStac
     theirs, ours = (open_engine(stack, **each) for each in SHAPES[shape])
     blocks = ids(theirs, THEIRS)
     for view in chain.from_iterable(chain.from_iterable(theirs.views)):
-        view[blocks[0][-1]] = 0  # what is behind the prompt in their last block
+        view[blocks[0][-1]] = 0  # the rest of their last block, behind the prompt
     theirs.lend(TICKET, TOKENS, blocks)
     found = ours.ask(theirs.endpoint, TICKET, TOKENS)
     assert (found.num_tokens, found.is_complete) == (len(TOKENS), True)
@@ -159,7 +159,7 @@ def test_a_page_that_was_altered_after_its_offer_is_bad(
 ) -> None:
     theirs, ours = open_engine(stack, their_size), open_engine(stack)
     theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
-    ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])  # its checksums are known by now
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])  # now its checksums are known
     theirs.alter(THEIRS[1])
     targets = [13, 14, 15, 16, 17, 18]
     [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [targets])
@@ -491,7 +491,7 @@ def test_a_lender_that_dies_or_stops_during_a_fetch_ends_it(
 
 
 def lying(stack: ExitStack, description: bytes) -> Engine:
-    """Engine whose description of its caches is another one."""
+    """Engine with a false description of its caches."""
     theirs = open_engine(stack)
     lender = theirs.workers[0]._lender
     assert lender is not None
@@ -514,7 +514,7 @@ def test_a_lender_that_claims_too_many_workers_is_refused(tp_size: int, stack: E
 
 @pytest.mark.processes
 def test_a_lender_of_another_shape_than_it_says_gives_nothing(stack: ExitStack) -> None:
-    """Its blocks have 4 tokens; it says 8, so that half of what we would read is another's."""
+    """Its blocks have 4 tokens, but it says 8, so half of a read would be another prompt's."""
     ours, real = open_engine(stack), open_engine(stack, tokens_per_block=8)
     described: CacheDescription = real.workers[0]._description
     theirs = lying(stack, described.encode())
@@ -554,7 +554,7 @@ opened = [decode, prefill]
 @pytest.mark.parametrize("how", ["", "without new threads"])
 @pytest.mark.parametrize("transport", ["socket", "nixl"])
 def test_a_hand_over_can_be_closed_when_the_interpreter_ends(transport: str, how: str) -> None:
-    """Its leases run still, and its connections are open."""
+    """Its leases are still running, and its connections are open."""
     check_that_it_is_closed_at_the_end(AT_THE_END, transport, how)
 
 

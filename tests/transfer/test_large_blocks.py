@@ -1,4 +1,4 @@
-"""Blocks that are larger than any piece in which bytes are moved, hashed or staged."""
+"""Blocks larger than the pieces in which bytes are moved, hashed or staged."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -24,11 +24,11 @@ ELSEWHERE = [[8, 9, 10, 11]]
 
 
 ONE_BLOCK = Slices(load_bytes=8192, store_bytes=4096, spare_bytes=4096, share=0)
-"""Slices of one block, and no more of them after a long pause."""
+"""Slices of one block; a long pause does not allow more of them."""
 
 
 class ToldBackend(SlotMover):
-    """Backend of slots that notes on which thread it moves what, and how much."""
+    """Backend of slots that records the thread and the size of each move."""
 
     def __init__(self, pool: HostPool) -> None:
         super().__init__(pool, part=0)

@@ -60,7 +60,7 @@ async def wait_until_ended(lender: PromptExchange, ticket: str) -> None:
 async def test_a_prompt_is_offered_fetched_and_released(
     *, block_0_is_null: bool, first_token: int
 ) -> None:
-    """The beginning that is not fetched may be in any blocks."""
+    """The beginning that is not fetched may have any block ids."""
     (lent, theirs), (read, ours) = caches(), caches()
     if not block_0_is_null:
         read = kvxfer.CanonicalKVCaches(
@@ -124,7 +124,7 @@ async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_an
 
 
 async def test_an_exchange_that_is_closed_has_ended_its_tickets() -> None:
-    """Or the engine would keep their blocks for ever."""
+    """Otherwise the engine would keep their blocks for ever."""
     async with opened(caches()[0]) as lender:
         tickets = [await lender.offer(TOKENS, [ids]) for ids in ([1, 2], [3, 4])]
         tickets.append(await lender.offer(TOKENS, [[5, 6]], num_computed_tokens=8))
@@ -172,7 +172,7 @@ async def test_what_is_no_ticket_is_refused(ticket: str) -> None:
 
 @pytest.mark.parametrize("moved", ["lender", "reader"])
 async def test_blocks_of_caches_that_were_moved_are_neither_lent_nor_fetched(moved: str) -> None:
-    """At the old addresses is other memory, whose bytes would count as those of the tokens."""
+    """The old addresses hold other memory, whose bytes would be taken for those of the tokens."""
     (lent, theirs), (read, ours) = caches(), caches()
     blocks, refusal = [[3, 1, 4, 15, 9, 2]], r"^caches is .*\(layers.0\): its storage was resized"
     async with opened(lent) as lender, opened(read, lends=False) as reader:

@@ -1,4 +1,4 @@
-"""Wishes of how long blocks are kept, from a call of the engine to every tier."""
+"""Retention of blocks, from a call of the engine to every tier."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def open_engine(backend: str | list[str]) -> kvxfer.TransferEngine:
 
 
 def is_kept(backend: Backend, keys: Sequence[BlockKey]) -> bool:
-    """Whether a backend knows the wish for each of these blocks, nearly all of it."""
+    """Whether a backend knows the retention of each block, nearly in full."""
     assert isinstance(backend, Retaining)
     return all(
         1.9 < each.priority <= 2 and each.ttl_s is not None and 90 < each.ttl_s <= 100

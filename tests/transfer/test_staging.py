@@ -1,4 +1,4 @@
-"""Staging keeps every promise of `Backend`; what did not arrive changes no memory of a device."""
+"""Staging keeps every promise of `Backend`; failed blocks change no memory of a device."""
 
 import asyncio
 import dataclasses
@@ -44,7 +44,7 @@ def on_device(blocks: Descriptors) -> Descriptors:
 
 
 class PretendedCopyEngine(CopyEngine):
-    """Copy engine between a device and the host, which fails as it is told."""
+    """Copy engine between a device and the host, which fails on demand."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
