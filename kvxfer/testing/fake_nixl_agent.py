@@ -47,10 +47,8 @@ class _Flight:
 class FakeNixlAgent(TransferAgent):
     """Fake agent for memory of this process; passes the same tests as `NixlAgent`.
 
+    A read moves its bytes at its end, as late as hardware might, even if its caller was cancelled.
     GPU memory is copied by the driver, through host memory.
-
-    A read moves its bytes at its end, as late as hardware might, even if its caller was cancelled
-    meanwhile.
 
     Attributes:
         delay_s: Seconds that a read is in flight; may be changed at any time.

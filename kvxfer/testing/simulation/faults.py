@@ -104,10 +104,7 @@ class FaultyTier(FaultInjector):
         await self.inner.aclose()
 
     def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
-        """Make the random numbers of a call, independent of all calls that differ from it.
-
-        When a plan is shortened, its remaining steps should happen as before.
-        """
+        """Make the random numbers of a call, which stay the same when other steps are cut."""
         call = (name, *(key.hex() for key in keys))
         self._num_calls[call] += 1
         return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")

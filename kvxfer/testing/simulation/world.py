@@ -220,8 +220,7 @@ class History:
     def judge_damage(self, key: BlockKey, reason: object, began: float) -> None:
         """Check that bytes of a key may be damaged, and note that the key is gone.
 
-        Stores that found these bytes are gone, too: storing a present key is `DONE` and compares
-        nothing.
+        So are stores that found these bytes, since storing a present key compares nothing.
         """
         if not self.may_be_torn:
             self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
@@ -460,10 +459,7 @@ class World:
         return batch
 
     def end(self, batch: Batch, outcomes: Sequence[Outcome] | None) -> None:
-        """Check the outcomes of a batch, and take back the memory that is safe.
-
-        A cancelled call has no outcomes, and none of its memory is safe.
-        """
+        """Check the outcomes of a batch, None if cancelled, and take back its safe memory."""
         if outcomes is None:
             self._unsafe.append(batch)
             return
