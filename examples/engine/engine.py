@@ -80,7 +80,7 @@ class BlockPool:
 class Request:
     """Request: its tokens, and the blocks that hold their keys and values."""
 
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int]  # the prompt, then the generated tokens
     stop: int  # number of tokens at which it ends
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the blocks
@@ -162,7 +162,7 @@ class Engine:
         return requests
 
     def _wait(self, request: Request) -> None:
-        """Queue a request, and ask the tiers for its prompt meanwhile."""
+        """Queue a request, and look its prompt up in the tiers."""
         self.pool.release(request.blocks)
         request.keys = self.keys(request.tokens[:-1])  # the last one is computed, for its logits
         request.hits = self.transfers.submit_lookup(request.keys, timeout_s=1)

@@ -126,7 +126,7 @@ def error_response(status: HTTPStatus, message: str, path: str) -> web.Response:
 
 
 async def _read_piece(answer: aiohttp.ClientResponse) -> bytes:
-    """Read what has arrived; empty at the end."""
+    """Read the bytes that have arrived; empty at the end."""
     try:
         return await answer.content.readany()
     except (aiohttp.ClientError, OSError) as exc:

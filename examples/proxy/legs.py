@@ -92,7 +92,7 @@ def params_of_answer(body: bytes) -> msgspec.Raw | None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Request for a completion, of which only the outermost object is parsed.
+    """Request for a completion; only its outermost object is parsed.
 
     Attributes:
         fields: Values by name, as the client wrote them, but without the parameters of a transfer,

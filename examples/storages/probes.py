@@ -140,7 +140,7 @@ def other_namespace(theirs: Caches, ours: Caches) -> Run:
 
 
 async def partly_missing(storage: Storage, folder: Path) -> str:
-    """Load four blocks, two of which are there."""
+    """Load four blocks, two of them missing."""
     caches = Caches()
     async with storage.open(folder, caches.namespace) as backend:
         await caches.store(backend, KEYS[::2])

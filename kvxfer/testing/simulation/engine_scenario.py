@@ -483,7 +483,7 @@ class EngineRun:
             await self._require_below(began)
 
     async def _require_below(self, since: float) -> None:
-        """Check that the last tier has what was stored before a flush began.
+        """Check that the last tier has all blocks that were stored before a flush began.
 
         Faults of tiers excuse nothing here; other faults may, such as those of a bucket.
         """

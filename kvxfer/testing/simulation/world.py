@@ -168,7 +168,7 @@ class History:
         return payload
 
     def end_store(self, stored: Stored, *, is_done: bool) -> None:
-        """Note that a store has ended, and that nothing reads its memory any more."""
+        """Note that a store has ended, and no longer reads its memory."""
         stored.ended, stored.is_done = self._simulation.now, is_done
 
     def end_flush(self, began: float) -> None:
@@ -404,7 +404,7 @@ class Batch:
 
 
 class World:
-    """Memory and keys of an engine in a simulation, and what is known of them.
+    """Memory and keys of an engine in a simulation, and the history of its calls.
 
     Engines may share a history; by default each has one of its own.
     """
