@@ -193,8 +193,7 @@ class _Bounded(WrappingBackend):
     """Wrapper that checks the engine's bound on bytes in flight.
 
     Attributes:
-        is_checked: Whether the bound is checked: not if the engine may give up calls, since it no
-            longer counts their bytes.
+        is_checked: Whether the bound is checked: not if the engine may give up calls, uncounted.
     """
 
     passes_on = frozenset({Purgeable, Retaining})
