@@ -71,7 +71,7 @@ def require_done(outcomes: Sequence[Outcome]) -> None:
     """
     for outcome in outcomes:
         if not outcome.done:
-            raise RuntimeError(f"a block was not done: {outcome}")
+            raise RuntimeError(f"a block was not moved: {outcome}")
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class Batch:
         target.zero_()
         self.load()
         if not torch.equal(source, target):
-            raise RuntimeError("loaded bytes are not those that were stored")
+            raise RuntimeError("the loaded bytes differ from the stored ones")
 
     def close(self) -> None:
         """Close the backend."""

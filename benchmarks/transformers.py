@@ -52,7 +52,7 @@ def _measure(
     kept = files.load(prompt)
     hit = kept.get_seq_length()
     if hit < prompt.shape[1] - files.tokens_per_page or host.load(prompt).get_seq_length() != hit:
-        raise RuntimeError(f"{hit} tokens of the prompt are stored")
+        raise RuntimeError(f"{hit} of {prompt.shape[1]} tokens of the prompt were found in files")
     tokens: set[int] = set()
 
     def first_token(past: Callable[[], Any]) -> Callable[[], None]:

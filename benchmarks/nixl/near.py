@@ -135,7 +135,7 @@ class Near:
         self._memory[:] = 0
         require_done(await backend.load(self._loaded_keys, self.blocks))
         if xxhash.xxh3_64_digest(self._memory.data) != expected:
-            raise RuntimeError("the loaded bytes are not those that were stored")
+            raise RuntimeError("the loaded bytes differ from the stored ones")
 
 
 async def _moved(move: Awaitable[Sequence[Outcome]]) -> float:

@@ -117,7 +117,7 @@ class Decode:
             fetched = await call(handover.reader.fetch(lender, wanted))
             seconds = time.perf_counter() - began
             if fetched.missing or fetched.num_bytes != num_tokens * theirs.bytes_per_token:
-                raise RuntimeError(f"not all has arrived: {fetched}")
+                raise RuntimeError(f"some of {num_tokens} tokens did not arrive: {fetched}")
             return seconds
 
         try:

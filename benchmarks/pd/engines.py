@@ -127,5 +127,5 @@ def _between_tokens(
     )
     for other in others:
         if other.cached_tokens < LOADED_TOKENS - 1:
-            raise NotLoadedError(f"{other.cached_tokens} of {LOADED_TOKENS} tokens were there")
+            raise NotLoadedError(f"{other.cached_tokens} of {LOADED_TOKENS} tokens were loaded")
     return (busy.last_token_s - busy.first_token_s) / (BUSY_TOKENS - 1)

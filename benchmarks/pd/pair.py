@@ -85,7 +85,7 @@ class EnginePair:
             raise NotLoadedError("D still uses blocks of an earlier prompt")
         (answer,) = self.decode.generate([prompt], max_tokens=1, params={0: params})
         if answer.cached_tokens < len(prompt) - 1:
-            raise NotLoadedError(f"{answer.cached_tokens} of {len(prompt)} tokens were loaded")
+            raise NotLoadedError(f"only {answer.cached_tokens} of {len(prompt)} tokens were loaded")
         return answer
 
     def _meet(self) -> None:

@@ -111,7 +111,7 @@ class _FirstTokens:
         if first.cached_tokens != (CACHED_TOKENS if is_hit else 0):
             raise RuntimeError(f"{hit}: {first.cached_tokens} tokens of the prompt were cached")
         if is_hit and self._tokens.setdefault(tuple(prompt), first.token_ids) != first.token_ids:
-            raise RuntimeError(f"{hit}: another token than that of an earlier hit")
+            raise RuntimeError(f"{hit}: the token differs from that of an earlier hit")
         self.seconds[hit].append(first.first_token_s)
         self._steps[hit].append(len(engine.step_times()))
 
