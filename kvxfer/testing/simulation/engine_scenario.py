@@ -193,7 +193,7 @@ class _Bounded(WrappingBackend):
     """Wrapper that checks the engine's bound on bytes in flight.
 
     Attributes:
-        is_checked: Whether the bound is checked: not if the engine may give up calls, uncounted.
+        is_checked: Whether to check the bound; the engine does not count calls that it gave up.
     """
 
     passes_on = frozenset({Purgeable, Retaining})
