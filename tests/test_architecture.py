@@ -50,7 +50,7 @@ BUDGETS = {
     "backends/object": 1_695,
     "backends/pool": 1_149,
     "benchmarks": 4_000,
-    "examples": 2_539,
+    "examples": 2_538,
     "kvxfer/cli": 1_579,
     "kvxfer/copy_engine": 2_269,
     "kvxfer/doctor": 1_401,

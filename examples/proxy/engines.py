@@ -29,8 +29,7 @@ class Engine:
     30 s. Then the engine is probed, and comes back or stays ejected.
 
     Attributes:
-        lenders: Addresses at which it lends its blocks, from its answers since it was last ejected;
-            several if it has replicas.
+        lenders: Addresses at which it lends blocks, by its answers since the last ejection.
         ejected: Event that is set while the engine is ejected.
         retry_at_s: Time of the event loop at which it may be probed, while it is ejected.
     """
@@ -45,7 +44,7 @@ class Engine:
 
     @property
     def lender(self) -> Lender | None:
-        """Address at which it lends the blocks of any prompt; None if unknown or ambiguous."""
+        """Address at which it lends the blocks of any prompt; None if unknown, or with replicas."""
         return next(iter(self.lenders)) if len(self.lenders) == 1 else None
 
     @contextlib.contextmanager
