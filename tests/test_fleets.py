@@ -1,4 +1,4 @@
-"""The page about fleets: manifests and chart are Kubernetes', and what they start is kvxfer's."""
+"""The page about fleets: Kubernetes accepts its manifests and chart, and kvxfer their commands."""
 
 import importlib
 import itertools

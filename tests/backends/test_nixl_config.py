@@ -146,7 +146,7 @@ def test_a_secret_that_is_too_short_is_refused_and_not_shown(
 
 
 def test_addresses_of_ipv6_may_follow_others_in_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where `urlsplit` refuses what is in front of a bracket, as in current Python."""
+    """Even if `urlsplit` refuses text in front of a bracket, as in current Python."""
 
     def split(url: str) -> SplitResult:
         if re.match(r"[^/?#]*//[^/?#]+\[", url):

@@ -170,7 +170,7 @@ async def test_a_withdrawal_that_was_cancelled_is_completed_by_the_next_one(
 
 
 def add_user(server: EtcdServer, name: str, permission: str) -> None:
-    """Add a user who may READ or READWRITE what is below the prefix."""
+    """Add a user who may READ or READWRITE entries below the prefix."""
     server.call(rpc.AuthStub, "UserAdd", rpc.AuthUserAddRequest(name=name, password=PASSWORD))
     server.call(rpc.AuthStub, "RoleAdd", rpc.AuthRoleAddRequest(name=name))
     allowed = rpc.Permission(
@@ -185,7 +185,7 @@ def add_user(server: EtcdServer, name: str, permission: str) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """Run an etcd that nobody may ask without a password."""
+    """Run an etcd that requires a password."""
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         for name, permission in (("holder", "READWRITE"), ("engine", "READ"), ("root", "READ")):
             add_user(server, name, permission)

@@ -342,7 +342,7 @@ def test_an_engine_that_was_cut_off_in_a_message_keeps_no_room(
     namespace, keys, may_go_on = peers.namespace(), peers.KEYS, threading.Event()
 
     async def lookup(_: HostBackend, asked: Sequence[BlockKey]) -> list[bool]:
-        may_go_on.wait()  # nothing of the holder goes on
+        may_go_on.wait()  # blocks the whole holder
         return [False] * len(asked)
 
     with running_pool(path), attached(path) as other:

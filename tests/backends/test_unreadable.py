@@ -165,7 +165,7 @@ async def test_blocks_of_another_integrity_are_failed_and_stay(
         assert found == [FAILED] * 4
         assert not is_folder or set(reasons) == {f"integrity is {theirs!r}; expected {ours!r}"}
         sent = backend.counts.sent_bytes if isinstance(backend, S3Backend) else 0
-        for _ in range(6):  # the medium is well: other stores go on
+        for _ in range(6):  # the medium is healthy: other stores succeed
             assert await store_again(backend) == [FAILED] * 4
         if isinstance(backend, S3Backend):
             assert backend.counts.sent_bytes - sent < 512, "pages were sent"
@@ -211,7 +211,7 @@ async def test_with_another_key_a_block_is_a_miss_and_stays(
             assert by_another == [True] * 2 + [False] * 2
             assert await backend.lookup(KEYS) == [False] * 4
             assert await store_again(backend) == [FAILED] * 2 + [DONE] * 2
-            for _ in range(6):  # the medium is well: other stores go on
+            for _ in range(6):  # the medium is healthy: other stores succeed
                 assert await store_again(backend) == [FAILED] * 2 + [DONE] * 2
             assert await backend.lookup(KEYS) == [False, False, True, True]
         after = store.blocks()

@@ -64,7 +64,7 @@ class Disturber:
         act: Callable[[Any], Undo | None] = getattr(self, f"_{verb}")
         try:
             undo = act(self.rng.choice(targets))
-        except OSError as exc:  # others remove and fill what they like, too
+        except OSError as exc:  # other disturbances remove and fill things, too
             if exc.errno not in {errno.ENOENT, errno.ENOSPC}:
                 raise
             return None

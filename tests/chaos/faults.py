@@ -28,7 +28,7 @@ class Kind(enum.StrEnum):
     EXCEPTION = "exception"
 
 
-# A watchdog of `faulthandler` writes the last one, when not even the event loop goes on.
+# The last alternative is written by `faulthandler`'s watchdog, when even the event loop is stuck.
 FAULT = re.compile(
     rf"^\S+ \S+ CRITICAL (?P<kind>{'|'.join(Kind)}): (?P<text>.*)"
     r"|^\S+ \S+ (?:ERROR|CRITICAL) (?P<error>.*)|^(?P<timeout>Timeout \(.*)"

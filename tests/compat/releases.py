@@ -62,7 +62,7 @@ class Release:
 
 
 def _take_for_a_cpu_build(folder: Path) -> None:
-    """Remove what was compiled for CUDA, and name the version as vLLM names that of a CPU build."""
+    """Remove files compiled for CUDA, and name the version as vLLM does for a CPU build."""
     for compiled in folder.rglob("*.so"):
         compiled.unlink()
     (metadata,) = folder.glob("vllm-*.dist-info/METADATA")

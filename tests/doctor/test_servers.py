@@ -171,7 +171,7 @@ def peer(namespace_file: str) -> Iterator[ServeProcess]:
 def find_peer(
     endpoint: object, parameters: str = "", timeout_s: float = TIMEOUT_S
 ) -> tuple[Finding, Finding | None]:
-    """Examine a peer; return what was found of it, and of its carrier where it was reached."""
+    """Examine a peer; return the findings about it and, if it was reached, its carrier."""
     findings = examine([f"nixl://{endpoint}{parameters}"], timeout_s=timeout_s)
     found = {each.check: each for each in findings if each.subject == f"nixl://{endpoint}"}
     return found["peer"], found.get("peer-carrier")

@@ -11,7 +11,7 @@ class AuditedConnector(KVXferConnector):
     """`KVXferConnector` under audit, see `tests.e2e.handover_audit`."""
 
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
-        """Wrap the hand-over of the worker, so that the audit sees what is lent and what lands."""
+        """Wrap the hand-over of the worker, so that the audit sees lent and loaded bytes."""
         super().use_kv_caches(caches)
         if self._handover is None or self._facts is None:
             return

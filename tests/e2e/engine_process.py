@@ -1,6 +1,6 @@
 """Real engines of vLLM in processes of their own, and one that is driven over a pipe.
 
-An engine that crashes, hangs or leaks takes its own process down and nobody else's.
+An engine that crashes, hangs or leaks takes down no process but its own.
 """
 
 import contextlib
@@ -189,7 +189,7 @@ class EngineProcess:
                 are added at once.
             limits: Output tokens of the prompt with this index, in place of `max_tokens`.
             adapter: Folder of a LoRA adapter, empty for none.
-            adapter_id: Id of the adapter: another one is loaded anew.
+            adapter_id: Id of the adapter; a new id loads the folder again.
         """
         answer: list[Generation] = self._call(
             "generate",
@@ -216,7 +216,7 @@ class EngineProcess:
         """Change every weight of an engine of one process, as a step of training does.
 
         Args:
-            stop: How the engine stands still meanwhile, `pause` or `sleep`.
+            stop: How the engine is stopped meanwhile, `pause` or `sleep`.
         """
         self._call("change_weights", stop=stop)
 

@@ -190,9 +190,9 @@ def shares_of(pins: Sequence[str], torch: list[list[str]]) -> list[list[str]]:
 
 
 def pip(venv: Path) -> list[str]:
-    """Begin a command that installs exactly what it is told to.
+    """Begin a command that installs exactly the packages it is given.
 
-    Uncompiled, since a small part of these packages is ever imported.
+    They are not compiled, since only a small part of them is ever imported.
     """
     options = "--progress-bar off --disable-pip-version-check --no-compile --no-deps"
     return [str(venv / "bin" / "python"), "-m", "pip", "install", *options.split()]

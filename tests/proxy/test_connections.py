@@ -51,7 +51,7 @@ async def test_half_a_body_is_refused_long_before_the_time_of_a_request(
 async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "IDLE_TIMEOUT_S", SHORT_S)
     async with routed() as it:
-        for more in (b"", HALF_HEAD):  # which nobody takes for a beginning
+        for more in (b"", HALF_HEAD):  # not mistaken for the beginning of a request
             async with connected(it.proxy.endpoint, HEALTH + more) as reader:
                 assert (await read_to_the_end(reader)).startswith(b"HTTP/1.1 200 ")
 

@@ -1,4 +1,4 @@
-"""Traces: Mooncake's format, what is said of lines that are not in it, and synthetic ones."""
+"""Traces: Mooncake's format, errors about lines that are not in it, and synthetic traces."""
 
 import json
 from pathlib import Path

@@ -31,7 +31,7 @@ def request_lists() -> st.SearchStrategy[list[list[int]]]:
 
 @st.composite
 def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
-    """Draw requests of which each goes on where some block of an earlier one ended."""
+    """Draw requests, each of which continues some block of an earlier one."""
     requests: list[list[int]] = []
     fresh = 0
     for _ in range(draw(st.integers(1, 30))):

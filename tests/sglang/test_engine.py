@@ -48,7 +48,7 @@ class EngineProcess:
     """Engine of SGLang, the one on the path of this process."""
 
     def __init__(self, model: str, store: Path, *, tp_size: int = 1) -> None:
-        # The machine of a test may be busy: what is late would be a miss.
+        # The machine of a test may be busy, and late blocks would be misses.
         extra = extra_config(
             file_url(store), prefetch_threshold=16, timeout_s=120, tp_lcm_size=MOST_RANKS
         )

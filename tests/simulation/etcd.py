@@ -164,7 +164,7 @@ class SimulatedEtcd:
         }
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
+        """End the leases that have expired."""
         for lease in [each for each, kept in self._leases.items() if kept.ends_at <= self.now]:
             self._end(lease)
 

@@ -188,7 +188,7 @@ class _Store:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether no block is evicted, so that what was stored is there at the end."""
+        """Whether no block is evicted, so that all stored blocks are there at the end."""
         return not (self._is_limited or self._has_tiers)
 
     @property
@@ -473,7 +473,7 @@ class _FileRun(EngineRun):
                 self._simulation.fail("failed without a fault", outcome.reason)
 
     async def _find_reachable(self, parts: Sequence[Part]) -> list[Part]:
-        """Find what the files have; a bad disk cannot tell, and excuses what is not found."""
+        """Find the chunks in the files; none with a bad disk, which excuses missing ones."""
         return [] if self._store_of_all.has_faults else await super()._find_reachable(parts)
 
     async def require_rest(self) -> None:
@@ -555,7 +555,7 @@ class _FileRun(EngineRun):
         await self._aside(check)
 
     async def _rot(self, parts: tuple[Part, ...]) -> None:
-        """Let files rot; whoever finds one corrupt removes it."""
+        """Let files rot; a load that finds one corrupt removes it."""
         self._store_of_all.rot({file_name(key): key for key in self._world.keys(parts)})
 
     async def _damage_inode(self, number: int) -> None:

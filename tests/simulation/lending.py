@@ -187,7 +187,7 @@ class _Run:
         return agent
 
     async def run(self) -> None:
-        """Carry out the steps, then look at what is left."""
+        """Carry out the steps, then check what is left."""
         for name in "pd":
             await self._start(name)
         self._mark(self._free["d"])

@@ -192,7 +192,7 @@ class SimulatedBucket:
         return was_there is is_there
 
     def note_look(self, client: str, name: str, serial: int) -> None:
-        """Note that a client is told which object has a name."""
+        """Note that a client has learned which object has a name."""
         self._looks[client, name] = self.simulation.now, serial
 
     def note_removal(self, client: str, name: str, serial: int | None) -> None:

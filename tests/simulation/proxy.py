@@ -272,7 +272,7 @@ class _Run:
         return self._simulation.random(f"{name} {self._num_of[name]}")
 
     async def run(self) -> None:
-        """Carry out the steps, then look at what is left."""
+        """Carry out the steps, then check what is left."""
         for engine in self._engines:
             await self._start(engine)
         self._process = ProcessRun(self._simulation, "proxy")

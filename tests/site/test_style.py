@@ -47,7 +47,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def sentences(paragraph: str) -> list[str]:
-    """Divide a paragraph; what is code counts as one word, and of a link its text."""
+    """Divide a paragraph; code counts as one word, and a link as its text."""
     text = re.sub(r"`[^`]*`", "CODE", paragraph)
     text = re.sub(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text)
     return re.split(rf"(?<=[.!?:;])[\"*)]*\s+(?=[A-Z*\"(]|{SMALL})", text)

@@ -70,7 +70,7 @@ class PaperARC:
 
 
 def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) -> list[BlockKey]:
-    """Store blocks with a wish; return what was evicted for them."""
+    """Store blocks with a retention; return the blocks evicted for them."""
     keys = [key(number) for number in numbers]
     plan = index.begin_store(keys)
     assert not plan.refused
