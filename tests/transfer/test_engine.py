@@ -246,6 +246,7 @@ def at_each_instruction(call: Callable[[], object]) -> Iterator[None]:
         return trace
 
     former = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces lines only
     sys.settrace(trace)
     try:
         yield
