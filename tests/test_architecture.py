@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_931,
-    "backends/file": 4_396,
+    "backends/file": 4_397,
     "backends/host": 1_941,
     "backends/mooncake": 691,
     "backends/nixl": 7_591,
@@ -60,7 +60,7 @@ BUDGETS = {
     "kvxfer/integrations": 10_036,
     "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_444,
-    "kvxfer/pages": 2_041,
+    "kvxfer/pages": 2_044,
     "kvxfer/replay": 1_564,
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_728,

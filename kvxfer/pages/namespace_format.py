@@ -70,6 +70,10 @@ class NamespaceFormat:
         """Bytes of the largest file of any group."""
         return max(each.file_size_bytes for each in self._formats.values())
 
+    def has_group(self, key: BlockKey) -> bool:
+        """Whether the namespace has the group of a key; a foreign file's name may say any other."""
+        return key[-GROUP_INDEX_BYTES:] in self._formats
+
     def format(self, key: BlockKey) -> GroupFormat:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]

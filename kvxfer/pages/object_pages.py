@@ -53,7 +53,7 @@ class Pages(NamespaceFormat):
     def key_in(self, name: str) -> BlockKey:
         """Extract the key from an object's name; empty if it is not the name of a page."""
         key = key_in_name(name.rpartition("/")[2])
-        return key if key and name == self.name(key) else BlockKey(b"")
+        return key if self.has_group(key) and name == self.name(key) else BlockKey(b"")
 
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
         """Make a block's page, header and data, in memory of its own."""

@@ -62,8 +62,7 @@ def load_namespace(path: str) -> Namespace:
 def read_namespace(folder: TextFolder) -> Namespace:
     """Read the description of a folder's namespace.
 
-    Raises a `BlockFileError` if it is missing, damaged or another's, and a
-    `BackendUnavailableError` if the server is gone.
+    A `BlockFileError` if there is no good one, a `BackendUnavailableError` if the server is gone.
     """
     try:
         namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)

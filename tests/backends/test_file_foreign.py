@@ -90,6 +90,19 @@ async def test_what_is_no_file_stays_whatever_its_name(
     assert all(path.is_symlink() or path.exists() for path in odd)
 
 
+async def test_a_file_named_for_a_group_that_there_is_not_is_no_block_of_ours(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path)
+    foreign = path_of(tmp_path, NAMESPACE, make_block_key(b"foreign", 9))
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_bytes(b"mine")
+    async with open_store(tmp_path, NAMESPACE) as backend:
+        used = await backend.recently_used(10)
+        assert used == hashed_keys(1)
+        assert await backend.lookup(used) == [True]
+
+
 async def test_a_link_planted_at_a_written_name_is_not_written_through(tmp_path: Path) -> None:
     root = tmp_path / "store"
     folder = await fill(root)

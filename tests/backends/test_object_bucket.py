@@ -55,6 +55,17 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         assert await backend.lookup(keys) == [True] * 2
 
 
+async def test_a_purge_leaves_objects_named_for_a_group_that_there_is_not() -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=1), make_keys(1)
+    content = keys[0][:-4]
+    async with open_in_memory(memory.namespace()) as backend:
+        await store_generated(backend, keys, memory.describe(0, [0]))
+        foreign = backend._pages.name(make_block_key(content, 9))
+        assert await backend._bucket.create(foreign, memoryview(b"mine"))
+        assert await backend.purge(content) == 1
+        assert await backend._bucket.head(foreign) is not None
+
+
 async def test_a_part_never_overwrites_the_whole(caplog: pytest.LogCaptureFixture) -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=4), make_keys(1)
     store, target = MemoryStore(), memory.describe(0, range(8, 12))
