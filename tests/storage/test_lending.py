@@ -134,7 +134,7 @@ async def test_nobody_writes_to_an_engines_own_cache(
         assert room.blocks is None
         outcomes = [outcome for outcome in room.outcomes if outcome]
         assert statuses(outcomes) == [Status.FAILED] * 2
-        assert all("only read" in outcome.reason for outcome in outcomes)
+        assert all("cannot write" in outcome.reason for outcome in outcomes)
     assert await lender.delete(KEYS[:2]) == [False] * 2
     assert await lender.lookup(KEYS[:2]) == [True, False]
     assert memory.snapshot() == before

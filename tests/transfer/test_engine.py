@@ -326,7 +326,7 @@ def test_an_engine_for_which_no_thread_can_be_started_says_so_and_works_later(
             lambda: engine.submit_lookup(keys),
             lambda: asyncio.run(engine.lookup(keys)),
         ):
-            with no_thread, pytest.raises(EventLoopError, match="no thread can be started"):
+            with no_thread, pytest.raises(EventLoopError, match="its thread cannot be started"):
                 call()
         [stored] = engine.wait([engine.submit_store(keys, [[1]])])
         assert stored.done

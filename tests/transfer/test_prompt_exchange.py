@@ -198,7 +198,7 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
             await reader.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
         with pytest.raises(InvalidArgumentError, match=r"block_ids\[0\] is 99"):
             await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 99]])
-        with pytest.raises(InvalidArgumentError, match="not complete"):
+        with pytest.raises(InvalidArgumentError, match="neither complete"):
             await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket)
 
 
