@@ -180,7 +180,7 @@ class PortableBackend(TellsKept, WrappingBackend):
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """See `Retaining.retentions`: the wish for the first shard of each page."""
         names, counts = self._names(keys)
-        starts = np.cumsum([0, *counts[:-1]]).tolist()
+        starts = np.cumsum([0, *counts])[:-1].tolist()
         return retentions_in(self.inner, [names[start] for start in starts])
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:

@@ -244,6 +244,12 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
         assert await engine.lookup(KEYS) == [False] * len(KEYS)
 
 
+async def test_pages_that_nobody_names_have_no_retention() -> None:
+    worker, inner = worker_over_host()
+    async with PortableBackend(inner, worker.mappings) as backend:
+        assert backend.retentions([]) == []
+
+
 async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
     worker, inner = worker_over_host()
     pages = BlockDescriber(worker.caches, mappings=worker.mappings).describe(0, range(2))
