@@ -45,7 +45,7 @@ class MultiGroupBlockTable:
     ) -> None:
         require_instance("config", config, KVCacheConfig)
         if config.null_block_id not in {None, NULL_BLOCK_ID}:
-            expected = f"None, or {NULL_BLOCK_ID}, the block that pads rows"
+            expected = f"{NULL_BLOCK_ID}, the block that pads rows, or None"
             raise InvalidArgumentError("config.null_block_id", config.null_block_id, expected)
         groups = config.groups
         if tokens_per_kernel_block is None:

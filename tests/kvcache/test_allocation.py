@@ -127,7 +127,7 @@ REFUSED: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = 
     (C.CROSS_LAYER_WANTED, CONFIG, {"wants_cross_layer_blocks": False}, ": no, yes"),
     (C.HYBRID_SUPPORTED, CONFIG, {"supports_hybrid_groups": False}, ": 2 groups, 1 group"),
     (C.ATTENTION, config(MAMBA), {}, f"{IN_C}MambaSpec, an AttentionSpec"),
-    (C.ONE_PAGE_SIZE, config(WIDE), {}, f"{IN_C}{2 * PAGE}, {PAGE} like layer 'a'"),
+    (C.ONE_PAGE_SIZE, config(WIDE), {}, f"{IN_C}{2 * PAGE}, {PAGE}, like layer 'a'"),
     (C.SHARED_TENSORS, UNSHARED, {}, ": no shared tensor, at least one"),
     (C.SHARED_TENSORS, config(shared_tensors=(("a",), ("b",))), {}, f"{IN_C}no tensor, one"),
     (
@@ -152,7 +152,7 @@ REFUSED: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = 
         C.ONE_ORDER,
         CONFIG,
         {"backends": [NHD, HND]},
-        f" (group 1): '{HND.memory}', '{NHD.memory}' like group 0",
+        f" (group 1): '{HND.memory}', '{NHD.memory}', like group 0",
     ),
     (
         C.BLOCK_OUTERMOST,

@@ -330,7 +330,7 @@ def test_a_backend_for_one_group_is_refused_where_there_are_several() -> None:
         MultiGroupMetadataBuilder(
             [PlainBuilder(), OneTableBuilder(), PlainBuilder()], make_tables(3)
         )
-    assert "OneTableBuilder, the metadata builder of group 1," in str(caught.value)
+    assert "OneTableBuilder, the builder of group 1" in str(caught.value)
     assert (caught.value.group, caught.value.num_groups) == (1, 3)
     with pytest.raises(InvalidArgumentError, match="one for each of 2 groups"):
         MultiGroupMetadataBuilder([PlainBuilder()], make_tables(2))
