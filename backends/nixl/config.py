@@ -322,7 +322,7 @@ class TLSContexts:
             self._contexts = tls_contexts(config)
         except InvalidArgumentError as exc:
             if state != self._refused:
-                logger.warning("cannot use the replaced TLS files, keeping the old ones: %s", exc)
+                logger.warning("replaced TLS files cannot be used, keeping the old ones: %s", exc)
             self._refused = state
             return
         self._state = state
