@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer import runtime
 from kvxfer.backends.nixl import choose_carrier, has_active_port
-from kvxfer.backends.nixl.agents import Fragments, NixlAgent, SocketAgent, TransferAgent
+from kvxfer.backends.nixl.agents import (
+    MAX_LINES,
+    Fragments,
+    NixlAgent,
+    SocketAgent,
+    TransferAgent,
+)
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.messages import Hello
@@ -130,6 +136,22 @@ async def test_one_thread_is_enough_to_read_a_batch_of_several_pieces() -> None:
     with runtime.use(machine):
         await read_all(agent, name, pool, there)
     assert machine.num_reading == 2
+    await agent.aclose()
+    await peer.aclose()
+
+
+async def test_a_short_run_before_long_ones_leaves_them_both_connections() -> None:
+    agent, pool, peer = ConnectedSocketAgent(), contract.Pool(), ConnectedSocketAgent()
+    there = contract.LocalPeer(peer)
+    agent.register(pool.regions())
+    name = await agent.add_peer(there.metadata)
+    starts, sizes = (0, 1 << 20), (100, 2 << 20)
+    runs = [
+        Fragments.of(*map(contract.words, (pool.address + start, there.address + start, size)))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    await asyncio.wrap_future(agent.begin(name, runs, lambda _: None).done)
+    assert len(agent.serving) == MAX_LINES
     await agent.aclose()
     await peer.aclose()
 

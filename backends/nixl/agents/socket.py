@@ -360,7 +360,7 @@ class _Batch:
         self._pieces: deque[tuple[int, Fragments]] = deque()
         self._num_missing: list[int] = []
         self._begin_run()
-        self.is_short = len(self._pieces) <= 1
+        self.is_short = sum(map(len, runs)) <= 1
 
     def read(self, line: Line) -> None:
         """Read pieces through a connection until none is left; called on threads."""
