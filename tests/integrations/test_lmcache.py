@@ -558,6 +558,15 @@ def adapter(memory: Memory, request: pytest.FixtureRequest) -> Iterator[FaultyAd
     made.close()
 
 
+def test_a_lookup_that_times_out_in_the_backend_is_a_miss_and_logged(
+    adapter: FaultyAdapter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = AsyncMock(side_effect=TimeoutError("no route"))
+    monkeypatch.setattr(adapter.faulty, "lookup", failed)
+    assert Driver(adapter).lookup([make_key(0)]) == [False]
+    assert "no route" in caplog.text
+
+
 class PartlyAway(DictBackend):
     """Backend some of whose blocks are away, like those of a peer that is down for a while."""
 

@@ -204,17 +204,19 @@ class ObjectStore:
 
     async def _work(self, task: Task, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         left = task.deadline - runtime.monotonic()
-        call = f"a task of {len(task.done)} objects"
+        call, failed = f"a task of {len(task.done)} objects", "LMCache's store: %s failed"
         try:
             await self._calls.wait_for(max(0.0, left), work())
-        except TimeoutError:
+        except TimeoutError as exc:
             now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             # A task that waits for a buffer judges the backend by its answers to other tasks.
             since = task.answered if task.num_asked else max(task.answered, self._answered_at)
             if now - since > timeout_s / 2:  # else the backend is slow, but answers
                 self._suspension.note_late(now, call, timeout_s)
+            elif now < task.deadline:  # the backend's own error
+                logger.warning(failed, call, exc_info=exc)
         except Exception as exc:
-            logger.warning("LMCache's store: %s failed", call, exc_info=exc)
+            logger.warning(failed, call, exc_info=exc)
         finally:
             task.end()
 
