@@ -170,7 +170,7 @@ def exchange(
     require_instances("observers", observers, Observer)
     _, config = parse_backend(backend)
     if not isinstance(config, NixlConfig):
-        raise InvalidArgumentError("backend", backend, "a backend of type nixl")
+        raise InvalidArgumentError("backend", shown(backend), "a backend of type nixl")
     require_instance("namespace", namespace, Namespace)
     require_revision("namespace.revision", namespace.revision, backend)
     return PromptExchange(

@@ -61,7 +61,7 @@ BUDGETS = {
     "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_444,
     "kvxfer/pages": 2_044,
-    "kvxfer/replay": 1_564,
+    "kvxfer/replay": 1_565,
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_728,
     "kvxfer/telemetry": 1_533,

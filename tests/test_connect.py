@@ -20,6 +20,7 @@ from kvxfer.connect import (
     parse_backend,
 )
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.replay import plan_tiers
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -242,6 +243,27 @@ def test_a_third_party_says_whether_its_blocks_outlive_the_process(
             connect(f"{says}://", memory.caches, namespace=Namespace(model="model"))
     namespace = Namespace(model="model", revision="" if says == "false" else "1")
     connect(f"{says}://", memory.caches, namespace=namespace).close()
+
+
+def test_the_credentials_of_a_third_party_are_told_by_no_error(
+    memory: BlockMemory, tmp_path: Path, install: Callable[[str, str], None]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "takes_a_token.py").write_text(
+        "import msgspec\nfrom kvxfer.testing import DictBackend\n\n"
+        "class Config(msgspec.Struct):\n    token: str\n\n"
+        "class Mine(DictBackend):\n    config_type = Config\n"
+    )
+    install("mine", "takes_a_token:Mine")
+    namespace = Namespace(model="model", revision="1")
+    for open_it in (
+        lambda: exchange("mine://?token=abc", memory.caches, namespace=namespace),
+        lambda: plan_tiers({"type": "mine", "token": "abc"}, 4096),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"mine.*expected") as caught:
+            open_it()
+        assert "abc" not in str(caught.value)
+        assert "abc" not in repr(caught.value.value)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.replay.simulation import TierPlan
+from kvxfer.settings import shown
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
 _OTHER_LAYERS = re.compile(
@@ -85,7 +86,7 @@ def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
     if isinstance(config, ObjectConfig):
         return TierPlan("object", "none", 0)
     wanted = "a host://, file://, s3://, gs:// or az:// tier"
-    raise InvalidArgumentError("backend", choice, wanted)
+    raise InvalidArgumentError("backend", shown(choice), wanted)
 
 
 def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:
