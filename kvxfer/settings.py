@@ -123,7 +123,7 @@ def problem_of(
     said = said[:1].lower() + said[1:]
     if not name or given is None:
         return f"{name}: {said}" if name else said
-    if name.startswith("key"):
+    if name.startswith("key` in "):
         return "a name is not text"
     return f"{name} is {code_of(_value_at(given, name))}; {said.partition(', got ')[0]}"
 

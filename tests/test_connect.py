@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
@@ -21,6 +22,7 @@ from kvxfer.connect import (
 )
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.replay import plan_tiers
+from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -243,6 +245,16 @@ def test_a_third_party_says_whether_its_blocks_outlive_the_process(
             connect(f"{says}://", memory.caches, namespace=Namespace(model="model"))
     namespace = Namespace(model="model", revision="" if says == "false" else "1")
     connect(f"{says}://", memory.caches, namespace=namespace).close()
+
+
+def test_a_setting_whose_name_begins_with_key_is_named() -> None:
+    class Settings(msgspec.Struct):
+        keys: int
+
+    with pytest.raises(InvalidArgumentError, match="keys is 'two'; expected"):
+        convert_settings("settings", {"keys": "two"}, Settings, what="settings")
+    with pytest.raises(InvalidArgumentError, match="a name is not text"):
+        convert_settings("settings", {5: 1}, Settings, what="settings")  # type: ignore[dict-item]
 
 
 def test_the_credentials_of_a_third_party_are_told_by_no_error(
