@@ -132,7 +132,7 @@ def fsck(argv: Sequence[str]) -> int:
     parser = CommandLine(
         prog="kvxfer fsck",
         description="Verify every block of a store.",
-        epilog=exit_statuses("when no file is bad", "when one is, even if it was repaired"),
+        epilog=exit_statuses("when no file is bad", "when one is, even if repaired"),
     )
     parser.add_argument("path", help=STORE)
     parser.add_argument(

@@ -145,7 +145,7 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
     assert patient_peer.process.poll() is None
     connection.release(pinned.request_id)
     assert await asyncio.to_thread(patient_peer.wait) == 0
-    assert patient_peer.said[-1].endswith("INFO ended\n")
+    assert patient_peer.said[-1].endswith("INFO kvxfer serve has ended\n")
     await connection.aclose()
 
 
