@@ -148,7 +148,7 @@ def test_a_request_that_can_never_end_is_refused(
     model: Any, prompt: list[int], num_tokens: int
 ) -> None:
     engine = open_engine(model, "host://?capacity=8MiB")
-    with pytest.raises(ValueError, match=f"{len(prompt)} \\+ {num_tokens} tokens: 1 to 1008"):
+    with pytest.raises(ValueError, match=f"{len(prompt)} \\+ {num_tokens} tokens; 1 to 1008"):
         engine.add(prompt, num_tokens)
     engine.transfers.close()
 
