@@ -1,6 +1,7 @@
 """The disk of a simulation answers like the machine's, and loses unsynced changes."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -134,3 +135,26 @@ def test_a_power_cut_loses_what_was_not_synced_and_nothing_else() -> None:
         run_simulated(body, seed)
     assert 0 < lost["name"] < 20
     assert lost["bytes"]
+
+
+def test_a_power_cut_loses_what_a_failed_sync_dropped_despite_a_later_one() -> None:
+    def body(simulation: Simulation) -> None:
+        disk, files = runtime.disk(), simulation.runtime.files
+        root, fd = disk.open("/", os.O_RDONLY), disk.open("/file", os.O_CREAT | os.O_RDWR)
+        disk.pwrite(fd, b"kept", 0)
+        disk.fsync(fd)
+        disk.fsync(root)
+        disk.pwrite(fd, b"lost", 0)
+        files.begin_fault(errno.EIO, 10.0, 1.0, ("sync",))
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.fsync(fd)
+        files.end_faults()
+        disk.fsync(fd)
+        assert disk.pread(fd, 4, 0) == b"lost"
+        assert files.safe_files() == []
+        files.forget(simulation.runtime.scheduler.current.process)
+        files.cut_power()
+        assert disk.pread(disk.open("/file", os.O_RDONLY), 4, 0) == b"kept"
+
+    for seed in range(3):
+        run_simulated(body, seed)

@@ -57,8 +57,11 @@ class _Node:
     is_damaged: bool = False
 
     def sync(self) -> None:
-        """Write everything to the medium."""
-        self.safe_data, self.safe_names = bytes(self.data), dict(self.names)
+        """Write the pending changes to the medium."""
+        safe_data = bytearray(self.safe_data)
+        for change in self.pending:
+            _apply(safe_data, change)
+        self.safe_data, self.safe_names = bytes(safe_data), dict(self.names)
         self.pending, self.pending_names = [], []
 
 
@@ -146,6 +149,7 @@ class SimulatedDisk:
             for changes in node.pending_names[:num_kept]:
                 _name(names, changes)
             node.data, node.names = data, names
+            node.safe_data, node.pending = bytes(data), []
             node.sync()
         for node in nodes:
             for each in node.names.values():
@@ -163,9 +167,11 @@ class SimulatedDisk:
     def damage(self, path: str) -> None:
         """Flip a bit of a non-empty file silently, as a rotting medium does."""
         folder, name = self._find(path, None)
-        data = folder.names[name].data
-        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
-        folder.names[name].sync()
+        node = folder.names[name]
+        at = self._random.randrange(len(node.data))
+        node.data[at] ^= 1 << self._random.randrange(8)
+        node.pending.append((at, bytes(node.data[at : at + 1])))
+        node.sync()
 
     def is_readable(self, path: str) -> bool:
         """Whether neither the file nor a folder above it has a damaged inode."""
@@ -178,7 +184,8 @@ class SimulatedDisk:
     def safe_files(self) -> list[str]:
         """List the paths of the files that any power cut would leave whole."""
         paths = self._paths(self._root, is_safe=True)
-        return [path for path, node in paths if not (node.is_folder or node.pending)]
+        files = [(path, node) for path, node in paths if not (node.is_folder or node.pending)]
+        return [path for path, node in files if node.safe_data == node.data]
 
     def descriptors(self) -> list[tuple[int, str]]:
         """List the open descriptors, each with its process."""
@@ -382,7 +389,7 @@ class SimulatedDisk:
         self.when_changed()
 
     def fsync(self, fd: int) -> None:
-        """See `os.fsync`. When it fails, the kernel drops the pending writes of the file."""
+        """See `os.fsync`; a failure drops the writes. Source: <https://lwn.net/Articles/752063/>."""
         node = self._get(fd).node
         try:
             self._begin("sync")
