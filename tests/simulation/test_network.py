@@ -203,6 +203,16 @@ def test_streams_of_asyncio_work_and_a_reader_waits_for_no_thread(
     run(lambda: runtime.run(main()))
 
 
+def test_sockets_and_files_never_have_the_same_number() -> None:
+    def body(simulation: Simulation) -> None:
+        disk = runtime.disk()
+        files = {disk.open(f"/{number}", os.O_CREAT | os.O_RDWR) for number in range(4)}
+        with connected() as (client, server):
+            assert files.isdisjoint({client.fileno(), server.fileno()})
+
+    run_one(body, 1)
+
+
 def test_what_is_sent_in_a_partition_arrives_when_it_is_over() -> None:
     def body(simulation: Simulation) -> None:
         with connected() as (client, server):

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedProcess
 
-FIRST_FILENO = 1 << 20
-"""First descriptor of a simulated socket, beyond those of the operating system."""
+FIRST_FILENO = 1 << 24
+"""First descriptor of a simulated socket, beyond real ones and those of the simulated disk."""
 FIRST_PORT = 40_000
 LATENCIES_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 LATENCIES_ON_HOST_S = (0.0, 1e-6, 1e-5)
