@@ -295,6 +295,23 @@ def test_a_count_without_a_lock_is_wrong_in_some_order() -> None:
     assert min(counts[False]) < 15
 
 
+def test_waiting_for_a_condition_lets_others_hold_it_however_often_it_is_held() -> None:
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        condition = runtime.condition()
+
+        def notify() -> None:
+            with condition:
+                condition.notify()
+
+        with condition, condition:
+            runtime.start_thread(notify, name="notifier")
+            assert condition.wait(1.0)
+            condition.release()
+            condition.acquire()
+
+    assert not run_seed(Written(body), 1).violations
+
+
 def test_a_plan_is_cut_down_to_the_steps_that_matter() -> None:
     def body(simulation: Simulation, steps: Sequence[Step]) -> None:
         if {3.0, 11.0} <= {step.at_s for step in steps}:

@@ -67,12 +67,14 @@ class SimulatedCondition(SimulatedLock):
     def wait(self, timeout: float | None = None) -> bool:
         is_notified = [False]
         self._waiting.append(is_notified)
+        num_holds, self._num_holds = self._num_holds, 1
         self.release()
         try:
             return self._scheduler.wait_until(lambda: is_notified[0], is_notified, timeout)
         finally:
             self._waiting = [each for each in self._waiting if each is not is_notified]
             self.acquire()
+            self._num_holds = num_holds
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         due = None if timeout is None else self._scheduler.now + timeout
