@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_728,
     "kvxfer/telemetry": 1_533,
-    "kvxfer/testing": 6_095,
+    "kvxfer/testing": 6_097,
     "kvxfer/tiering": 1_615,
     "kvxfer/transfer": 1_995,
 }

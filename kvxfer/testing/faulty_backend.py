@@ -221,6 +221,8 @@ class FaultyBackend(FaultInjector):
         if is_unsafe or (keys and self._hit(Fault.LATE, call)):
             self.late.append(blocks)
             late = self.go_on(self._move_late(call, blocks))
+            if was_cancelled:
+                raise asyncio.CancelledError
             unsafe = Outcome(Status.FAILED, memory_safe=False, reason="injected late move")
             return [unsafe] * len(keys) if is_unsafe else await outlive_caller(late)
         outcomes = await self._move_now(call, blocks)

@@ -790,3 +790,22 @@ async def test_a_stuck_call_ends_only_when_released_and_is_cancelled_then(
         await running
     moved = [bytes(BLOCK_SIZE_BYTES)] * NUM_KEYS if operation is Operation.LOOKUP else PAYLOADS
     assert read_payloads(target) == moved
+
+
+@pytest.mark.parametrize("rates", [FaultRates(stuck=1.0, late=1.0), FaultRates(stuck=1, unsafe=1)])
+async def test_a_call_that_was_cancelled_while_it_was_stuck_raises_whatever_else_hits_it(
+    memory: BlockMemory, rates: FaultRates
+) -> None:
+    backend = faulty(memory, FaultRates())
+    await store_and_load(backend, memory)
+    backend.rates = rates
+    target = memory.describe(0, range(NUM_KEYS, 2 * NUM_KEYS))
+    loading = asyncio.ensure_future(backend.load(KEYS, target))
+    await backend.until_waiting()
+    loading.cancel()
+    await asyncio.sleep(0)
+    backend.release()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    await backend.drain()
+    assert read_payloads(target) == PAYLOADS
