@@ -91,7 +91,7 @@ class AmbiguousLayoutError(LayoutError):
         both = " and ".join(repr(reading) for reading in self.readings)
         super().__init__(
             f"layer {layer_name!r}: {actual} fits {both}; "
-            f"pass layouts={{{layer_name!r}: ...}} to choose one"
+            f"pass layouts={{{layer_name!r}: ...}} to say which one it is"
         )
 
 
@@ -369,6 +369,6 @@ class PageBoundsError(LayoutError):
         self.layer_name = layer_name
         self.needed_bytes, self.storage_bytes = needed_bytes, storage_bytes
         super().__init__(
-            f"layer {layer_name!r}: pages end at byte {needed_bytes}, but their storage has "
+            f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
             f"{storage_bytes} bytes"
         )

@@ -152,7 +152,7 @@ class AttentionSpec(KVCacheSpec):
         require_instance("dtype", self.dtype, torch.dtype)
         require_instance("quantization", self.quantization, KVQuantization)
         if self.quantization is not KVQuantization.NONE and self.dtype.itemsize != 1:
-            raise InvalidArgumentError("dtype", self.dtype, "an 8-bit type in a quantized cache")
+            raise InvalidArgumentError("dtype", self.dtype, "8 bits in a quantized cache")
         KVCacheSpec.__post_init__(self)
 
     @property
@@ -258,7 +258,7 @@ class _LatentSpec(AttentionSpec):
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
         if self.head_dim_v is not None:
-            raise InvalidArgumentError("head_dim_v", self.head_dim_v, "None: a latent has no value")
+            raise InvalidArgumentError("head_dim_v", self.head_dim_v, "None: there are no values")
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
@@ -353,7 +353,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             require_instance(f"layer_specs[{name!r}]", spec, KVCacheSpec)
             if type(spec) is not type(specs[0]):
                 raise InvalidArgumentError(
-                    f"layer_specs[{name!r}]", spec, f"a {type(specs[0]).__name__}, like the first"
+                    f"layer_specs[{name!r}]", spec, f"a {type(specs[0]).__name__} like the first"
                 )
             if spec.tokens_per_block != self.tokens_per_block:
                 field = f"layer_specs[{name!r}].tokens_per_block"

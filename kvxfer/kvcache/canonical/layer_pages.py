@@ -178,7 +178,7 @@ def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
     raise LayoutError(
         f"layer {cache.name!r}: tensors ({states}) at byte offsets "
         f"{[start - spans[0][0] for start, _ in spans]} do not make up pages of "
-        f"{cache.spec.page_size_bytes} bytes in one allocation"
+        f"{cache.spec.page_size_bytes} bytes over one allocation"
     )
 
 
