@@ -87,7 +87,7 @@ def test_an_error_says_where_the_setting_is_from(tmp_path: Path) -> None:
     assert "hidden" not in error({}, secret)
     environ = write(tmp_path, f"backend: {HOST}\nmax_load_ratio: -1\n")
     path = environ["KVXFER_CONFIG"]
-    assert error({}, environ).endswith(f"more than 0 (it is from KVXFER_CONFIG={path})")
+    assert error({}, environ).endswith(f"greater than 0 (it is from KVXFER_CONFIG={path})")
     assert "it is from" not in error({"backend": "file:///x"}, {})
 
 
