@@ -135,7 +135,7 @@ class HostPool:
         self._address = self._data.ctypes.data
         self.generations = Generations(shape.num_slots)
         self.lost: set[int] = set()
-        self._unhashed: set[int] = set()  # slots that were tagged without a checksum
+        self._unhashed: set[int] = set()  # slots tagged without a checksum; read before their tags
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """Register memory that blocks will be in, and pin the slots for its GPUs."""
@@ -213,13 +213,13 @@ class HostPool:
             return outcomes, Copy()
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        tags = self._tags[list(slots), part].tolist()
+        unhashed, tags = self._unhashed.intersection(slots), self._tags[list(slots), part].tolist()
         outcomes = list(map(self._check_tag, tags, slots, keys, starts.tolist(), stops.tolist()))
         if hashed:
             rows = zip(outcomes, tags, slots, keys, strict=True)
             outcomes = [
-                self._verify_bytes(tag, slot, key, part) if each.done else each
-                for each, tag, slot, key in rows
+                self._verify_bytes(tag, at, key, part) if each.done and at not in unhashed else each
+                for each, tag, at, key in rows
             ]
         if not (done := positions_done(outcomes)):
             return outcomes, Copy()
@@ -287,11 +287,11 @@ class HostPool:
         """
         outcomes, checksums = [], []
         verifies = hashed and self.integrity is not MemoryIntegrity.OFF
-        tags = self._tags[list(slots), 0].tolist()
+        unhashed, tags = self._unhashed.intersection(slots), self._tags[list(slots), 0].tolist()
         for tag, slot, key, start, stop in zip(tags, slots, keys, starts, stops, strict=True):
             whole = (start, stop) == tag[1:3]
             outcome = self._check_tag(tag, slot, key, start, stop)
-            if outcome.done and verifies and not whole:
+            if outcome.done and verifies and not whole and slot not in unhashed:
                 outcome = self._verify_bytes(tag, slot, key, 0)
             outcomes.append(outcome)
             if outcome.done:

@@ -39,7 +39,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     NamespaceMismatchError,
 )
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
@@ -181,6 +181,27 @@ async def test_blocks_without_checksums_are_lent_without_a_thread(
             async with backend.lend(BlockParts([key], [0], [num_bytes])) as lent:
                 assert [outcome.done for outcome in lent.outcomes] == [True]
                 assert lent.checksums == [0]
+
+
+async def test_a_checksum_that_another_reader_adds_meanwhile_makes_no_block_corrupt(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_host(memory) as backend:
+        pool, keys = backend.pool, [make_block_key(content, 0) for content in (b"one", b"two")]
+        size = memory.chunk_size_bytes(0)
+        await backend.store(keys, memory.describe(0, [1, 2]))
+        _, slots = backend.pin(keys)
+        assert pool.find(slots[:1], keys[:1], [0], [size])[0] == [DONE]
+        checksum = pool._checksum
+
+        def hash_while_another_reads(*part: int) -> int:
+            monkeypatch.setattr(pool, "_checksum", checksum)
+            pool.find(slots[1:], keys[1:], [0], [size])
+            return checksum(*part)
+
+        monkeypatch.setattr(pool, "_checksum", hash_while_another_reads)
+        assert pool.find(slots, keys, [0, 0], [100, 100])[0] == [DONE, DONE]
+        backend.unpin(keys)
 
 
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
