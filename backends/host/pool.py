@@ -246,7 +246,7 @@ class HostPool:
         return DONE
 
     def holds(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> list[bool]:
-        """Say of each slot whether all its parts were finished for its key, from byte 0 on."""
+        """Return for each slot whether all its parts were finished for its key, from byte 0 on."""
         tags = self._tags[list(slots)]
         digests = np.fromiter(map(_key_digest, keys), np.uint64, len(keys))
         finished = (tags["key"] == digests[:, None]) & (tags["start"] == 0)
@@ -278,8 +278,8 @@ class HostPool:
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        Only a part of the stored bytes is verified here; a reader of all of them has to verify them
-        itself. Without `hashed`, no byte is read.
+        If only a part of the stored bytes is wanted, all of them are verified here; a reader of all
+        of them has to verify them itself. Without `hashed`, no byte is read.
 
         Returns:
             `DONE`, `MISSING` or `CORRUPT` for each block; and the XXH3-64 of the bytes of each that
@@ -365,7 +365,7 @@ class HostPool:
         """Hash every part of a slot, even while it is written; may be called on any thread.
 
         Returns the XXH3-64 of each part, the checksums in the tags (0 if there is none) and the
-        number of bytes hashed; nothing if a part is empty.
+        number of bytes hashed; nothing if a part is empty or its tag is damaged.
         """
         tags = self._tags[slot].tolist()
         limit = self.shape.part_size_bytes

@@ -16,7 +16,7 @@ SLOT_BYTES = 8
 """Bytes of the slot's number in a key."""
 
 NUM_THREADS = 2
-"""Threads that hash stored blocks while the event loop waits."""
+"""Threads that copy and hash blocks to store, so that the event loop is free meanwhile."""
 
 
 def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:

@@ -33,7 +33,7 @@ SMALL_PIECE_BYTES = 4 << 10
 FEW_PAIRS = 64
 """Maximum number of pairs for which one `memcpy` each is faster than planning rows or shares."""
 ALONE_BYTES = 4 << 20
-"""Maximum bytes of few pairs that the calling thread copies alone: waking another takes 0.1 ms."""
+"""Maximum bytes of a few pieces that one thread copies alone: waking another takes 0.1 ms."""
 
 Task = Callable[[], None]
 

@@ -26,7 +26,7 @@ SMALLEST_ROW_BYTES = 64
 # length. It beats indexing even if longer rows have to be cut into rows of this length for it.
 SMALLEST_UNIT_BYTES = 2 << 10
 # Source: numpy/core/include/numpy/ndarraytypes.h, `NPY_BEGIN_THREADS_THRESHOLDED`. Numpy keeps the
-# interpreter lock while it indexes up to so many rows, so rows are cut until a chunk has more.
+# interpreter lock while it indexes up to this many rows, so rows are cut until a chunk has more.
 MOST_LOCKED_ROWS = 500
 # Measured by a script: rows of up to 2 KiB move half as fast as rows of 4 KiB. From 2112 bytes on,
 # glibc's `memcpy` uses `rep movsb` on processors that are fast at it.
@@ -39,7 +39,7 @@ MEMCPY_FROM_BYTES = 256 << 10
 MOST_TWICE_BYTES = 64 << 10  # mean bytes of pieces from which moving them twice does not pay
 # Maximum number of lengths of small pieces that are copied separately, e.g. those of K and of V.
 MOST_LENGTHS = 3
-# Measured by `make bench NAME=mapping`: one call for a piece is faster than more rows of few bytes.
+# Measured by `make bench NAME=mapping`: one call per piece beats cutting it into more tiny rows.
 MOST_SMALL_ROWS = 16
 MOST_REMEMBERED_PIECES = 1 << 18  # of a block; remembering these takes some 10 MiB
 

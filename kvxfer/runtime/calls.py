@@ -151,7 +151,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | N
 
 
 def fetch_error(future: "asyncio.Future[Any]") -> None:
-    """Fetch the error of a future without a waiter, so that asyncio does not report it."""
+    """Fetch the error of a future, so that asyncio does not report it if nobody awaits it."""
     if not future.cancelled():
         future.exception()
 

@@ -22,7 +22,7 @@ def _vectored(name: str) -> Callable[[int, int, int, int], int]:
     function.restype = ctypes.c_ssize_t
 
     def move(fd: int, address: int, num_pieces: int, offset: int) -> int:
-        """Move bytes between a file and pieces of memory; return how many one call has moved."""
+        """Move bytes between a file and pieces of memory in one call; return how many it moved."""
         while (moved := function(fd, address, num_pieces, offset)) < 0:
             if (number := ctypes.get_errno()) != errno.EINTR:
                 raise OSError(number, os.strerror(number))

@@ -36,7 +36,7 @@ class Runtime:
         monotonic: Reads the monotonic clock, in seconds.
         wall_time: Reads the wall clock, in seconds since the epoch, like the timestamps of files.
         sleep: Blocks the calling thread; coroutines use `asyncio.sleep` instead.
-        token_bytes: Returns a number of random bytes, which nobody can predict.
+        token_bytes: Returns the given number of random bytes, which nobody can predict.
         lock, condition, event: Create these for threads; each condition has a lock of its own.
         queue: Creates an unbounded queue for threads; `put` is reentrant.
         new_event_loop: Creates an event loop, which the caller closes.

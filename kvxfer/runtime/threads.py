@@ -27,7 +27,7 @@ END_OF_TASKS_S = 1.0
 """How long a loop that ends waits for the tasks that it has cancelled."""
 
 NUM_BLOCKING = 32
-"""Maximum threads for a loop's blocking calls; asyncio's default executor has no more, either."""
+"""Maximum threads for a loop's blocking calls: the upper limit of asyncio's default executor."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Threads:
         self._running: dict[asyncio.Future[Any] | Future[Any], None] = {}
 
     def start(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `func` on a thread without an event loop; `aclose` waits for it, too."""
+        """Run `func` on a thread; needs no event loop, and `aclose` waits for it, too."""
         started = self._executor.submit(func, *args, **kwargs)
         self._running[started] = None
         started.add_done_callback(self._running.pop)

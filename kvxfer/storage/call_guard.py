@@ -130,7 +130,7 @@ class CallGuard:
         """Check that this process opened the backend.
 
         Raises:
-            ForkedError: This is a fork: the backend's threads, locks and memory stayed behind.
+            ForkedError: This is a fork: threads, locks and memory stayed with the parent.
         """
         if os.getpid() != self._pid:
             raise ForkedError(self._what, self._pid)

@@ -64,7 +64,7 @@ class MemoryIntegrity(enum.Enum):
     `FENCED`: the tag and the generation of its slot, which catch stale and unfinished blocks
     without a pass over their bytes; a checksum is computed when the block leaves the memory.
     `FULL`: the XXH3-64 of its bytes, computed at the store and verified at each load. `OFF`: like
-    `FENCED`, but no checksum is ever computed. `fast` is an older name of `full`.
+    `FENCED`, but no checksum is ever computed. `fast` is an older name for `full`.
     """
 
     FENCED = "fenced"

@@ -113,7 +113,7 @@ class Lender(ABC):
         within their blocks; see `require_parts_in_blocks`.
         """
 
-    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - for others
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - subclasses use it
         """Return the addresses of blocks as they were stored, without holding them in place.
 
         The reader has to verify the bytes. Counts as a use of each block. None if this lender's

@@ -162,7 +162,7 @@ class _ObservedLender(Lender):
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
-        """See `Lender.make_room`; reported when the blocks have arrived."""
+        """See `Lender.make_room`; reported when the context ends, even if it fails."""
         began = runtime.monotonic()
         waited: set[int] = set()
         room: ReservedBlocks | None = None

@@ -229,7 +229,7 @@ Event: TypeAlias = (
 )
 
 AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]
-"""Returns the current values; called on any thread, never blocks, and works on a closed tier."""
+"""Function that returns the current values on any thread, at once, and even for a closed tier."""
 
 
 class Observer(ABC):

@@ -221,7 +221,7 @@ class PortableBackend(TellsKept, WrappingBackend):
 
 
 def _by_page(answers: Sequence[T], counts: Sequence[int]) -> list[Sequence[T]]:
-    """Group answers for shards by page; raise if some are missing, or a page would seem present."""
+    """Group answers for shards by page; raise if some are missing: `all` of none would be True."""
     ends = list(accumulate(counts))
     if len(answers) != ends[-1]:
         raise BackendUnavailableError(f"{len(answers)} answers for {ends[-1]} shards")

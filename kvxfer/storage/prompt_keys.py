@@ -24,11 +24,11 @@ _STATE = b"state".ljust(8)
 
 
 class PromptKeys:
-    """Keys of the blocks of one prompt, which depend on nothing but the content of the blocks.
+    """Content keys of the blocks of one prompt, from its tokens and scope alone.
 
-    The key of a block is the group, and a digest of the scope, of every token up to the end of the
-    block and of the index of its first token. So it does not depend on the size of other blocks,
-    and a reader can compute the keys of a lender's blocks from its own copy of the prompt.
+    The key of a block is a digest of the scope, of every token up to the end of the block and of
+    the index of its first token, followed by the group. So it does not depend on the size of other
+    blocks, and a reader can compute the keys of a lender's blocks from its own copy of the prompt.
 
     The digest is BLAKE2b of 16 bytes: prompts come from strangers, and anyone who could find two
     prompts with the same key could read the blocks of others. Not thread-safe.

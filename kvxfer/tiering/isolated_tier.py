@@ -100,7 +100,7 @@ class IsolatedTier:
         self._num_drained = 0
 
     def observe(self, reports: Reports) -> None:
-        """Report moves to `reports`, and let the backend report what it observes."""
+        """Report moves to `reports`, and let the backend report what only it knows."""
         self.reports = reports
         if (observable := self.backend.provide(Observable)) is not None:
             observable.observe(reports)

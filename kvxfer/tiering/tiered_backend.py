@@ -367,7 +367,7 @@ class TieredBackend(TellsKept):
         await self._in_each(IsolatedTier.drain)
 
     async def flush(self) -> None:
-        """See `Backend.flush`. Writes to every tier and flushes it, then raises the first error."""
+        """See `Backend.flush`. Writes back and flushes in every tier; raises the first error."""
 
         async def flush(tier: IsolatedTier) -> None:
             if tier.index:
@@ -377,7 +377,7 @@ class TieredBackend(TellsKept):
         await self._in_each(flush)
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
-        """Make a call in all tiers at once, as one may hang; then raise the first tier's error."""
+        """Make a call in all tiers at once, as one may hang; then raise the first error."""
 
         async def call_one(tier: IsolatedTier) -> None:
             await await_call(call(tier))
@@ -541,7 +541,7 @@ class TieredBackend(TellsKept):
             left = batch.still_open(left)
 
     def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
-        """Whether a store has to wait for a delete of the block, or for its promotion."""
+        """Whether a store must wait for a delete, or a lock on a block not in the first tier."""
         return key in self._to_delete or (key in self._locks and key not in there)
 
 

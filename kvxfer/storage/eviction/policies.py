@@ -23,8 +23,8 @@ from kvxfer.storage.observer import Removal
 from kvxfer.units import ByteSize
 
 LAPSED_PER_EVICTION = 2
-"""Maximum keys with a used-up priority that one eviction makes candidates. At most one key gets a
-priority for each that is evicted, so no key waits for long, and no eviction takes long."""
+"""Maximum number of keys with a used-up priority that an eviction makes candidates. At most one key
+gets a priority for each that is evicted, so no key waits for long, and no eviction takes long."""
 
 
 class EvictionPolicy(ABC):

@@ -12,8 +12,8 @@ from kvxfer.storage.keys import BlockKey
 MAX_TICKET_CHARACTERS = 128
 
 LONGEST_S = 600.0
-"""Maximum life of a complete ticket, even if readers hold it: a reader that lost track of it would
-otherwise keep the blocks for as long as the reader lives."""
+"""Maximum seconds that a complete ticket lasts, even if it is held: a reader that lost track of it
+would otherwise keep the blocks for as long as the reader lives."""
 
 
 def require_ticket(name: str, value: object) -> str:
@@ -36,7 +36,7 @@ class _Ticket:
 
     @property
     def ends(self) -> float:
-        """Time at which to end the ticket; infinite until the ticket is complete."""
+        """Time at which the ticket is over if not released; infinite until it is complete."""
         return self.latest if self.holders else min(self.expires, self.latest)
 
 
@@ -60,7 +60,7 @@ class LeaseBook:
     may have several keys, and its bytes are right for each: the last block of a prompt may be the
     beginning of the same block of a longer prompt. A release or hold of an unknown ticket, e.g.
     before its first offer, does nothing: that ticket ends with its lease. So the book only has
-    tickets that were offered and have not ended. Even held, a complete one ends after `LONGEST_S`.
+    offered tickets that have not ended. Even held, a complete ticket is over after `LONGEST_S`.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -147,7 +147,7 @@ class LeaseBook:
         return [block for ticket in self._tickets for block in self.revoke(ticket)]
 
     def expire(self) -> list[int]:
-        """End the tickets whose time is up; return the blocks that are no longer offered."""
+        """Declare tickets over whose time is up; return the blocks that are no longer offered."""
         now = runtime.monotonic()
         over = [(t, e) for t, e in self._tickets.items() if not e.is_over and e.ends <= now]
         self.num_expired += len(over)

@@ -164,7 +164,7 @@ class CacheLender(Lender):
     ) -> Held:
         """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
 
-        An unknown ticket changes nothing. By the number, the reader can end this hold and all its
+        An unknown ticket changes nothing. With the number, the reader can end this hold and all its
         earlier ones of the ticket.
         """
         self._expire()
