@@ -44,8 +44,8 @@ class TierTimeouts:
         move_s: For moving one staging buffer of blocks, for a delete, or for a buffer to come back.
             A store or load below the first tier has this time for each buffer that its blocks would
             fill. A disk that moves 2 MB/s is still in time.
-        close_s: For closing the tier, after which the call is abandoned; also for the last copies
-            to lower tiers before, and for staging buffers in use to come back.
+        close_s: For closing the tier, after which the call is abandoned; before that, also for the
+            last copies to lower tiers, and after it for staging buffers in use to come back.
         pause_s: How long the tier is not used after it missed a deadline, as every caller would
             wait for it.
 
