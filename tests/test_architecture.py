@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_444,
     "kvxfer/explain": 852,
     "kvxfer/face": 420,
-    "kvxfer/integrations": 10_038,
+    "kvxfer/integrations": 10_040,
     "kvxfer/kvcache": 5_309,
     "kvxfer/lending": 1_444,
     "kvxfer/pages": 2_044,

@@ -282,12 +282,14 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Make the chunks loadable that every worker has stored; drop the others."""
         wanted = set(keys)  # unordered, but eviction needs the order to spare heads of prompts
         storing = [key for key in self._storing if key in wanted]
-        whole = self._pool.holds([self._index.slot_of(key) for key in storing], storing)
+        whole = [False] * len(storing)
+        if success:
+            whole = self._pool.holds([self._index.slot_of(key) for key in storing], storing)
         stored: list[BlockKey] = []
         lost: list[BlockKey] = []
         for key, is_whole in zip(storing, whole, strict=True):
             del self._storing[key]
-            (stored if success and is_whole else lost).append(key)
+            (stored if is_whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._drop_failed(lost)
         self._note_not_stored(lost, _LOST)
