@@ -430,7 +430,7 @@ _EVERY_KEY = BlockKey(b"")
 
 
 def _remove_oldest(root: Path) -> bool:
-    """Remove the least recently used blocks, `ROOM_BYTES` or more; return whether any was."""
+    """Remove the least recently used blocks, `ROOM_BYTES` or more; False if none was removed."""
     store = FolderStore(root)
     with contextlib.suppress(InvalidArgumentError, OSError):  # no store, or an unreadable one
         num_bytes = sum(block.num_bytes_on_disk for block in store.blocks())

@@ -35,9 +35,9 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
         direct: `auto` uses O_DIRECT if the file system supports it.
         engine: I/O engine: `uring` is io_uring, `posix` is `preadv` and `pwritev`. `auto` is
             `uring` if the kernel permits it, else `posix`.
-        read_threads: Maximum threads that read; `uring` uses at most 4, each with up to 64 files
-            in flight.
-        write_threads: Maximum threads that write, likewise.
+        read_threads: Maximum number of threads that read; `uring` uses at most 4, each with up to
+            64 files in flight.
+        write_threads: Maximum number of threads that write, with the same limits.
         rescan_factor: Pause before another walk for files of other processes when nothing is left
             to evict, as a multiple of the time that the last walk took.
         close_timeout_s: Seconds that closing waits for calls that hang in the file system.

@@ -47,7 +47,7 @@ class _Entry:
     num_bytes: int
     used: float  # in quarantine: inf if it could not be removed, until a walk finds it again
     held: bool  # while it is being written, or protected from eviction
-    walk: int  # number of the last walk that found it, or during which this process wrote it
+    walk: int  # number of the last walk that found it, or had begun when this process wrote it
     removed: bool = False  # while it was held
 
 
@@ -108,7 +108,7 @@ class FileIndex:
                 self._make_candidate(file, self._entries[file])
 
     def admit(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[BlockKey]:
-        """Add files that are being written; return known ones that others must have removed."""
+        """Add files that are being written; return those that another process must have removed."""
         now, vanished = runtime.wall_time(), []
         with self._lock:
             policy = self._policy.active()
@@ -192,7 +192,7 @@ class FileIndex:
             return [self._policy.retention(file) for file in self._ids(keys)]
 
     def choose_victim(self) -> Victim | None:
-        """Take the next file to evict, quarantined files first, out of the index; None if none."""
+        """Take the next victim out of the index, quarantined files first; None if there is none."""
         with self._lock:
             first = next(iter(self._quarantined.values()), None)
             quarantined = first is not None and first.used < inf

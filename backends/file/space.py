@@ -106,7 +106,7 @@ class Space:
         """Reserve room for new files, each of which the caller must `settle`.
 
         Evicts other files if necessary, but not those to `spare`. Returns for how many of the
-        leading keys there is room. If it raises, for example because the store has no count,
+        leading keys there is room. If it raises, for example because the store cannot be counted,
         nothing is reserved.
         """
         if self._must_rescan:

@@ -267,7 +267,7 @@ class StoreClient:
         return self._breaker.closed
 
     async def ask(self, what: str, ask: Ask, timeout_s: float) -> Sequence[int]:
-        """Make a call on the thread when its turn has come, within half of `timeout_s`.
+        """Make a call on the thread in its turn, which must come within half of `timeout_s`.
 
         The call may touch no memory but the registered one.
 
@@ -569,7 +569,7 @@ class MooncakeBackend(TellsKept):
     async def _find_smaller(
         self, run: _Run, chosen: Sequence[int], outcomes: list[Outcome]
     ) -> list[int]:
-        """Find the blocks whose stored pages lack bytes of theirs.
+        """Find the blocks whose stored pages lack some of their bytes.
 
         Sets the outcome of a block whose page cannot be read.
         """
@@ -590,7 +590,7 @@ class MooncakeBackend(TellsKept):
         return smaller
 
     async def _put(self, run: _Run, chosen: Sequence[int], *, replaces: bool) -> dict[int, int]:
-        """Make pages in their slots and store them, as new objects or in place of others."""
+        """Make pages in their slots and store them; if it `replaces`, in place of stored pages."""
         if not chosen:
             return {}
         pages = await self._threads.run(self._write, run, chosen)

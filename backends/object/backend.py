@@ -30,13 +30,13 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
 MAX_THREADS = 4
-"""Maximum threads that copy and verify: a network cannot feed more."""
+"""Maximum number of threads that copy and verify: a network cannot feed more."""
 
 STORE_ATTEMPTS = 3
 """Attempts to store a block that others store or remove at the same time."""
 
 LIST_AGAIN_S, LONGEST_NO_LIST_S = 60.0, 3600.0
-"""Shortest and longest pause after a failed list: that of a large bucket may always be too slow."""
+"""Shortest and longest pause after a failed list: a large bucket may always take too long."""
 
 CLOSED = Outcome(Status.FAILED, reason="the backend was closed")
 OTHERS = Outcome(
@@ -114,7 +114,7 @@ class ObjectBackend(TellsKept):
             chosen = [keys[i] for i in asked]
             found = await self._look_all(chosen, [names[i] for i in asked], ends_at)
             for index in asked:
-                there = self._presence.has(keys[index])  # None if it expired at once
+                there = self._presence.has(keys[index])  # None if unknown, or expired at once
                 known[index] = keys[index] in found if there is None else there
         return [bool(there) for there in known]
 

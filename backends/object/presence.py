@@ -21,9 +21,9 @@ class _Entry:
 class Presence:
     """Cache of which objects were there a short time ago.
 
-    What this process stores and removes counts at once. The answer to a request that began before
-    that, or before a later request, does not undo it. What others do is seen once an entry has
-    expired, see `ObjectConfig`. Belongs to one event loop.
+    A store or removal by this process counts at once. Of these and the answers to requests, the
+    latest holds; an answer is as old as the beginning of its request. Changes by other processes
+    are seen once an entry has expired, see `ObjectConfig`. Belongs to one event loop.
     """
 
     def __init__(self, config: ObjectConfig) -> None:

@@ -44,7 +44,7 @@ class OtherIntegrityError(BlockFileError):
 
     Attributes:
         said: Integrity of the block.
-        key_id: Id of the key that sealed the block, if this process lacks it; else empty.
+        key_id: Id of the key of a sealed block, if this process seals with other keys; else empty.
     """
 
     def __init__(self, said: Integrity, expected: Integrity, *, key_id: str = "") -> None:

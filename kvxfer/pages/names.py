@@ -62,7 +62,6 @@ class OtherEntry:
     """File or folder of a namespace that is not a block.
 
     Attributes:
-        fingerprint: The namespace.
         abandoned: Whether it is a temporary file whose writer is dead.
         goes_along: Whether it is removed with a namespace that has no blocks. A foreign file, or a
             file that is still being written, keeps the namespace.
@@ -99,7 +98,7 @@ def owner_of(name: str) -> str:
 
 
 def key_in_name(name: str) -> BlockKey:
-    """Extract the key from a file's name; empty when it is not the name of a block file."""
+    """Extract the key from a file's name; empty if it is not the name of a block file."""
     digits = name.removesuffix(SUFFIX)
     if digits == name or len(digits) % 2 or not set(digits) <= HEX_DIGITS:
         return BlockKey(b"")

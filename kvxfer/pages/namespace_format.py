@@ -71,7 +71,7 @@ class NamespaceFormat:
         return max(each.file_size_bytes for each in self._formats.values())
 
     def has_group(self, key: BlockKey) -> bool:
-        """Whether the namespace has the group of a key; a foreign file's name may say any other."""
+        """Whether the namespace has a key's group; a foreign file's name may give any group."""
         return key[-GROUP_INDEX_BYTES:] in self._formats
 
     def format(self, key: BlockKey) -> GroupFormat:

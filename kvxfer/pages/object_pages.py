@@ -19,13 +19,13 @@ from kvxfer.storage.keys import BlockKey, Namespace
 
 MAX_INLINE_BYTES = (2 << 20) + (64 << 10)
 """Size, with the header, up to which a page is verified and copied on the event loop. 2 MiB take
-about 0.2 ms, no longer than the way to a thread and back while all cores are busy."""
+about 0.2 ms, no longer than the switch to a thread and back while all cores are busy."""
 
 MAX_FREE_BYTES = 64 << 20
 """Maximum bytes of memory kept for later pages."""
 
 SEALED_COSTS = 8
-"""How many times longer it takes to decrypt a sealed page than to verify and copy any other."""
+"""How many times longer a sealed page takes to decrypt than any other to verify and copy."""
 
 
 class Pages(NamespaceFormat):

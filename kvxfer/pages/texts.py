@@ -21,7 +21,7 @@ MAX_TEXT_BYTES = 16 << 20
 """Maximum bytes read of a text. Descriptions with thousands of tensors take a few MiB."""
 
 NUM_SAMPLES = 64
-"""Maximum number of pages whose headers are examined where a record gives no answer."""
+"""Maximum number of pages whose headers are examined if a record gives no answer."""
 
 RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
 """Names of the records. Each says that the namespace may hold pages of that integrity."""
@@ -62,7 +62,9 @@ def load_namespace(path: str) -> Namespace:
 def read_namespace(folder: TextFolder) -> Namespace:
     """Read the description of a folder's namespace.
 
-    A `BlockFileError` if there is no good one, a `BackendUnavailableError` if the server is gone.
+    Raises:
+        BlockFileError: It is missing, damaged or another namespace's.
+        BackendUnavailableError: The server is gone.
     """
     try:
         namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)

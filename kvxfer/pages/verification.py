@@ -58,7 +58,7 @@ def check_data(
 ) -> None:
     """Compare the data of a file, in pieces, with the checksum in its verified header.
 
-    Does nothing if integrity is off. Sealed data is decrypted in place, or `into` other memory.
+    Reads no data if integrity is off. Sealed data is decrypted in place, or `into` other memory.
 
     Raises:
         OtherIntegrityError: See `require_readable`.

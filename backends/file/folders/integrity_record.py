@@ -76,7 +76,7 @@ class IntegrityRecord:
             logger.warning(text, where, blocks)
 
     def is_sealed_with_our_secret(self) -> bool:
-        """Whether blocks of our integrity have our secret; notes our integrity if need be."""
+        """Whether the blocks are sealed with our secret, if any; notes our integrity if need be."""
         try:
             self._note_own_kind()
         except InvalidArgumentError:
@@ -138,7 +138,7 @@ class IntegrityRecord:
             self._folder.put_text(RECORDS[self._kind], record)
 
     def _with_ours(self, record: str | None) -> str:
-        """Make the record of our integrity; that of sealed blocks keeps the key ids of others."""
+        """Make the record of our integrity; that of sealed blocks keeps the ids of other keys."""
         return make_record(self._digester, self._folder.fingerprint, record)
 
     def _has_other_keys(self) -> bool:
@@ -147,7 +147,7 @@ class IntegrityRecord:
         return has_other_keys(self._read(self._kind), self._digester, self._folder.fingerprint)
 
     def _has_other_secret(self) -> bool:
-        """Whether the record proves another secret than ours."""
+        """Whether the record proves a secret other than ours."""
         said = proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
         return said not in ("", proof_in(self._text))
 

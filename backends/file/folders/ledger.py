@@ -208,7 +208,7 @@ class Ledger:
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
     ) -> None:
-        """Correct the count by a walk, which must not have begun; outside `locked`; blocks.
+        """Correct the count by a walk that has not begun yet; outside `locked`; blocks.
 
         Files that engines store or remove meanwhile may leave the count too high, never too low, as
         do files that the walk skips. This process must not store any.

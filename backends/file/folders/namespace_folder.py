@@ -32,7 +32,7 @@ from kvxfer.pages.names import (
 from kvxfer.pages.texts import MAX_TEXT_BYTES
 from kvxfer.storage.keys import BlockKey
 
-_WRITE_ATTEMPTS = 8  # an attempt fails only if another process opens the store at that moment
+_WRITE_ATTEMPTS = 8  # an attempt fails only if a walk removes its temporary file at that moment
 
 
 class NamespaceFolder:
@@ -50,7 +50,7 @@ class NamespaceFolder:
         self._folders = OpenFolders(root, fingerprint, on_made=self._describe)
 
     def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
-        """Get the bytes of each key's file; None where it is missing or a link."""
+        """Get the size of each key's file in bytes; None if it is missing or a link."""
         names, since = file_names(keys), self._folders.num_renewed
         sizes = sizes_in(self.folders_of(keys), names)
         missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
@@ -241,7 +241,7 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
             finally:
                 disk.close(fd)
             disk.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except FileNotFoundError:  # another process removed it: its made-up owner has no claim
+        except FileNotFoundError:  # a walk removed it, because its made-up owner has no claim
             if attempt + 1 == _WRITE_ATTEMPTS:
                 raise
         except BaseException:

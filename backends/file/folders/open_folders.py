@@ -183,7 +183,7 @@ class OpenFolders:
             with contextlib.suppress(FileExistsError):
                 runtime.disk().mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
         fd = open_folder(path, parent_fd)
-        self._unsynced[parent_fd] = object()  # the folder may be new, even by another process
+        self._unsynced[parent_fd] = object()  # another process may just have made the folder
         if known is None:
             self._opened[name] = fd
         else:
@@ -193,7 +193,7 @@ class OpenFolders:
         return self._opened[name]
 
     def _replace(self, known: int, fd: int) -> None:
-        """Make the descriptor `known` refer to another folder, and close that one's own."""
+        """Make the descriptor `known` refer to the folder that `fd` refers to, and close `fd`."""
         runtime.disk().dup2(fd, known, inheritable=False)
         runtime.disk().close(fd)
         self.num_renewed += 1

@@ -38,7 +38,7 @@ _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 class ProcessClaim:
-    """Claim of this process: a file in the root, locked while it lives. Reads the other claims.
+    """Claim of this process: a file in the root that it keeps locked. Reads the other claims.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
     for each thread. Both carry a checksum: a damaged number or list claims nothing. The owner is

@@ -19,7 +19,7 @@ CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEX
 FILE_MODE = 0o600
 
 MAX_FILES = 64
-"""Maximum files of one call, and of one list in a claim; see docs/architecture.md."""
+"""Maximum number of files in one call, and in one list of a claim; see docs/architecture.md."""
 
 MEDIUM_ERRORS = runtime.FULL_ERRORS | frozenset(
     {
@@ -252,7 +252,7 @@ def write_whole(fd: int, data: bytes) -> None:
 
 
 def discard(file: NewFile) -> None:
-    """Remove a temporary file; if that fails, a later walk removes it."""
+    """Remove a temporary file; if that fails, a walk removes it once this process has ended."""
     with contextlib.suppress(OSError):
         runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)
 

@@ -139,7 +139,7 @@ def _write_by(
     padded: bool,
     durable: bool,
 ) -> list[int]:
-    """Create, write and name files; return 0 for each with its name, which no short file gets."""
+    """Create, write and name files; return 0 for each that was named, as no short file is."""
     assert len(files) <= MAX_FILES
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])

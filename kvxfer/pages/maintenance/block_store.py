@@ -103,7 +103,7 @@ class BlockStore(ABC):
         """Walk through the block files of one namespace or all, those in quarantine included.
 
         Errors of folders and files that cannot be read go to `errors`. Without it, the walk skips
-        what is damaged or not permitted to read, and any other error ends it.
+        those that are damaged or that it may not read; any other error ends it.
         """
 
     @abstractmethod

@@ -100,7 +100,7 @@ class GarbageCollection:
         return removed
 
     def _open_count(self) -> ByteCount:
-        """Open the count; if the disk is full, make room by removing the largest of the files.
+        """Open the count; if the disk is full, first remove the largest file that `run` would.
 
         That file is removed without the lock, since the bytes are recounted right afterwards.
         """
@@ -110,7 +110,7 @@ class GarbageCollection:
             if exc.errno not in runtime.FULL_ERRORS:
                 raise
             self._plan()
-            going = self._going(self._store.blocks())  # `max` ends the walk, which has folders open
+            going = self._going(self._store.blocks())  # `max` exhausts it: no folder stays open
             first = max(going, key=lambda each: each[0].num_bytes, default=None)
             if first is None:
                 raise
@@ -210,7 +210,7 @@ class _UseOrder:
             self._num_at_cut = int((going == self._cut_at).sum())
 
     def is_cut(self, block: FoundBlock) -> bool:
-        """Whether a block is cut off; of those used right at the cut, the first that are asked."""
+        """Whether a block is cut off; of those used exactly at the cut, the first to be checked."""
         if block.used == self._cut_at and self._num_at_cut:
             self._num_at_cut -= 1
             return True

@@ -18,7 +18,6 @@ class Inspection:
     """Header of a block file, and whether the seal and the checksum hold.
 
     Attributes:
-        header: The header.
         num_bytes: Size of the data in the file.
         seal_error: Why the seal does not hold; empty if it does.
         checksum_error: Why the checksum does not hold; empty if it does.
