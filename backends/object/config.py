@@ -75,7 +75,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
         is_plain = self.path.isprintable() and "\\" not in self.path  # a slash to SeaweedFS
         if not is_plain or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
-            wanted = "a prefix of printable characters without \\, and no part empty, . or .."
+            wanted = "a prefix of printable characters other than \\, with no part empty, . or .."
             raise InvalidArgumentError("path", self.path, wanted)
         try:
             parts = split_url(self.endpoint)

@@ -35,7 +35,7 @@ def open_engine(name: EngineName) -> FileIO:
             if name == "uring":
                 wanted = f"an engine that this machine supports; io_uring: {exc.strerror}"
                 raise InvalidArgumentError("engine", name, wanted) from exc
-            logger.info("no io_uring, so that small blocks take longer: %s", exc.strerror)
+            logger.info("no io_uring, so small blocks take longer: %s", exc.strerror)
     return FileIO()
 
 
