@@ -128,7 +128,7 @@ class Attachment:
     def _say_bye(self) -> None:
         """Say that this process no longer touches the memory, even to a holder that was silent.
 
-        It may resume, and then first needs the rest of a partly sent message. A thread sends any
+        The holder may resume, and first needs the rest of a partly sent message. A thread sends any
         bytes that the socket does not take at once.
         """
         self._unsent += wire.encode(wire.Bye())
@@ -277,7 +277,7 @@ class PoolBackend(TellsKept):
         namespace: Namespace of the blocks; the pool must have the same.
 
     Raises:
-        NamespaceMismatchError: The holder has another namespace, protocol version or user.
+        NamespaceMismatchError: The holder refuses this process's namespace, version or user.
         InvalidArgumentError: The namespace has no groups.
     """
 
