@@ -213,7 +213,7 @@ class PoolSession(Session):
 
     async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:
-            raise InvalidArgumentError("number", request.number, "not that of an open reservation")
+            raise InvalidArgumentError("number", request.number, "a number not in use")
         wanted = BlockParts(request.keys, request.starts, request.sizes)
         require_parts_in_blocks(wanted, self._chunk_sizes)
         host = self._host
@@ -244,7 +244,7 @@ class PoolSession(Session):
     async def _publish(self, request: wire.Publish) -> wire.Done:
         writing = self._rooms.pop(request.number, None)
         if writing is None:
-            raise InvalidArgumentError("number", request.number, "that of an open reservation")
+            raise InvalidArgumentError("number", request.number, "an open reservation's")
         room, parts, stack = writing
         num_blocks = len(parts.keys)
         is_written = len(request.checksums) == num_blocks

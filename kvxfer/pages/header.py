@@ -277,7 +277,7 @@ def _list(tensors: Sequence[StoredTensor]) -> bytes:
 
 def _complete_sealed(header: BlockHeader, size_bytes: int) -> BlockHeader:
     if not key_id_in(header.checksum):
-        raise InvalidArgumentError("checksum", header.checksum, "that of a sealed block")
+        raise InvalidArgumentError("checksum", header.checksum, "the checksum of a sealed block")
     is_longer = header.data_offset < size_bytes
     return replace(header, min_size_bytes=size_bytes) if is_longer else header
 
