@@ -199,8 +199,8 @@ class FileBackend(Backend):
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
         """List the most recently used blocks of this namespace, the latest first."""
         await self.wait_indexed()
-        known = await self._scans.ask(self._space.index.recently_used, num_blocks)
-        return [key for key in known if self._files.has_group(key)]
+        recently_used, has_group = self._space.index.recently_used, self._files.has_group
+        return await self._scans.ask(recently_used, num_blocks, has_group)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; ends within `close_timeout_s`.

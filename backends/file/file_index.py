@@ -172,12 +172,12 @@ class FileIndex:
                     old.append(key_in(file))
         return old
 
-    def recently_used(self, count: int) -> list[BlockKey]:
-        """Find the most recently used files of the namespace, the latest first."""
+    def recently_used(self, count: int, is_wanted: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        """Find the most recently used of the wanted files of the namespace, the latest first."""
         with self._lock:
             uses = [(each.used, file) for file, each in self._entries.items()]
-        latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(self._namespace)))
-        return [key_in(file) for _, file in latest]
+        ours = ((used, key_in(file)) for used, file in uses if file.startswith(self._namespace))
+        return [key for _, key in heapq.nlargest(count, (use for use in ours if is_wanted(use[1])))]
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note the retention of files; unknown files are ignored."""

@@ -97,8 +97,9 @@ async def test_a_file_named_for_a_group_that_there_is_not_is_no_block_of_ours(
     foreign = path_of(tmp_path, NAMESPACE, make_block_key(b"foreign", 9))
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_bytes(b"mine")
+    os.utime(foreign, (2**33, 2**33))  # more recently used than ours
     async with open_store(tmp_path, NAMESPACE) as backend:
-        used = await backend.recently_used(10)
+        used = await backend.recently_used(1)
         assert used == hashed_keys(1)
         assert await backend.lookup(used) == [True]
 
