@@ -25,7 +25,8 @@ class Digester:
         is_sealed = integrity is Integrity.SEALED
         if integrity.needs_secret != (secret is not None):
             wanted = "a secret if integrity is keyed or sealed, and none otherwise"
-            raise InvalidArgumentError("secret_file", integrity.value, wanted)
+            found = f"{'missing' if secret is None else 'given'} with integrity={integrity.value}"
+            raise InvalidArgumentError("secret_file", found, wanted)
         if tenant and not is_sealed:
             raise InvalidArgumentError("tenant", tenant, "no tenant unless integrity is sealed")
         if secret is not None:

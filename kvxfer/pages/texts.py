@@ -75,9 +75,8 @@ def read_namespace(folder: TextFolder) -> Namespace:
     except msgspec.MsgspecError as exc:
         raise BlockFileError(f"{NAMESPACE_FILE} is damaged: {exc}") from exc
     if namespace.fingerprint != folder.fingerprint:
-        raise BlockFileError(
-            f"{NAMESPACE_FILE} is damaged, or describes namespace {namespace.fingerprint}"
-        )
+        found = f"describes namespace {namespace.fingerprint}"
+        raise BlockFileError(f"{NAMESPACE_FILE} is damaged, or {found}")
     return namespace
 
 
