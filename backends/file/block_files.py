@@ -30,10 +30,10 @@ SHARE_BYTES = 16 << 20
 """Bytes that justify another thread, even if the number of files does not."""
 
 ROUND_BYTES = 32 << 20
-"""Maximum bytes of a zero-copy round, whose files are open at the same time."""
+"""Maximum bytes of a zero-copy round of several blocks, whose files are open together."""
 
 GATHERED_BYTES = 8 << 20
-"""Maximum bytes of a round whose data passes through scratch memory, which each thread has."""
+"""Maximum bytes of a round of several blocks that pass through the scratch memory of a thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ class StoreClient:
     Calls block, and nothing interrupts them: about 4 s if the master is dead, 30 s if the master,
     or the process that has the bytes, is frozen. So one thread makes them, one at a time. A call
     that misses its deadline goes on; until it returns, every other call fails at once, as all calls
-    do for `retry_after_s` after the master was silent.
+    do for `retry_after_s` after a call was late, was not answered, or raised an error.
 
     The first call connects, and registers the memory, which is kept as long as a call may touch it.
     If the client had to be closed, the next call connects again. Mooncake holds the interpreter
@@ -263,7 +263,7 @@ class StoreClient:
 
     @property
     def is_available(self) -> bool:
-        """Whether calls are made; False while they fail at once, since the master is silent."""
+        """Whether calls are made; False while they fail at once after a late or failed call."""
         return self._breaker.closed
 
     async def ask(self, what: str, ask: Ask, timeout_s: float) -> Sequence[int]:

@@ -43,7 +43,7 @@ def probe_direct(root: Path) -> int:
     """Find the alignment that O_DIRECT requires of addresses and lengths below a folder.
 
     Returns:
-        512 or 4096, bytes; 0 where the file system refuses O_DIRECT.
+        512 or 4096, bytes; 0 if the file system refuses O_DIRECT.
 
     Raises:
         OSError: The folder cannot be written to.
