@@ -143,8 +143,8 @@ class RowStore:
         """Store or load pages, some rows at a time; return for each whether that was done.
 
         `copy` fills rows before they are stored, or empties rows that were loaded and verified.
-        Once a purge begins, a call under way stores no more pages and copies none out. A key that
-        appears twice is a `DuplicateError`.
+        Once a purge begins, a call under way begins no more stores and copies out no more pages. A
+        key that appears twice raises a `DuplicateError`.
         """
         num_purges = self._num_purges  # before all else: a purge may begin at any later point
         if keys:

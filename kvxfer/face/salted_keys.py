@@ -18,9 +18,9 @@ class SaltedKeys:
     """Names of an engine's blocks in a backend: their keys, behind a salt after the first reset.
 
     A reset may mean that the weights changed in memory, so it takes a new salt that only this
-    process knows. It then finds no earlier block, not even one that a hanging backend stores later,
-    and no other engine mistakes its new blocks for those of the weights on disk. Nobody can find
-    blocks of an earlier salt; they are deleted if the backend can. At first the salt is empty.
+    process knows. No earlier block is found then, not even one that a hanging backend stores later,
+    and no other engine mistakes new blocks for those of the weights on disk. Nobody can find blocks
+    of an earlier salt; they are deleted if the backend can do that. At first the salt is empty.
     """
 
     def __init__(self, backend: Purgeable | None) -> None:

@@ -99,7 +99,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return open_backend(self._settings.backend, namespace, observers=observers)
 
     def set_backend_identity(self, name: str, shared: bool = False) -> None:  # noqa: FBT001, FBT002 - LMCache's signature
-        """Take the name for events; from now on, LMCache is told of objects, such as old files."""
+        """Take the name for events; from now on, report objects, even those of old files."""
         super().set_backend_identity(name, shared)
         self._ready = True
         self._wake()
@@ -198,7 +198,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         """List the objects that are there and whose keys are known, in the order of their ids.
 
         Raises:
-            InvalidArgumentError: `page_size` is not positive, or `cursor` is not of a page before.
+            InvalidArgumentError: `page_size` is not positive, or `cursor` is not hexadecimal.
         """
         page_size = require_positive("page_size", page_size)
         try:

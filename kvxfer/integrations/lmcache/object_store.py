@@ -163,7 +163,7 @@ class ObjectStore:
         task.num_bytes = sum(new[key].num_bytes for key in stored)
 
     async def load(self, task: Task, objects: Sequence[StoredObject]) -> None:
-        """Load objects into their memory; delete those with pieces corrupt or of another object."""
+        """Load objects into memory; delete those with a corrupt piece, or one of another object."""
         pieces = [piece for each in objects for piece in each.cut(self._settings.piece)]
         statuses = await self._move_all(task, pieces, Direction.LOAD)
         bad = {piece.of.index for piece in pieces if statuses.get(piece) is not Status.DONE}

@@ -65,8 +65,8 @@ class Residents(Observer):
 
     A piece that is not found may only be away: its tier is paused, or the peer that has it is gone
     for a while. Until the piece is found or stored again, the object is not there, but nothing of
-    it is deleted. The rest of an object is deleted only if a piece is reported gone, and every tier
-    reports what it has.
+    it is deleted. The rest of an object is deleted once a piece is gone: removed from the last tier
+    that had it, if every tier reports what it has, or missed by a load of an `is_exact` backend.
 
     Tiers report pieces; LMCache is told of objects, by `deliver` and never from within a tier.
     `wake` is called when there is something to deliver, and must return at once.
@@ -117,7 +117,7 @@ class Residents(Observer):
     def add(self, keys: Iterable[BlockKey], *, tier: str = SILENT_TIER) -> None:
         """Note pieces that a tier has from now on; by default, one that may not report them.
 
-        If all tiers report, a piece may be gone again before the store is answered.
+        If all tiers report, a lost piece stays lost: it may go before its store is answered.
         """
         with self._lock:
             self.num_adds += 1

@@ -18,7 +18,7 @@ FORMAT = 1
 """Version of what the plug stores under a key."""
 
 MODEL, DRAFT = "model", "spec"
-"""SGLang's groups of which every setting counts, except those that are listed here as harmless. One
+"""SGLang's groups whose settings count, except harmless ones; `spec` only with a draft model. One
 that a later release adds or renames counts, too, unless it has that release's default."""
 
 NAMED = frozenset({
@@ -61,7 +61,7 @@ LOSSY_WORDS = frozenset({
 })  # fmt: skip
 """Words in the names of settings of other groups that change weights or states: quantization,
 products in TF32, experts with other weights (`kt`), diffusion (`dllm`). Names of kernels do not
-count, as in every engine: their results differ only in the order of additions."""
+count, whatever the engine: their results differ only in the order of additions."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.

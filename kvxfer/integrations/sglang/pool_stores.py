@@ -169,7 +169,7 @@ class PoolStores:
         """Find the store of a pool, and its group there; None if it is not open by the deadline.
 
         Pools may be registered after `open`, which some releases do not call. After one wait in
-        vain, no caller waits until the store is open. `deadline` is a time of `runtime.monotonic`.
+        vain, calls return at once until the store is open. `deadline` is on `runtime.monotonic`.
         """
         while True:
             self._retire()
@@ -276,8 +276,8 @@ class PoolStores:
     def _open(self, names: list[str], opening: Future[None]) -> None:
         """Open a store of pools; callers that wait for it get its error.
 
-        After one of `PERMANENT_ERRORS`, the pools never get a store. After any other error, no
-        caller waits for the next attempt, since the backend may take long again.
+        After one of `PERMANENT_ERRORS`, there is no store until the weights or a pool change. After
+        any other error, no caller waits for the next attempt: the backend may take long again.
         """
         store: PageStore | None = None
         failure: BaseException | None = None
@@ -292,7 +292,7 @@ class PoolStores:
             namespace = page_namespace(self._config, revision, names, self._adapters)
             pools = [self.pools[name] for name in names]
             store = PageStore(pools, namespace, self._settings, self._rank)
-        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as exc:  # noqa: BLE001 - callers that wait get it
             failure = exc
         while not self._publish(names, store, failure, version):
             assert store is not None
@@ -305,7 +305,7 @@ class PoolStores:
     def _publish(
         self, names: list[str], store: PageStore | None, failure: BaseException | None, version: Any
     ) -> bool:
-        """End an opening; return False if the store has to be purged first, for a purge meanwhile.
+        """End an opening; return False if `purge` was called meanwhile: purge the store first.
 
         If the engine's weights or memory changed meanwhile, the next opening closes the store.
         """

@@ -49,7 +49,7 @@ CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 DEVICE_HOOK = "accelerate.hooks.AlignDevicesHook"
 """Hook that moves a module's inputs and weights to a device. It keeps addresses of weights."""
 PROCESS = " process"
-"""Name under which the state holds what is common to all modules; no module is called so."""
+"""Name in the state for what all modules share; no module has this name."""
 MAX_DEPTH = 12
 """Maximum depth of nested objects."""
 
@@ -60,7 +60,7 @@ def read_state(
     """Read the present state of a model's modules, with tensors that are not parameters.
 
     Returns:
-        The type and every attribute that counts of each module, by its name; and a description of
+        The type, code and attributes that count of each module, by its name; and a description of
         the first part that cannot be hashed, empty if there is none.
     """
     hooks = [getattr(torch_modules, name) for name in GLOBAL_HOOKS]

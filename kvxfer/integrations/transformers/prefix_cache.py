@@ -65,7 +65,7 @@ class PrefixCache:
             kvxfer's own keys.
         namespace: Fingerprint of the engine's namespace, if the store has several of the model.
         timeout_s: Deadline of calls without one of their own, in seconds; None for no limit.
-        pool_bytes: Host memory that pages pass through; raised to a page per tier, and one more.
+        pool_bytes: Host memory that pages pass through; raised to one page, and one per tier.
         observers: Observers of pages, such as `kvxfer.telemetry.metrics.Metrics`.
 
     Raises:
@@ -99,7 +99,7 @@ class PrefixCache:
         self._layers = find_layers(model)
         self._weights = Weights(model)
         self._change: str | None = ""  # of the model, as of the last call
-        self._has_changed = False  # as of any call
+        self._has_changed = False  # whether any call found a change
         if engine_keys:
             keys = VLLMKeys() if engine_keys == "vllm" else engine_keys
             if not isinstance(keys, VLLMKeys):
@@ -276,7 +276,7 @@ class PrefixCache:
         return output
 
     def close(self) -> None:
-        """Close the backend, which first writes stored pages to every tier; may be called again.
+        """Close the backend, which first tries to copy pages to every tier; may be called again.
 
         Waits for the calls of other threads, for at most `timeout_s`.
         """

@@ -73,7 +73,7 @@ def read_tokens(name: str, ids: Any) -> list[int]:
 
 
 def require_tensor(ids: Any) -> None:
-    """Check that token ids are as the model's `generate()` takes them, at least one."""
+    """Check that token ids are a tensor as `generate()` takes it, with at least one token."""
     num_tokens = len(read_tokens("input_ids", ids))
     found = f"shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ids
     if not num_tokens or not isinstance(ids, torch.Tensor) or ids.ndim != 2:

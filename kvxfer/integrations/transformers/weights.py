@@ -1,4 +1,4 @@
-"""Weights of a model in memory: their digest, and whether they changed since."""
+"""Weights of a model in memory: their digest, and whether they have changed."""
 
 import json
 import logging

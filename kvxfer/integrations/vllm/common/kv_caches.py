@@ -63,7 +63,7 @@ class KVCacheHooks(ABC):
 
     @abstractmethod
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
-        """Use this worker's KV caches; vLLM owns their memory while the worker lives."""
+        """Use this worker's KV caches; vLLM owns and keeps their memory while the worker lives."""
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:

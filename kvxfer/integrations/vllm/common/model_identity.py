@@ -40,7 +40,7 @@ OF_LOADING = frozenset({
     "safetensors_prefetch_num_threads", "use_tqdm_on_load",
 })  # fmt: skip
 """Harmless settings of vLLM's `LoadConfig` and of its loaders: how weights are read. Any other may
-choose the weights, such as files to skip, or tensors that are stored elsewhere."""
+decide which weights are read: it may skip files, or name tensors that are stored elsewhere."""
 OF_STATES = frozenset({"backend", "ssu_algorithm"})
 """Harmless settings of vLLM's `MambaConfig`: kernels."""
 OF_ATTENTION = frozenset({

@@ -28,7 +28,7 @@ class _Request:
     """Request that vLLM has announced and not finished."""
 
     context: ReqContext
-    arrived_at: float  # wall-clock time; 0 where nothing is recorded
+    arrived_at: float  # wall-clock time; 0 if nothing is recorded
     retention: Retention | None  # for the chunks that it uses and stores
     # Tier that has each chunk that was looked up, empty for a miss; None once that was reported.
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Requests:
 
 
 def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
-    """Count the chunks of a prompt that vLLM did not look up since an earlier one was a miss.
+    """Count the chunks of a prompt that vLLM did not look up because others were misses.
 
     In a group with full attention, vLLM looks up one chunk after the other, up to the first miss;
     in a sliding window it begins at the end, and does not need the rest. `positions` has the end

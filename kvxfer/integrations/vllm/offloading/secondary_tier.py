@@ -181,7 +181,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish the stores, as far as time allows, and close the backend; may be called again.
 
-        If it raises, the backend may still touch the CPU tier's memory, and vLLM keeps that.
+        If it raises, the backend may still touch the CPU tier's memory, and vLLM keeps it.
         """
         if not self._tier.close():
             raise BackendUnavailableError(

@@ -116,7 +116,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     begins with the blocks on the device, then come those of the tiers, and P provides the rest.
 
     Raises:
-        InvalidArgumentError: A setting is unknown or of no use, or the engine is parallel in a way
+        InvalidArgumentError: A setting is unknown or invalid, or the engine is parallel in a way
             that is not supported; with tiers, as for `KVXferOffloadingSpec`.
         UnsupportedEngineError: There are tiers, and this release of vLLM cannot end the stores that
             read blocks before P's pages are loaded into these.

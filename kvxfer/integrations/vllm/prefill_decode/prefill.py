@@ -1,4 +1,4 @@
-"""Prefill: the scheduler's side of P, which lends the pages of finished prompts."""
+"""Prefill: the scheduler's side of P, which lends the pages of prompts."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -142,7 +142,7 @@ class PrefillScheduler:
                 self._step.revoked.append(self._early.pop(request_id).lease)
 
     def _give_up(self, early: _Early) -> bool:
-        """End the lease of an unfinished prompt; return whether vLLM is to keep its blocks."""
+        """End a request's lease early; return whether vLLM is to keep the request's blocks."""
         if early.was_preempted:  # vLLM has its blocks already
             self._step.revoked.append(early.lease)
             return False

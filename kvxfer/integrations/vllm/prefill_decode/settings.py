@@ -26,7 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Networks, such as `10.0.0.0/8`, and hosts that a ticket may name; empty for all. With neither
     # a secret nor TLS, only loopback addresses in any case.
     allow: tuple[str, ...] = ()
-    revision: str = ""  # of the weights, in place of the one that is found
+    revision: str = ""  # of the weights; by default, the one that is found
     on_failure: str = "recompute"  # or `fail` requests whose pages do not arrive
     backend: Any = None
     max_load_ratio: float | None = None

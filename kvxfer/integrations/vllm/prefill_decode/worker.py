@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks of a request at P that may be read by others, under a lease."""
+    """Blocks of a request at P that other engines may read under a lease."""
 
     request_id: str
     lease: str
