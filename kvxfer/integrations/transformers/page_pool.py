@@ -29,7 +29,7 @@ class PagePool:
 
     Attributes:
         caches: The pool as KV caches, a block for each page.
-        mappings: Mapping to portable pages; empty where layers have different numbers of heads.
+        mappings: Mapping to portable pages; empty if layers have different numbers of heads.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class OffloadingMetrics(Observer):
         self._lock = runtime.lock()
 
     def count_in(self, *tiers: str) -> None:
-        """Count what a manager sees of these tiers, from 0 on, and ignore their events of it."""
+        """Take `COUNTED_BY_MANAGER` from a manager, not from events; show alarms' counters as 0."""
         self.counted_by_manager = COUNTED_BY_MANAGER
         for tier in tiers:
             self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))

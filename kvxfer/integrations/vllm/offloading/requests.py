@@ -155,7 +155,7 @@ class Requests:
 
 
 def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
-    """Count the chunks of a prompt that vLLM did not look up because others were misses.
+    """Count the chunks of a prompt that vLLM did not look up because of earlier misses.
 
     In a group with full attention, vLLM looks up one chunk after the other, up to the first miss;
     in a sliding window it begins at the end, and does not need the rest. `positions` has the end

@@ -123,7 +123,7 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record an engine's statistics, and pass others on to the metrics of its tiers."""
+        """Record an engine's statistics, and pass the rest on to the metrics of its tiers."""
         engine = self.per_engine_labelvalues[engine_idx]
         series = dict(transfer_stats_data.get("data", {}))
         for seconds in series.pop(PREFIX + LOAD_SECONDS, {}).get((), ()):

@@ -108,7 +108,7 @@ class PrefillDecodeWorker:
             self._handover.offer(each.lease, keys, block_ids, is_complete=each.is_complete)
 
     def begin(self, step: StepData) -> None:
-        """Begin the loads that the scheduler planned for a step, after `prepare`."""
+        """Begin a step's loads and end the leases that it gives up; call it after `prepare`."""
         if step.given_up:
             self._handover.give_up(step.given_up)
         for fetch in step.fetches:
