@@ -188,7 +188,7 @@ class NixlBackend(TellsKept):
         """See `TellsKept.delete_or_keep`; deletes at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
-        # A peer not known now may have them, even if discovery does not list this process, either.
+        # An unknown peer may have them; with discovery, an own home does not rule that out.
         finds_nobody = not self._exchange.clients and (self._discovery is not None or not homes)
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: _delete_at(home, _chosen(keys, at))

@@ -290,7 +290,7 @@ class Client:
             self._failure = exc
             self._pause.begin(runtime.monotonic())
             raise
-        finally:  # not in a callback: callers before it would get this error again at once
+        finally:  # not in a callback: a call that comes before it would get this error at once
             self._opening = None
         self._failure = None
         self._pause.reset()

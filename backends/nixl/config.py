@@ -50,7 +50,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         etcd_cert: File with the certificate, in PEM, by which etcd knows this process.
         etcd_key: File with the private key of `etcd_cert`, in PEM.
         listen: `host:port` at which this process serves its blocks to others.
-        data_port: Port, beside `listen`, for blocks that go through sockets; 0 means any free one.
+        data_port: Port for blocks that go through sockets; needs `listen`. 0 means any free one.
         staging: Bytes of host memory for blocks on their way from and to memory that is not
             registered; raised to two of the largest chunk if need be.
         capacity: Bytes of host memory for the blocks that a `NixlBackend` serves; required with

@@ -196,7 +196,7 @@ class Connection:
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._to_release: list[int] = []  # pins and holds to let go of; the holder is not told yet
+        self._to_release: list[int] = []  # pins and holds to let go of, not yet sent to the holder
         self._release_timer: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()

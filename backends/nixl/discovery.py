@@ -156,8 +156,8 @@ def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcemen
 class Roster:
     """Roster of the holders of one namespace, from entries that anyone may have written.
 
-    After a time without contact to etcd, holders that are no longer listed are kept for `grace_s`,
-    in which they can announce themselves again: their entries may have expired while etcd was away,
+    After a loss of contact with etcd, holders that are no longer listed are kept for `grace_s`, in
+    which they can announce themselves again: their entries may have expired while etcd was away,
     and they may still have their blocks.
 
     Attributes:

@@ -103,9 +103,9 @@ class EnginePool:
         """Send a request; leaving the context ends it. The deadline is a time of the event loop.
 
         Raises:
-            EngineFailedError: The engine cannot be reached, or answered with an error. It is
-                ejected unless its `/health` is good: some requests fail at every engine.
-            EngineTimeoutError: The deadline passed; the engine is ejected if it had not answered.
+            EngineFailedError: The engine is unreachable or broke off, and is ejected; or it sent an
+                error. Then a good `/health` spares it: some requests fail at every engine.
+            EngineTimeoutError: The deadline passed; the engine is ejected if no answer had begun.
         """
         outcome, has_answered = "cancelled", False
         try:

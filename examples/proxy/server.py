@@ -162,7 +162,7 @@ class Proxy:
     async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let a request that has arrived take its time, and limit the wait for the next one."""
         if request.can_read_body:
-            # A body has deadlines of its own; until it has arrived, other clients may displace it.
+            # A body has deadlines of its own; until it has arrived, its connection can be closed.
             self._listener.expect(request.transport, self._config.timeout_s + IDLE_TIMEOUT_S)
         else:
             self._listener.begin(request.transport)

@@ -207,7 +207,7 @@ class FrameChannel:
     async def send(self, message: Message) -> None:
         """Send a message, then wait while the other side does not read.
 
-        Cancelling does not unsend it. Too large a message raises `InvalidArgumentError`, unsent.
+        A cancelled call has sent it, too. One that is too large raises `InvalidArgumentError`.
         """
         self.send_soon(message)
         await self.drain()
