@@ -302,7 +302,7 @@ class PoolBackend(TellsKept):
         except BackendUnavailableError as exc:
             if isinstance(exc.__cause__, NamespaceMismatchError):
                 raise exc.__cause__ from None
-            logger.warning("%s; every block is a miss until it is attached", exc)
+            logger.warning("%s; every block is a miss until a pool is attached", exc)
 
     @property
     def is_attached(self) -> bool:

@@ -296,7 +296,7 @@ class Proxy:
     ) -> None:
         self.metrics.decoded_alone.labels(reason).inc()
         request_id = printable(client.request_id, MAX_LOGGED_ID)
-        logger.info("no prefill leg for request %s: %s", request_id, reason)
+        logger.info("decoding request %s without prefilled blocks: %s", request_id, reason)
         await self._pass_on(client, completion.decode_body(None), deadline_s)
 
     async def _lend(

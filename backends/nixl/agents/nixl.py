@@ -303,7 +303,7 @@ class NixlPeers:
             raise TransferFailedError(peer.name, "the agent was closed")
         remote = self._remotes.get(peer.name)
         if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
-            raise InvalidArgumentError("metadata", peer.name, "another agent, as first added")
+            raise InvalidArgumentError("metadata", peer.name, "an agent with a name of its own")
         if remote and remote.removed:  # add it again once the removal is complete
             remote.removed.add_done_callback(lambda _: attempt(done, partial(self.add, peer, done)))
             return
