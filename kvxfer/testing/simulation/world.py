@@ -297,7 +297,7 @@ class History:
             self._simulation.fail("not found", f"{_name(key)}, which was stored before")
 
     def is_of_one_store(self, key: BlockKey) -> bool:
-        """Whether all copies of a key are of one store: it has no parts, and no tier lacks one."""
+        """Whether copies cannot mix stores: all have the same blocks, and no tier may lack one."""
         parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
         return len(parts) <= 1 and not self.is_mixed(key)
 
@@ -494,7 +494,7 @@ class World:
             self._release(batch, at)
 
     def judge_miss(self, part: Part, began: float, *, is_gone: bool = True) -> None:
-        """Check that a part may be missing that a call, which was not given up, did not find.
+        """Check that a part may be missing, since a call that was not given up did not find it.
 
         `is_gone` is False for a load that failed: it does not say that the part is gone.
         """
