@@ -70,7 +70,7 @@ MAX_ENTRIES = 8192
 """Maximum number of entries to ask for; more than `MAX_PEERS`, since some are skipped."""
 
 NEEDS_LEADER = ("hasleader", "true")
-"""Metadata that makes a member without a leader refuse calls and end watches: its data is old.
+"""Metadata that makes a member without a leader refuse calls and end watches: it may be stale.
 
 Source: https://pkg.go.dev/go.etcd.io/etcd/clientv3, `WithRequireLeader`.
 """

@@ -202,7 +202,7 @@ class LocalNode:
     async def aclose(self) -> None:
         """Close the agents; may be called again."""
         self.tls.close()
-        await self._threads.aclose()  # one of them may be opening an agent
+        await self._threads.aclose()  # its thread may be opening an agent
         self.end_agent()
         await self.wait_ended()
         await self.sockets.aclose()
