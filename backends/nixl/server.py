@@ -514,7 +514,7 @@ class Server:
 
     def _note_cut(self, address: tuple[Any, ...]) -> None:
         peer, most = str(Endpoint(*address[:2])), self._config.max_unauthenticated
-        reason = f"{peer} did not authenticate within {PROVE_S:g} s, and {most} wait to"
+        reason = f"{peer} did not authenticate within {PROVE_S:g} s; at most {most} may be doing so"
         self._refusals.note(logging.INFO, "closed a connection: %s", peer, reason)
 
     async def _accept(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
