@@ -86,7 +86,7 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values are in the blocks
     num_stored: int = 0  # blocks that were given to the tiers, or came from there
     num_reused: int = 0  # tokens that it never computed
-    keys: list[kvxfer.BlockKey] = field(default_factory=list)  # of its whole blocks when it waited
+    keys: list[kvxfer.BlockKey] = field(default_factory=list)  # of the whole blocks when queued
     hits: Any = None  # future of the lookup: which of these keys the tiers have
 
 

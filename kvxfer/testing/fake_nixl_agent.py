@@ -138,7 +138,7 @@ class FakeNixlAgent(TransferAgent):
         for flight in flights:
             flight.error = PeerLostError(peer, "it was removed")
         for flight in flights:
-            with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
+            with contextlib.suppress(TransferFailedError):  # the caller of `begin` gets it
                 await wait_despite_cancel(flight.done)
 
     def begin(

@@ -130,7 +130,7 @@ class DataConnection:
     def begin(self, timeout_s: float) -> None:
         """Make the connection blocking, for `read` and `serve`.
 
-        `timeout_s` is the deadline for each message, and for the bytes of each `read`.
+        `timeout_s` is the deadline of a `read`, and in `serve` of a request that has begun to come.
         """
         self._timeout_s = timeout_s
         self._socket.settimeout(timeout_s)
