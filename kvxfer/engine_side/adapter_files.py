@@ -19,8 +19,8 @@ HARMLESS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.*",),
 )
-"""Files of an adapter's folder that change no weight; the tokenizer's do not count, because page
-keys contain the tokens. All others count, such as `adapter_config.json`, which has the scaling."""
+"""Files of an adapter's folder that change no weight; the tokenizer's are among them, as page keys
+depend on the tokens. All others count, such as `adapter_config.json`, which has the scaling."""
 
 Stats = tuple[tuple[str | int, ...], ...]
 
@@ -55,8 +55,8 @@ class LoadedAdapters:
     An engine reads an adapter's files when it first needs them, and again after unloading the
     adapter or when told to. So the loaded weights are known while the files are those of the first
     request. Once the files differ, pages may be of other weights, even in the engine's own cache:
-    the adapter has no digest until the engine restarts or loads it from another folder. One change
-    goes unnoticed: that of files that the engine had loaded before the adapter's first request.
+    the adapter has no digest until the engine restarts or loads it from another folder. Only a
+    change between the engine's first load and the adapter's first request goes unnoticed.
 
     Not thread-safe. Each call stats the folder's files, and reads new ones.
     """

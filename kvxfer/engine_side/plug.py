@@ -17,7 +17,7 @@ class Plug:
     supported: ClassVar[str]
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Refuse an interface that has abstract methods which the class does not implement."""
+        """Create the object; `UnsupportedEngineError` if it lacks a method of the interface."""
         unknown = sorted(getattr(cls, "__abstractmethods__", ()))
         if unknown:
             base = next(each for each in cls.__mro__ if not each.__module__.startswith("kvxfer."))

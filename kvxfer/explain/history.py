@@ -111,7 +111,7 @@ class History:
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
     def add_place(self, place: Place) -> None:
-        """Add a place of its own, with no engine, if the journal lost its source."""
+        """Add a source without an engine for a place whose source the journal lost."""
         self.sources.setdefault(place, Source(place.source, "", None, ()))
 
     def namespace_of(self, place: Place) -> Namespace | None:
@@ -219,7 +219,7 @@ def _happenings(  # noqa: C901 - a case for each kind of event
 def _of_outcomes(
     here: Callable[..., Happening], event: Moved | Ended
 ) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
-    """Yield what a batch says about its blocks; of an engine's, only what its tiers do not say."""
+    """Yield what a batch says about its blocks; for an engine's, only what no tier has said."""
     is_store = event.operation is Operation.STORE
     for outcome, some in _groups(event.keys, event.outcomes):
         what, tier = outcome.status.value, ENGINE

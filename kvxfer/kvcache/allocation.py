@@ -244,8 +244,8 @@ def allocate_canonical(
 
     A row has one page per position, that is, per entry of `config.shared_tensors`. If kernel
     blocks are smaller than blocks, a row is a sequence of kernel blocks, each with its part of
-    every position. A page ends with its padding; if an axis such as the heads lies between
-    blocks and layers, the pages of a row interleave, and all padding is at the end of the row.
+    every position. Each part of a page ends with its padding; if an axis such as the heads lies
+    between blocks and layers, parts interleave, and all padding is at the kernel block's end.
 
     A group's ref covers the row from its start to the last byte of the group's layers.
 
@@ -458,7 +458,7 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
 
 
 def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
-    """List the axes of a cross-layer cache, outermost first; None if the backend takes none."""
+    """List a cross-layer cache's axes, outermost first; None if the kernel takes no such cache."""
     order, logical = backend.stride_order(), ("layer", *backend.axes)
     if "block" not in logical:
         raise InvalidArgumentError("axes", backend.axes, "'block' and other axes")

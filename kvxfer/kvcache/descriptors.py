@@ -28,7 +28,7 @@ class StreamMark(Protocol):
     event: int
 
     def has_passed(self) -> bool:
-        """Whether the device has reached the mark; never blocks; `DeviceLostError` if it cannot."""
+        """Whether the device has reached it; never blocks; `DeviceLostError` if it never will."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,7 +86,7 @@ def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
 def cut_both(
     source: Descriptors, destination: Descriptors
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut two batches of equal blocks at the boundaries of both; return both addresses, lengths."""
+    """Cut batches of equal blocks at the boundaries of both; return both addresses and lengths."""
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
     ends.sort(kind="stable")  # merges sorted runs, which is faster than `union1d`

@@ -187,11 +187,11 @@ def fitting_readings(
     num_layers: int | None = None,
     page_size_bytes: int | None = None,
 ) -> list[LayoutReading]:
-    """List the distinct readings of a tensor by the layouts of `form` that its strides fit.
+    """List the distinct readings of a tensor by layouts of `form` that its sizes and strides fit.
 
     Dimensions are matched in stride order; neither the order of the shape nor any other hint is
-    used. The axes of a state are named by its shape, so if some have one size, its reading by shape
-    is listed, too. Readings that differ only in the position of axes of size 1 are the same.
+    used. The axes of a state are named by its shape, so if some are of equal size, its reading by
+    shape is listed, too. Readings that differ only in the position of axes of size 1 are the same.
 
     If `layout` is given, only that one is tried. `page_size_bytes` is one layer's page if it is
     padded, and `num_layers` is None for a tensor of one layer.
@@ -202,7 +202,7 @@ def fitting_readings(
     padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
     readings: dict[tuple[str, ...], LayoutReading] = {}
     tokens = form.axis_sizes.get("token", 1)
-    ratios = sorted({max(1, size // num_blocks) for size in tensor.shape})  # one of the block axis
+    ratios = sorted({max(1, size // num_blocks) for size in tensor.shape})  # the block axis has one
     for candidate in candidates:
         for ratio in ratios if "token" in candidate.factors else [tokens]:
             if tokens % ratio:

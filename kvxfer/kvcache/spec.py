@@ -82,7 +82,7 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """Forms of the tensors that an engine registers for a layer, ordered by their bytes."""
+        """Forms of the tensors that an engine registers for a layer, in the order of a page."""
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:

@@ -133,9 +133,9 @@ class EventPublisher(Observer):
 
     It observes one engine or backend, so that the names of tiers are unambiguous. Messages are
     those of vLLM: topic, sequence number, and a batch in msgpack. `note` only appends to a buffer;
-    a thread encodes and sends. Sequence numbers have no gaps: a number that a subscriber misses was
-    lost on the way, and can be replayed from the buffer. If changes overflow the buffer before the
-    thread can send them, the oldest are lost, and their numbers are missing, in replays, too.
+    a thread encodes and sends. A sequence number that a subscriber misses was lost on the way, and
+    can be replayed from the buffer. The exception: if changes overflow the buffer before the thread
+    can send them, the oldest are lost, and their numbers are missing in replays, too.
 
     Blocks of other namespaces, which a file store also evicts, are not published.
 

@@ -149,7 +149,7 @@ def list_files(folder: Path) -> list[JournalFile]:
 
 
 def remove_ended(folder: Path, *, num_kept: int) -> None:
-    """Remove the files of ended processes, except of the `num_kept` that ended last.
+    """Remove the files of ended processes, except those of the `num_kept` that ended last.
 
     Files that cannot be removed, such as those of another user, stay.
     """
@@ -167,7 +167,7 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether no process has a lock on its newest file or, without locks, has touched it lately."""
+    """Whether a process's newest file is unlocked or, without locks, untouched for `ALIVE_S`."""
     with path.open("r+b") as file:  # NFS locks only files that are open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

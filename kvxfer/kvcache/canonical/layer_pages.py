@@ -157,7 +157,7 @@ def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
 
 
 def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
-    """Whether a cache's tensors make up one page; `LayoutError` if a padded page needs them to."""
+    """Whether several tensors make up one page; if not, a padded page is a `LayoutError`."""
     spans = _spans(cache)
     steps = {
         reading.strides[reading.block_axis] * tensor.element_size()

@@ -92,8 +92,8 @@ def portable_page(
 ) -> PortablePage:
     """Derive the portable page of the whole model from the boxes of one worker.
 
-    Tensors are in natural order of their names. In every tensor, the heads are outermost, then the
-    tokens, then the inner axes, so that the heads of any worker are one contiguous piece.
+    Tensors are in natural order of their names. In every tensor, the heads are outermost, so that
+    the heads of any worker are one contiguous piece; then, by default, the tokens and inner axes.
 
     Args:
         boxes: Boxes of one block, with their indices in the whole model.
