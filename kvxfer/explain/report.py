@@ -128,7 +128,7 @@ def _of_request(history: History, seen: Request) -> Report:
     name = printable(request.request_id, MAX_CHARACTERS)
     report = _report(history, name, at_s, blocks, [place])
     if not request.keys:
-        why = request.reason or "it has no whole block, as for a short prompt"
+        why = request.reason or "no whole block of it is known, as for a short prompt"
         report.notes.append(printable(why, MAX_CHARACTERS))
     return report
 
@@ -144,11 +144,11 @@ def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
             blocks.append(_plain(key, Answer.NEVER_STORED, "", text))
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
-        happened = asked or happened  # lookups that engines make in a holder are not its own
+        happened = asked or happened  # lookups of engines in a holder are not the holder's
         lookups = [each for each in happened if each.kind in _LOOKUP_KINDS]
         last = (lookups or happened)[-1]
         places.append(last.place)
-        # Not other engines' lookups, nor both event types: `Requested` repeats its `LookedUp`.
+        # Only this place's, and only by one event type: `Requested` repeats its `LookedUp`.
         same = [each for each in lookups[:-1] if (each.place, each.what) == (last.place, last.what)]
         since_s = same[-1].at_s if same else 0.0
         until_s = last.at_s if lookups else history.ends_s

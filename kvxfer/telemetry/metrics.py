@@ -59,9 +59,9 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "lookup_bytes": ("Bytes of blocks looked up by engines.", ("tier", "outcome")),
     "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
-    "skipped_blocks": ("Blocks that were not asked of a suspended tier.", ("tier", "operation")),
+    "skipped_blocks": ("Blocks of calls that a suspended tier did not get.", ("tier", "operation")),
     "not_loaded_blocks": ("Blocks computed because a load would take longer.", ("tier",)),
-    "not_written_back_blocks": ("Blocks not copied to a tier, which is too slow.", ("tier",)),
+    "not_written_back_blocks": ("Blocks not copied to a tier because it is too slow.", ("tier",)),
 }
 """Counters: their meaning and labels. Prometheus appends `_total` to each name."""
 
@@ -252,7 +252,7 @@ def ask_all(
 ) -> dict[tuple[Gauge, str], float]:
     """Ask tiers for their gauges; add up those of tiers with one name, or take the largest flag.
 
-    A tier that returns no gauge is gone, and is passed to `forget`.
+    A tier that returns no gauge is gone, and its function is passed to `forget`.
     """
     values: dict[tuple[Gauge, str], float] = defaultdict(float)
     for tier, ask in asked:
