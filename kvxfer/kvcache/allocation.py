@@ -271,7 +271,7 @@ def allocate_canonical(
     if pinned and device.type != "cpu":
         raise InvalidArgumentError("pinned", pinned, f"False: {device} is not host memory")
     if pinned and not torch.cuda.is_available():
-        raise InvalidArgumentError("pinned", pinned, "False: only CUDA can pin memory")
+        raise InvalidArgumentError("pinned", pinned, "False: memory cannot be pinned without CUDA")
     request = _Request(config, backends, tokens_per_kernel_block)
     refusals = request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
     if refusals:

@@ -57,7 +57,7 @@ class BlockDescriber:
             blocks_per_chunk,
             minimum=1,
             maximum=1 if mappings else max_blocks,
-            expected="1, since pages say how many blocks they have" if mappings else "",
+            expected="1: the mappings say how many blocks a page has" if mappings else "",
         )
         for group, mapping in enumerate(mappings):
             found, size = mapping.block_size_bytes, self.block_size_bytes(group)

@@ -80,8 +80,8 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
         for index, box in enumerate(self.boxes):
             _require_inside(f"boxes[{index}]", box, self.payload_size_bytes)
         if any(is_state(box) != self.has_states for box in self.boxes):
-            parts = sorted({box.part for box in self.boxes})
-            raise InvalidArgumentError("has_states", has_states, f"the one that fits {parts}")
+            expected = f"True only if all of {sorted({box.part for box in self.boxes})} are states"
+            raise InvalidArgumentError("has_states", has_states, expected)
 
 
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-caches-1"):
