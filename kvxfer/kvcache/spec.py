@@ -216,7 +216,7 @@ class FullAttentionSpec(AttentionSpec):
         AttentionSpec.__post_init__(self)
         chunk = self.attention_chunk_tokens
         if self.sliding_window is not None and chunk is not None:
-            expected = "None in a layer with a sliding window"
+            expected = "no chunk in a layer that has a sliding window"
             raise InvalidArgumentError("attention_chunk_tokens", chunk, expected)
 
 
@@ -357,7 +357,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
                 )
             if spec.tokens_per_block != self.tokens_per_block:
                 field = f"layer_specs[{name!r}].tokens_per_block"
-                expected = f"{self.tokens_per_block}, like the whole group"
+                expected = f"{self.tokens_per_block} like the whole group"
                 raise InvalidArgumentError(field, spec.tokens_per_block, expected)
         if self.page_size_padded is not None:
             raise InvalidArgumentError(
