@@ -27,7 +27,7 @@ DEFAULT_SEED_SINCE = "0.29"
 DEFAULT_HASH: Final = "sha256"
 """Default of vLLM's `--prefix-caching-hash-algo` in every release that is supported."""
 HASHES_WITH_DEFAULT_SEED = ("sha256", "sha256_cbor")
-"""Values of `--prefix-caching-hash-algo` that use `DEFAULT_SEED`; others' is random."""
+"""Values of `--prefix-caching-hash-algo` with `DEFAULT_SEED`; others default to a random seed."""
 PICKLE_PROTOCOL = 5
 """Highest pickle protocol of Python 3.8 to 3.14; vLLM hashes values that are pickled with it."""
 
