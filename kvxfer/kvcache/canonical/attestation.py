@@ -119,11 +119,11 @@ def _attest_block(
     found = _changed_bytes(refs, before, after)
     expected = torch.cat(written)
     if (num_found := found.numel()) != expected.numel():
-        detail = f"{expected.numel()} bytes were written, but {num_found} changed in its pages"
+        detail = f"{expected.numel()} bytes written, but {num_found} changed in its canonical pages"
         raise AttestationError(layer.layer_name, block_id, detail)
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
-        detail = f"byte {first} of its canonical pages is not the one that was written"
+        detail = f"byte {first} of those written has another value in its canonical pages"
         raise AttestationError(layer.layer_name, block_id, detail)
 
 
