@@ -186,7 +186,7 @@ class NotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class NotWrittenBack:
-    """Blocks that are not copied to a tier because it is too slow for the rate of stores."""
+    """Blocks given up before they were copied to a tier, such as one slower than the stores."""
 
     tier: str
     keys: Sequence[BlockKey]

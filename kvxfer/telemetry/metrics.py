@@ -61,7 +61,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
     "skipped_blocks": ("Blocks of calls that a suspended tier did not get.", ("tier", "operation")),
     "not_loaded_blocks": ("Blocks computed because a load would take longer.", ("tier",)),
-    "not_written_back_blocks": ("Blocks not copied to a tier because it is too slow.", ("tier",)),
+    "not_written_back_blocks": ("Blocks given up before they were copied to a tier.", ("tier",)),
 }
 """Counters: their meaning and labels. Prometheus appends `_total` to each name."""
 
