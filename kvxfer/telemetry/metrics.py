@@ -80,7 +80,7 @@ GAUGES: Mapping[Gauge, str] = {
     Gauge.STORED_BLOCKS: "Blocks in a tier.",
     Gauge.QUARANTINED_BLOCKS: "Corrupt files that were kept.",
     Gauge.QUARANTINED_BYTES: "Bytes of memory that late reads may still change.",
-    Gauge.BREAKER_OPEN: "Whether writing is paused after repeated errors.",
+    Gauge.BREAKER_OPEN: "Whether writes, requests or calls are paused after repeated errors.",
     Gauge.SUSPENDED: "Whether a tier is not called because it missed a deadline.",
     Gauge.WRITE_BACK_BLOCKS: "Blocks that wait to be copied to a tier.",
     Gauge.QUEUED_BATCHES: "Parts of batches that wait for their turn.",
