@@ -167,7 +167,7 @@ def test_a_release_with_other_groups_of_settings_is_refused_and_stores_nothing()
 
 
 def test_a_release_that_wants_more_of_a_storage_is_refused() -> None:
-    sentence = rf"^sglang \S+ is not supported \(its HiCacheStorage wants {NAME}\); supported: 0\.5"
+    sentence = rf"^sglang \S+ is not supported \(its HiCacheStorage requires {NAME}\); supported: 0"
     config = storage_config(extra_config("host://?capacity=64MiB"))
     with grown(KVXferStorage), pytest.raises(UnsupportedEngineError, match=sentence):
         KVXferStorage(config, {})
