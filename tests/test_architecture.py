@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_931,
     "backends/file": 4_397,
-    "backends/host": 1_941,
+    "backends/host": 1_940,
     "backends/mooncake": 691,
     "backends/nixl": 7_591,
     "backends/object": 1_695,

@@ -213,14 +213,13 @@ class HostPool:
             return outcomes, Copy()
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        unhashed, tags = self._unhashed.intersection(slots), self._tags[list(slots), part].tolist()
+        unhashed = self._unhashed.intersection(slots) if hashed else ()
+        tags = self._tags[list(slots), part].tolist()
         outcomes = list(map(self._check_tag, tags, slots, keys, starts.tolist(), stops.tolist()))
         if hashed:
-            rows = zip(outcomes, tags, slots, keys, strict=True)
-            outcomes = [
-                self._verify_bytes(tag, at, key, part) if each.done and at not in unhashed else each
-                for each, tag, at, key in rows
-            ]
+            for index, slot in enumerate(slots):
+                if outcomes[index].done and slot not in unhashed:
+                    outcomes[index] = self._verify_bytes(tags[index], slot, keys[index], part)
         if not (done := positions_done(outcomes)):
             return outcomes, Copy()
         if len(done) < len(outcomes):
