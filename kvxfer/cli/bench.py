@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         "medium: plain files, objects of a plain client, or else one copy in memory.",
         epilog=exit_statuses("when it is done"),
     )
-    url = "backend, such as file:///mnt/kv; restart a holder or pool that took its model from this"
+    url = "backend, such as file:///mnt/kv; restart a holder or pool that had no model before"
     parser.add_argument("url", nargs="+", help=url)
     parser.add_argument("--size", default="2MiB", help="bytes of a block; default 2MiB")
     parser.add_argument("--seconds", default="3s", help="time for each URL; default 3s")
