@@ -301,7 +301,7 @@ def start_engine(
 ) -> TransferEngine:
     """Make an engine over a newly opened backend, and start the backend; blocks.
 
-    If `make` fails, or the backend fails or does not start within `timeout_s`, both are closed.
+    If `make` or the backend fails, or does not start within `timeout_s`, nothing is left open.
     """
     with ExitStack() as undo:
         undo.callback(_close, [backend])

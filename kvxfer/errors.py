@@ -250,7 +250,7 @@ class DeviceError(KVXferError, RuntimeError):
 class DeviceLostError(DeviceError):
     """GPU that this process can no longer use; only a new process can.
 
-    Host memory that the GPU was copying to may still be written once.
+    Host memory that the GPU was copying to may still be written once more.
     """
 
 

@@ -17,7 +17,7 @@ MIN_TIMEOUT_S = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine this machine and backends, or compare two engines; return 1 if one finding is bad."""
+    """Examine this machine and backends, or compare two engines; return 1 unless all is well."""
     parser = CommandLine(
         prog="kvxfer doctor",
         description="Find what silently costs hits or speed: on this machine, in the environment "

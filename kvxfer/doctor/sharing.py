@@ -216,7 +216,7 @@ def _agree(ours: PlannedNamespace, theirs: PlannedNamespace) -> str:
         said = f"{kind}both of {model}, and equal in {', '.join(known)}"
     if unknown := dict.fromkeys(filter(None, (ours.unknown, theirs.unknown))):
         said += f"; not known before an engine runs: {'; '.join(unknown)}"
-    if HANDED_OVER not in (ours.kind, theirs.kind):  # whose keys need neither
+    if HANDED_OVER not in (ours.kind, theirs.kind):  # whose keys need no seed
         said += "; keys are the same if the seeds of hashes (PYTHONHASHSEED) and salts are"
     return said
 
@@ -234,7 +234,7 @@ def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
 
 
 def _compare_caches(ours: Party, theirs: Party) -> list[Finding]:
-    """Check that two engines which lend their caches can read each other's blocks."""
+    """Check that our engine can read the blocks of theirs, if both lend their caches."""
     if ours.description is None or theirs.description is None:
         return []
     described = []

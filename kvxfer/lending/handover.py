@@ -1,4 +1,4 @@
-"""Hand-over: an engine reads blocks of a prompt out of the KV caches of the one that made them."""
+"""Hand-over: an engine reads blocks of a prompt from the KV caches of another that made them."""
 
 import asyncio
 import logging
@@ -245,7 +245,7 @@ class Handover:
         self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
-        """End a ticket, known or not, as soon as none of its blocks is pinned."""
+        """Revoke a ticket, known or not; it has ended once none of its blocks is pinned."""
         if self._lender is None:
             self._ended.append(ticket)
             return

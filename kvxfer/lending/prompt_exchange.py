@@ -140,8 +140,8 @@ class PromptExchange:
                 for those that are gone, as outside a sliding window. Further blocks are ignored.
             ticket: Ticket of an earlier offer with fewer tokens computed, or one that rank 0 got;
                 by default a new one.
-            num_computed_tokens: By default all. With fewer, only whole blocks are lent, and more
-                may be offered under the same ticket; its lease runs once all tokens are computed.
+            num_computed_tokens: Number of computed tokens; default: all. With fewer, only whole
+                blocks are lent, more may be offered under the ticket, and its lease does not run.
             scope: Anything else that changes the bytes of equal tokens, such as an adapter or salt.
 
         Returns:
@@ -194,8 +194,8 @@ class PromptExchange:
         complete, blocks that are still to be offered count, too.
 
         Raises:
-            InvalidArgumentError: The ticket is malformed, or names another machine although neither
-                a secret nor TLS proves peers.
+            InvalidArgumentError: The ticket is malformed, or its address is not a loopback address
+                although neither a secret nor TLS proves peers.
             KVXferError: The other engine cannot be reached, has another model, or has blocks that
                 cannot be turned into ours; the error names the field and both values.
             TimeoutError: The other engine did not answer in time.
@@ -234,7 +234,7 @@ class PromptExchange:
             scope: As for `offer`.
 
         Returns:
-            What arrived, and which of our blocks did not: see `Fetched.bad_blocks`.
+            The result, whose `bad_blocks` are those of our blocks that did not arrive completely.
 
         Raises: as `ask`, and
             InvalidArgumentError: Our caches were freed or moved.

@@ -410,7 +410,7 @@ class Reader:
         still being computed; it is kept until this ends.
 
         Returns:
-            What arrived, at the latest after the configured `timeout_s` and the time it takes to
+            The result, at the latest after the configured `timeout_s` and the time it takes to
             end stalled reads. Nothing writes to our blocks afterwards, unless `Fetched.memory_safe`
             is False. A call that raises or is cancelled waits for that, too.
         """

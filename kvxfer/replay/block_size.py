@@ -31,8 +31,8 @@ def bytes_per_token(model: Path) -> int:
     """Compute the bytes of a token's keys and values, of all layers, from a model's `config.json`.
 
     Raises:
-        InvalidArgumentError: The file is not the configuration of a model with full attention in
-            every layer, so that its bytes grow with the prompt.
+        InvalidArgumentError: The file is not a model's configuration, or not all layers have full
+            attention: then the bytes do not grow evenly with the prompt.
     """
     path = model / "config.json" if model.is_dir() else model
     try:

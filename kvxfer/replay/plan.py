@@ -90,7 +90,7 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
         hit_rate: Share of all blocks of the trace that are hits here.
         num_promoted: Blocks promoted from here to the first tier.
         num_evicted: Blocks evicted.
-        bytes_written_per_day: Bytes that a day of this would write; None without a duration.
+        bytes_written_per_day: Bytes written in a day at this rate; None without a duration.
     """
 
     medium: Medium

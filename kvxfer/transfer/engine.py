@@ -163,8 +163,8 @@ class PolledEngine(Generic[MoverT]):
         """Begin to copy blocks of the caches to the backend; `get_finished` reports the end.
 
         To or from host memory, the call itself moves the first slice, 4 MiB of a store; with other
-        backends it returns at once. The caller must not change the blocks before the job has ended,
-        nor after that, while `may_touch` is true, those whose outcome is not `memory_safe`.
+        backends it returns at once. The caller must not change the blocks before the job has ended.
+        Blocks whose outcome is not `memory_safe` must not change while `may_touch` returns True.
 
         Args:
             keys: One per chunk, or portable page, group after group.

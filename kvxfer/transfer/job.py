@@ -67,7 +67,7 @@ class Job:
 
     Attributes:
         deadline: Deadline on the clock of `runtime.monotonic`, None for no limit.
-        retention: How long to keep the blocks of a store, if that was said.
+        retention: How long to keep the blocks of a store; None without a wish.
         in_backend: For each block, whether it was passed to the backend.
         outcomes: For each block, its outcome, None until it has one.
         waited_s: Longest time that a piece waited for its turn.

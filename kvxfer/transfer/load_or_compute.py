@@ -9,7 +9,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Ended, Event, Observer, Operation
 
 STALE_S = 30.0
-"""How long without a load until the bandwidth is unknown again, so that a slow tier is tried
+"""Age of the last load at which the bandwidth counts as unknown, so that a slow tier is tried
 again."""
 
 HALF_LIFE_S = 2.0
