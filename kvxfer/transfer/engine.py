@@ -365,10 +365,11 @@ class PolledEngine(Generic[MoverT]):
                 if await self._mover.end():
                     self._memory.close()
                     return
+            how = "closed, but"
         except TimeoutError:
-            pass
-        text = "transfer engine: closed, but %d transfers may still touch the caches"
-        logger.warning(text, self._mover.num_unsettled)
+            how = f"not closed after {self._close_timeout_s:g} s:"
+        text = "transfer engine: %s %d transfers may still touch the caches"
+        logger.warning(text, how, self._mover.num_unsettled)
 
     async def _end_jobs(self) -> None:
         await self._mover.cancel_begun()

@@ -9,8 +9,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Ended, Event, Observer, Operation
 
 STALE_S = 30.0
-"""Age of the last load at which the bandwidth counts as unknown, so that a slow tier is tried
-again."""
+"""Age of the last load at which the bandwidth is unknown again: a slow tier is then retried."""
 
 HALF_LIFE_S = 2.0
 """Time spent loading, or computing, after which an earlier measurement counts half."""

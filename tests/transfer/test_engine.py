@@ -233,6 +233,16 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
     assert engine.may_touch(job)
 
 
+async def test_an_engine_whose_backend_does_not_close_in_time_does_not_say_that_it_is_closed(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make_backend(memory)
+    with patch.object(backend, "aclose", side_effect=asyncio.Event().wait):
+        async with TransferEngine(memory.caches, backend, close_timeout_s=0.1):
+            pass
+    assert "not closed after 0.1 s: 0 transfers may still touch the caches" in caplog.text
+
+
 @contextmanager
 def at_each_instruction(call: Callable[[], object]) -> Iterator[None]:
     """Call something before each instruction of the mover of jobs on this thread."""
