@@ -1,4 +1,4 @@
-"""Command `kvxfer serve`: a process that holds blocks for others, as a peer or as a host pool."""
+"""Command `kvxfer serve`: a process that holds blocks for engines, as a peer or as a host pool."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Findings of `kvxfer doctor`: what was examined, what was found, and how to mend it."""
+"""Findings of `kvxfer doctor`: the subject of a check, its result, and the remedy."""
 
 import enum
 
@@ -9,7 +9,7 @@ class Severity(enum.Enum):
     """Severity of a finding, worst first.
 
     `ERROR`: blocks are not found, not kept, or an engine does not start. `WARNING`: slower than the
-    machine could be, or less is kept than was asked for.
+    machine could be, or less is kept than configured.
     """
 
     ERROR = "error"

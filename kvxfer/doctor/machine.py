@@ -1,7 +1,7 @@
 """Checks of a machine: memory, limits and CPUs of this process, and the packages it has.
 
-`needed_bytes` is the memory that backends need, 0 if it is not known. The other arguments are what
-is examined: the environment, folders of the kernel, packages.
+`needed_bytes` is the memory that backends need, 0 if it is not known. Other arguments
+name the things to examine: the environment, folders of the kernel, packages.
 """
 
 import importlib.metadata

@@ -30,8 +30,8 @@ WEIGHTS_AT_A_TIME = 1 << 21
 """Number of weights of keys that are ranked together, so that they fit into a CPU's caches."""
 
 MESSAGES_OF_A_LOOKUP, MESSAGES_OF_A_STORE, MESSAGES_OF_A_HEARTBEAT = 2, 4, 2
-"""Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup found
-needs none."""
+"""Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. Loading blocks that a lookup
+found needs none."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +52,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     routing: Literal["spread", "prefix"] = "spread"
 
     def __post_init__(self) -> None:
-        """Check what the types do not say."""
+        """Check bounds that the types do not express."""
         for name in COUNTS:
             require_integer(name, getattr(self, name), minimum=1, maximum=MAX_COUNT)
         for name, most, what in (

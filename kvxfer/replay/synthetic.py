@@ -61,7 +61,7 @@ class MultiTurn(Workload, frozen=True, kw_only=True):
     Attributes:
         task_tokens: Tokens with which a chat begins, after the system prompt; 0 for none.
         turns: Turns of a chat and its forks.
-        user_tokens: Tokens of a question, or of what a tool returns.
+        user_tokens: Tokens of a question, or of the result of a tool.
         think_s: Seconds from an answer to the next question.
         forks: Share of the turns after which a second chat continues from the same prompt.
     """
