@@ -208,7 +208,7 @@ async def _try_bucket(config: ObjectConfig) -> Finding:
             # If an earlier run left the object, the first call creates nothing, as intended.
             overwrites = await bucket.create(name, text) and await bucket.create(name, text)
         except RequestFailedError as exc:
-            why = "Blocks that others stored are hits; nothing is stored."
+            why = "Blocks that other engines stored are hits; this one stores nothing."
             if exc.denied:
                 mend = "allow the engine's role to put objects below the prefix"
                 return warning(f"may be read only: {exc}", why=why, mend=mend)
@@ -292,7 +292,7 @@ def check_mooncake(config: MooncakeConfig) -> Finding:
     return ok("the master answers")
 
 
-_NO_POOL = "Every lookup there is a miss: what engines before this one computed is computed again."
+_NO_POOL = "Every lookup there is a miss: blocks of earlier engines are computed again."
 
 
 def check_pool(config: PoolConfig) -> Finding:

@@ -306,7 +306,7 @@ class PromptExchange:
             rule = "HOST:PORT/LEASE, as `offer` returns it"
             raise InvalidArgumentError("ticket", ticket, rule) from exc
         if not (endpoint.is_loopback or self._proves_peers):
-            rule = "one of a loopback address, unless a secret or TLS proves peers"
+            rule = "a ticket with a loopback address, unless a secret or TLS proves peers"
             raise InvalidArgumentError("ticket", ticket, rule)
         return endpoint, require_ticket("ticket", lease)
 
