@@ -121,10 +121,10 @@ def problem_of(
     said = re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)
     said = re.sub("`([a-z]+)`", lambda found: _WORDS.get(found[1], found[1]), said)
     said = said[:1].lower() + said[1:]
-    if not name or given is None:
-        return f"{name}: {said}" if name else said
     if name.startswith("key` in "):
         return "a name is not text"
+    if not name or given is None or "[...]" in name:  # msgspec does not name keys of a mapping
+        return f"{name}: {said}" if name else said
     return f"{name} is {code_of(_value_at(given, name))}; {said.partition(', got ')[0]}"
 
 

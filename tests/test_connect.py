@@ -250,7 +250,10 @@ def test_a_third_party_says_whether_its_blocks_outlive_the_process(
 def test_a_setting_whose_name_begins_with_key_is_named() -> None:
     class Settings(msgspec.Struct):
         keys: int
+        sizes: dict[str, int] = {}
 
+    with pytest.raises(InvalidArgumentError, match=r"sizes\[\.\.\.\]: expected a whole number"):
+        convert_settings("settings", {"keys": 2, "sizes": {"a": "x"}}, Settings, what="settings")
     with pytest.raises(InvalidArgumentError, match="keys is 'two'; expected"):
         convert_settings("settings", {"keys": "two"}, Settings, what="settings")
     with pytest.raises(InvalidArgumentError, match="a name is not text"):
