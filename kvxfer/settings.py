@@ -78,8 +78,7 @@ def convert_settings(
         strict: Whether to refuse text in place of a number.
 
     Raises:
-        InvalidArgumentError: A setting is missing, unknown or invalid; the error names it, and
-            hides credentials.
+        InvalidArgumentError: A missing, unknown or invalid setting is named, credentials hidden.
     """
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode_size)
@@ -115,7 +114,8 @@ def problem_of(
         return f"{missing[1]} is missing"
     if isinstance(why := error.__cause__, InvalidArgumentError):
         # Raised by `ByteSize.parse`, which does not know the field's name, or by the struct.
-        return f"{name} is {code_of(why.value)}; expected {why.expected}" if name else str(why)
+        value = shown({why.argument: why.value})[why.argument]
+        return f"{name or why.argument} is {code_of(value)}; expected {why.expected}"
     if said.startswith("Invalid enum value"):
         said = "Expected " + (_allowed_values(fields.get(name)) or "another value")
     said = re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)

@@ -266,7 +266,11 @@ def test_the_credentials_of_a_third_party_are_told_by_no_error(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "takes_a_token.py").write_text(
         "import msgspec\nfrom kvxfer.testing import DictBackend\n\n"
+        "from kvxfer.errors import InvalidArgumentError\n"
         "class Config(msgspec.Struct):\n    token: str\n\n"
+        "    def __post_init__(self):\n"
+        "        if self.token == 'abcd':\n"
+        "            raise InvalidArgumentError('token', self.token, 'three letters')\n\n"
         "class Mine(DictBackend):\n    config_type = Config\n"
     )
     install("mine", "takes_a_token:Mine")
@@ -274,6 +278,7 @@ def test_the_credentials_of_a_third_party_are_told_by_no_error(
     for open_it in (
         lambda: exchange("mine://?token=abc", memory.caches, namespace=namespace),
         lambda: plan_tiers({"type": "mine", "token": "abc"}, 4096),
+        lambda: plan_tiers({"type": "mine", "token": "abcd"}, 4096),
     ):
         with pytest.raises(InvalidArgumentError, match=r"mine.*expected") as caught:
             open_it()
