@@ -705,13 +705,16 @@ def test_a_store_that_stops_is_answered_for(
 
 
 @pytest.mark.parametrize(
-    "adapter", [{"pause_s": 60.0, "staging": "256KiB"}], indirect=True, ids=["two buffers"]
+    "adapter",
+    [{"pause_s": 60.0, "staging": "256KiB", "timeout_s": 2.0}],
+    indirect=True,
+    ids=["two buffers"],
 )
 def test_stores_that_wait_for_a_buffer_suspend_no_backend_that_answers(
     adapter: FaultyAdapter, memory: Memory
 ) -> None:
     operations = frozenset({Operation.STORE})
-    adapter.faulty.rates = FaultRates(delay=1.0, delay_s=0.1, operations=operations)
+    adapter.faulty.rates = FaultRates(delay=1.0, delay_s=0.4, operations=operations)
     objects = [memory.fill(1000, number) for number in range(20)]
     for number, each in enumerate(objects):
         adapter.submit_store_task([make_key(number)], [each])
