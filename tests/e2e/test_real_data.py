@@ -99,5 +99,5 @@ def test_transformers_and_vllm_continue_each_others_prompts(
 
     with torch.no_grad():
         model.model.layers[7].mlp.down_proj.weight.mul_(1.001)
-    with pytest.raises(InvalidArgumentError, match=r"with another model\.layers\.7\.mlp\.down"):
+    with pytest.raises(InvalidArgumentError, match=r"that differs in model\.layers\.7\.mlp\.down"):
         prefix_cache(model, of_vllm, engine_keys=KEYS)
