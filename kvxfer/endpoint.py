@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.settings import shown
 from kvxfer.text import find_control
 
 ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - addresses to listen at, not to connect to
@@ -48,7 +49,7 @@ class Endpoint:
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
         if not (colon and _is_host(host, bracketed=bracketed) and _is_port(port)):
-            raise InvalidArgumentError(argument, text, form)
+            raise InvalidArgumentError(argument, shown(text), form)
         return cls(host, int(port))
 
     @property

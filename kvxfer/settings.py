@@ -144,7 +144,8 @@ def shown(given: Any) -> Any:
         name, equals, value = parameter.partition("=")
         hidden = is_credential(unquote(name)) or "@" in unquote(value)
         parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
-    return re.sub("(?s)//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
+    text = f"{head}{mark}{''.join(parts)}"
+    return re.sub("(?s)//.*@", f"//{HIDDEN}@", text)  # a password may have a question mark
 
 
 def is_credential(setting: object) -> bool:

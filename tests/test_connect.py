@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
+from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.object import S3Config
 from kvxfer.connect import (
     BACKENDS,
     complete_namespace,
@@ -107,6 +109,7 @@ HIDE_AND_SEEK = "hide-and-seek"
         (f"s3://bucket?pwd={HIDE_AND_SEEK}", "no 'pwd'.*environment"),
         (f"az://container?sv=2024-11-04&sig={HIDE_AND_SEEK}", "no 'sig'.*environment"),
         (f"s3://user\n:{HIDE_AND_SEEK}@bucket", "without control"),
+        (f"s3://user:{HIDE_AND_SEEK}?@bucket", "name=value"),
     ],
     ids=repr,
 )
@@ -116,6 +119,23 @@ def test_credentials_are_refused_by_name_and_no_error_tells_them(backend: Any, w
     told = "".join(traceback.format_exception(caught.value))
     assert HIDE_AND_SEEK not in told
     assert HIDE_AND_SEEK not in repr(caught.value.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (NixlConfig, {"address": f"user:{HIDE_AND_SEEK}@host:1"}),
+        (NixlConfig, {"discover": f"user:{HIDE_AND_SEEK}@host:2379/kvxfer"}),
+        (S3Config, {"address": f"user:{HIDE_AND_SEEK}@bucket"}),
+        (S3Config, {"address": "bucket", "endpoint": f"ftp://host?token={HIDE_AND_SEEK}"}),
+    ],
+)
+def test_a_configuration_that_is_made_in_python_hides_credentials_too(
+    kind: Any, fields: dict[str, str]
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        kind(**fields)
+    assert HIDE_AND_SEEK not in f"{caught.value} {caught.value.value!r}"
 
 
 def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: BlockMemory) -> None:

@@ -30,6 +30,7 @@ from kvxfer.pages.header import BlockFileError, OtherIntegrityError
 from kvxfer.pages.namespace_format import PART
 from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import CLOSE_TIMEOUT_S, Calls, CircuitBreaker, Threads
+from kvxfer.settings import shown
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status, TellsKept
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import Integrity
@@ -116,7 +117,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidArgumentError("address", self.address, "the host and port of the master")
         if "@" in self.metadata or not self.metadata:
             wanted = f"a URL without credentials, or {HANDSHAKE}"
-            raise InvalidArgumentError("metadata", self.metadata.rpartition("@")[2], wanted)
+            raise InvalidArgumentError("metadata", shown(self.metadata), wanted)
         require_positive("replicas", self.replicas)
         for name in ("timeout_s", "lookup_timeout_s", "retry_after_s"):
             if not getattr(self, name):

@@ -31,6 +31,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferE
 from kvxfer.extras import installed_version, require_extra
 from kvxfer.named_files import load_certificates, read_named_file
 from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error
+from kvxfer.settings import shown
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
@@ -240,18 +241,16 @@ class Roster:
     def _skip(self, name: bytes, exc: InvalidArgumentError) -> None:
         if name not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(name)
-            shown = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
-            logger.warning(
-                "skipped the announcement of %s: %s",
-                *(printable(text, _MAX_CHARACTERS) for text in (shown, exc)),
-            )
+            told = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
+            texts = (printable(text, _MAX_CHARACTERS) for text in (told, exc))
+            logger.warning("skipped the announcement of %s: %s", *texts)
 
     def _publish(self) -> None:
         if (endpoints := tuple(self._present.values())) != self.endpoints:
             self.endpoints = endpoints
-            shown = ", ".join(map(str, endpoints[:_MAX_SHOWN]))
+            told = ", ".join(map(str, endpoints[:_MAX_SHOWN]))
             more = ", ..." if len(endpoints) > _MAX_SHOWN else ""
-            logger.info("%d holders are announced: %s%s", len(endpoints), shown, more)
+            logger.info("%d holders are announced: %s%s", len(endpoints), told, more)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -286,13 +285,14 @@ class EtcdConfig:
     @classmethod
     def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
         """Parse `etcd://host:port,host:port/prefix`; a password is refused, and not shown."""
+        given = re.split("[?#]", shown(url))[0]
         try:
             parts = split_url(url)
         except ValueError:
-            raise InvalidArgumentError("discover", _redact(url), _FORM) from None
+            raise InvalidArgumentError("discover", given, _FORM) from None
         strange = parts.query or parts.fragment or "@" in url or parts.scheme != "etcd"
         if strange or not _PREFIX.fullmatch(parts.path.rstrip("/")):
-            raise InvalidArgumentError("discover", _redact(url), _FORM)
+            raise InvalidArgumentError("discover", given, _FORM)
         endpoints = tuple(Endpoint.parse("discover", each) for each in parts.netloc.split(","))
         if bool(cert) != bool(key) or (cert and not ca):
             wanted = "a CA alone, all three, or none"
@@ -336,13 +336,6 @@ def _read(argument: str, path: str) -> bytes:
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError(argument, path, f"a readable file: {reason}") from exc
-
-
-def _redact(url: str) -> str:
-    """Hide what may be a password in a URL: all before the last @, a query, a fragment."""
-    head, at, rest = url.rpartition("@")
-    shown = re.split("[?#]", rest)[0]
-    return f"{head.partition('://')[0]}://...@{shown}" if at else shown
 
 
 class EtcdError(KVXferError, ConnectionError):

@@ -10,6 +10,7 @@ from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
 from kvxfer.runtime import CLOSE_TIMEOUT_S
+from kvxfer.settings import shown
 from kvxfer.storage.integrity import Integrity
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.integrity is Integrity.KEYED:
             raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
-            raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
+            raise InvalidArgumentError("address", shown(self.address), "the name of a bucket")
         is_plain = self.path.isprintable() and "\\" not in self.path  # a slash to SeaweedFS
         if not is_plain or {"", ".", ".."} & {*self.prefix.split("/")[:-1]}:
             wanted = "a prefix of printable characters other than \\, with no part empty, . or .."
@@ -83,7 +84,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             parts = split_url("")
         if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
-            raise InvalidArgumentError("endpoint", _hidden(self.endpoint), wanted)
+            raise InvalidArgumentError("endpoint", shown(self.endpoint), wanted)
         require_positive("max_requests", self.max_requests)
         for name in ("timeout_s", "lookup_timeout_s", "list_timeout_s"):
             if not getattr(self, name):
@@ -177,9 +178,3 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise InvalidArgumentError("account", self.account, wanted)
         options: dict[str, Any] = {"endpoint": self.endpoint} if self.endpoint else {}
         return options | ({"account_name": self.account} if self.account else {})
-
-
-def _hidden(text: str) -> str:
-    """Hide the part of an address in front of its host, where credentials would be."""
-    head, at, host = text.rpartition("@")
-    return f"...@{host}" if at else head + host
