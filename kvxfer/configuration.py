@@ -44,6 +44,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, kind in _types_of(type(self)):
             msgspec.structs.force_setattr(self, name, _convert(name, getattr(self, name), kind))
 
+    def _require_positive(self, *names: str) -> None:
+        """Refuse 0 in fields that are counts or seconds; None passes."""
+        for name in names:
+            value = getattr(self, name)
+            wanted = "seconds, more than 0" if isinstance(value, float) else "a positive integer"
+            if value is not None and value <= 0:
+                raise InvalidArgumentError(name, value, wanted)
+
 
 @cache
 def _types_of(config_type: type[Configuration]) -> list[tuple[str, Any]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
-from kvxfer.checks import require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.namespace_format import GroupFormat
@@ -58,8 +57,7 @@ class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("read_threads", "write_threads"):
-            require_positive(name, getattr(self, name))
+        self._require_positive("read_threads", "write_threads")
 
 
 def require_root(config: FileConfig) -> Path:

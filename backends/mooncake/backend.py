@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.checks import require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
@@ -118,10 +117,7 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
         if "@" in self.metadata or not self.metadata:
             wanted = f"a URL without credentials, or {HANDSHAKE}"
             raise InvalidArgumentError("metadata", shown(self.metadata), wanted)
-        require_positive("replicas", self.replicas)
-        for name in ("timeout_s", "lookup_timeout_s", "retry_after_s"):
-            if not getattr(self, name):
-                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        self._require_positive("replicas", "timeout_s", "lookup_timeout_s", "retry_after_s")
 
     @property
     def master(self) -> Endpoint:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
-from kvxfer.checks import require_integer, require_positive
+from kvxfer.checks import require_integer
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import ANY_HOSTS, MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -238,15 +238,11 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         return secret
 
     def _require_bounds(self) -> None:
-        for name in ("capacity", "staging", "max_unauthenticated"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
+        times = [name for name in self.__struct_fields__ if name.endswith("_s")]
+        self._require_positive("capacity", "staging", "max_unauthenticated", *times)
         most = (1 << 31) - 1  # the largest backlog of a listening socket
         require_integer("max_connections", self.max_connections, minimum=1, maximum=most)
         require_integer("data_port", self.data_port, maximum=MAX_PORT)
-        for name in self.__struct_fields__:
-            if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
-                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
         """Refuse an address beyond this machine unless peers must authenticate."""

@@ -4,7 +4,6 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvxfer.checks import require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
@@ -85,10 +84,8 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
             raise InvalidArgumentError("endpoint", shown(self.endpoint), wanted)
-        require_positive("max_requests", self.max_requests)
-        for name in ("timeout_s", "lookup_timeout_s", "list_timeout_s"):
-            if not getattr(self, name):
-                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        times = "timeout_s", "lookup_timeout_s", "list_timeout_s"
+        self._require_positive("max_requests", *times)
 
     @property
     def prefix(self) -> str:

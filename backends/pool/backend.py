@@ -254,8 +254,7 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         if not path.startswith("/") or len(os.fsencode(path)) > MAX_PATH_BYTES:
             wanted = f"absolute, {MAX_PATH_BYTES} bytes at most, as in pool:///run/kvxfer/pool.sock"
             raise InvalidArgumentError("path", path, wanted)
-        if self.timeout_s <= 0:
-            raise InvalidArgumentError("timeout_s", self.timeout_s, "seconds, more than 0")
+        self._require_positive("timeout_s")
         MethodTable.parse(self.methods)
 
     def open_copy_engine(self) -> CopyEngine:

@@ -613,12 +613,10 @@ class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share, half_life_s = self.priority_share, self.priority_half_life_s
-        if not 0 <= share <= 1:
+        share = self.priority_share
+        if share > 1:
             raise InvalidArgumentError("priority_share", share, "a number from 0 to 1")
-        if not 0 < half_life_s < math.inf:
-            wanted = "seconds, more than 0"
-            raise InvalidArgumentError("priority_half_life_s", half_life_s, wanted)
+        self._require_positive("priority_half_life_s")
 
     def open_policy(self, num_slots: int) -> RetainingPolicy:
         """Create the eviction policy of an index."""
