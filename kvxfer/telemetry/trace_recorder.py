@@ -13,7 +13,7 @@ import xxhash
 
 from kvxfer import runtime
 from kvxfer.checks import INT64_MAX
-from kvxfer.telemetry.journal import append_whole
+from kvxfer.telemetry.journal import CLOSE_TIMEOUT_S, append_whole
 
 DEFAULT_TOKENS_PER_BLOCK = 512
 """Tokens of a block in Mooncake's traces.
@@ -32,8 +32,6 @@ MAX_WAITING = 10_000
 
 MAX_BYTES = 1 << 30
 """Size at which recording to a file stops, so that a forgotten recording fills no disk."""
-
-CLOSE_TIMEOUT_S = 2.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS_PER_BLOCK)]
