@@ -4,6 +4,9 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
+MAX_LINE_CHARACTERS = 2000
+"""Maximum length of a log line about a peer, before control characters are escaped."""
+
 MAX_ID_CHARACTERS = 100
 """Maximum length of a request id in a log; those of vLLM have fewer than 60 characters."""
 

@@ -42,7 +42,7 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, Lender, ReservedBlocks
 from kvxfer.storage.observer import Gauge
-from kvxfer.text import printable
+from kvxfer.text import MAX_LINE_CHARACTERS, printable
 
 MAX_REQUESTS = 64
 """Maximum requests and pins of one peer at a time: pins keep blocks from being evicted."""
@@ -60,9 +60,6 @@ PERIOD_S = 1.0
 
 MAX_ADDRESSES = 64
 """Maximum addresses with lines of their own within a period; all others share one line."""
-
-MAX_CHARACTERS = 2000
-"""Maximum characters of a log line about a peer, before control characters are escaped."""
 
 logger = logging.getLogger(__name__)
 
@@ -420,7 +417,7 @@ class RefusalLog:
         self._quiet_until[at] = now + PERIOD_S
         left_out = f" ({self._num_left_out} more were left out)" if self._num_left_out else ""
         self._num_left_out = 0
-        logger.log(level, text, f"{printable(reason, MAX_CHARACTERS)}{left_out}")
+        logger.log(level, text, f"{printable(reason, MAX_LINE_CHARACTERS)}{left_out}")
 
 
 class Server:
@@ -557,7 +554,7 @@ class Server:
                 timeout_s=timeout_s,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
-            logger.debug("no greeting came: %s", printable(exc, MAX_CHARACTERS))
+            logger.debug("no greeting came: %s", printable(exc, MAX_LINE_CHARACTERS))
             return
         except ProtocolError as exc:  # not a peer at all
             self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)

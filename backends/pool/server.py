@@ -34,7 +34,7 @@ from kvxfer.storage.calls import delete_for_others
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.storage.observer import Gauge, Reports
-from kvxfer.text import printable
+from kvxfer.text import MAX_LINE_CHARACTERS, printable
 from kvxfer.tiering import TieredBackend
 
 GRACE_S = 5.0
@@ -51,9 +51,6 @@ HANDSHAKE_TIMEOUT_S = 5.0
 
 MODE = 0o600
 """Mode of the socket. Any process that can connect can read and write every block."""
-
-MAX_CHARACTERS = 2000
-"""Maximum number of characters of a refusal in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +393,7 @@ class PoolServer:
             refusal = wire.Refusal(field=exc.field, ours=ours, theirs=theirs)
         if isinstance(exc, EOFError):
             return  # such as `remove_abandoned`, which connects only to see whether we listen
-        logger.warning("refused an engine: %s", printable(exc, MAX_CHARACTERS))
+        logger.warning("refused an engine: %s", printable(exc, MAX_LINE_CHARACTERS))
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(refusal))
 
