@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
@@ -121,22 +122,15 @@ def generations_memory(drain: Drain) -> StagingMemory:
     return StagingMemory(count * one, one, drain, num_buffers=count)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RemoteMemory:
     """Registered memory of one peer, which `agent` reads and knows by the name `peer`."""
 
-    def __init__(
-        self,
-        agent: TransferAgent,
-        peer: str,
-        carrier: Carrier,
-        regions: Regions,
-        hasher: BlockHasher,
-    ) -> None:
-        self.agent = agent
-        self.peer = peer
-        self.carrier = carrier
-        self.regions = regions
-        self._hasher = hasher
+    agent: TransferAgent
+    peer: str
+    carrier: Carrier
+    regions: Regions
+    hasher: BlockHasher
 
     async def read(
         self, theirs: Descriptors, ours: Descriptors, *, late: Late | None = None
@@ -159,7 +153,7 @@ class RemoteMemory:
         checksums: dict[int, list[int]] = {}
 
         def landed(index: int) -> None:
-            checksums[index] = self._hasher.checksums_here(ours.select(*bounds[index]))
+            checksums[index] = self.hasher.checksums_here(ours.select(*bounds[index]))
 
         await _await_flight(self.agent.begin(self.peer, runs, landed), ours, late)
         return list(chain.from_iterable(checksums[index] for index in range(len(bounds))))
