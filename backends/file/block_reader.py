@@ -10,7 +10,7 @@ import numpy as np
 from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, Round, failure
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
+from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result, closing
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
@@ -115,18 +115,17 @@ class BlockReader:
         except OSError as exc:
             is_absent = runtime.is_absent(exc) or self._files.folder.sizes([key]) == [None]
             return MISSING if is_absent else failure(exc)
-        try:
-            return self._read_open(key, block, fd)
-        except OtherIntegrityError as exc:
-            return self._note_other_integrity(exc)
-        except BlockFileError as exc:
-            if not self._files.record.is_sealed_with_our_secret():
-                return OTHER_SECRET
-            return self._quarantine(key, fd, exc)
-        except OSError as exc:
-            return failure(exc)
-        finally:
-            runtime.disk().close(fd)
+        with closing(fd):
+            try:
+                return self._read_open(key, block, fd)
+            except OtherIntegrityError as exc:
+                return self._note_other_integrity(exc)
+            except BlockFileError as exc:
+                if not self._files.record.is_sealed_with_our_secret():
+                    return OTHER_SECRET
+                return self._quarantine(key, fd, exc)
+            except OSError as exc:
+                return failure(exc)
 
     def _read_open(self, key: BlockKey, block: Descriptors, fd: int) -> Outcome:
         files, found = self._files, runtime.disk().fstat(fd)

@@ -12,7 +12,7 @@ from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_wa
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS, Size
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS, Size, closing
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
@@ -61,11 +61,8 @@ class FolderStore(BlockTree, BlockStore):
     @contextlib.contextmanager
     def open_path(self, path: str) -> Iterator[OpenBlock]:
         """See `BlockStore.open_path`; a link is not followed."""
-        fd = runtime.disk().open(self.root / path, READ_FLAGS)
-        try:
+        with closing(runtime.disk().open(self.root / path, READ_FLAGS)) as fd:
             yield _OpenFile(fd)
-        finally:
-            runtime.disk().close(fd)
 
     def open_count(self) -> Ledger:
         """See `BlockStore.open_count`.
@@ -98,13 +95,10 @@ class _Folder(StoredNamespace):
 
     @contextlib.contextmanager
     def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
-        fd = self._folder.open_block(block.key, found_in=block.folder)
-        try:
+        with closing(self._folder.open_block(block.key, found_in=block.folder)) as fd:
             # Verify the bytes on the disk, not those in the page cache.
             runtime.disk().posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             yield _OpenFile(fd, lambda: self._quarantine(block, fd))
-        finally:
-            runtime.disk().close(fd)
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[Size]:
         return map(self._remove, blocks)

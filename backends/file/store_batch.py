@@ -9,7 +9,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size
+from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size, closing
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import BlockFileError, BlockHeader
@@ -184,7 +184,7 @@ class StoreBatch:
             if runtime.is_absent(exc):
                 return False
             raise
-        try:
+        with closing(fd):
             with contextlib.suppress(BlockFileError):
                 head, num_data_bytes = read_header(fd)
                 start = int(self._blocks.payload_starts[index])
@@ -193,8 +193,6 @@ class StoreBatch:
                 covers = BlockHeader.decode(head).covers(key, start, num_bytes, size)
             if discard and not covers:
                 self._space.discard(key, fd)
-        finally:
-            runtime.disk().close(fd)
         return covers
 
     def _settle(self, indices: Sequence[int]) -> None:

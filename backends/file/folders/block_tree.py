@@ -12,7 +12,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.backends.file.folders.process_claim import is_alive
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, closing
 from kvxfer.pages.header import BlockFileError
 from kvxfer.pages.names import (
     QUARANTINE,
@@ -48,12 +48,9 @@ class BlockTree:
 
     def fingerprints(self) -> list[str]:
         """List the namespaces that have a folder."""
-        root = open_folder(self.root)
-        try:
+        with closing(open_folder(self.root)) as root:
             names = sorted(filter(is_fingerprint, runtime.disk().listdir(root)))
             return [each for each in names if self._stat(each, root, stat.S_ISDIR)]
-        finally:
-            runtime.disk().close(root)
 
     def blocks(
         self, fingerprint: str = "", prefix: bytes = b""
@@ -118,8 +115,7 @@ class BlockTree:
 
         `only` limits the walk to one namespace; `with_own` adds the namespaces' own folders.
         """
-        root = open_folder(self.root)
-        try:
+        with closing(open_folder(self.root)) as root:
             is_wanted = only.__eq__ if only else is_fingerprint
             wanted = filter(is_wanted, runtime.disk().listdir(root))
             for fingerprint, parent in self._children(root, wanted):
@@ -129,8 +125,6 @@ class BlockTree:
                 inner = {*filter(is_block_folder, self._names(parent)), QUARANTINE}
                 for name, fd in self._children(parent, inner, of=f"{fingerprint}/"):
                     yield fingerprint, name, fd
-        finally:
-            runtime.disk().close(root)
 
     def _children(
         self, parent_fd: int, names: Iterable[str], *, of: str = ""
@@ -143,10 +137,8 @@ class BlockTree:
                 exc.filename = f"{of}{name}"
                 self._skip(exc)
                 continue
-            try:
+            with closing(fd):
                 yield name, fd
-            finally:
-                runtime.disk().close(fd)
 
     def _names(self, folder_fd: int) -> list[str]:
         """List the names in a folder below the root; none if it cannot be read."""

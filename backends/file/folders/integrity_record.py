@@ -9,7 +9,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import Size
+from kvxfer.backends.file.io.file_io import Size, closing
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import OTHER_KEY_REASON, BlockFileError, OtherIntegrityError, header_in
@@ -176,9 +176,6 @@ def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> by
         if runtime.is_absent(exc):
             return b""
         raise
-    try:
+    with closing(fd), contextlib.suppress(BlockFileError):
         return read_header(fd)[0]
-    except BlockFileError:
-        return b""
-    finally:
-        runtime.disk().close(fd)
+    return b""

@@ -22,7 +22,7 @@ from kvxfer.backends.file.folders.process_claim import (
     open_locked,
     strip_checksum,
 )
-from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.backends.file.io.file_io import READ_FLAGS, closing
 from kvxfer.pages.names import LEDGER_NAME, FoundBlock
 
 LOCK_TIMEOUT_S = 30.0
@@ -281,11 +281,8 @@ def read_count(root: Path) -> int | None:
     None if there is no count, or it is damaged or being changed.
     """
     try:
-        fd = runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)
-        try:
+        with closing(runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)) as fd:
             record = _read_record(fd)
-        finally:
-            runtime.disk().close(fd)
     except OSError as exc:
         if runtime.is_absent(exc):
             return None

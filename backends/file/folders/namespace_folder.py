@@ -14,6 +14,7 @@ from kvxfer.backends.file.io.file_io import (
     READ_FLAGS,
     Result,
     Size,
+    closing,
     read_whole,
     regular_size,
     require_known,
@@ -144,12 +145,9 @@ class NamespaceFolder:
 
     def read_text(self, name: str) -> str:
         """Read a small text file of the folder."""
-        disk = runtime.disk()
-        fd = self._folders.within(OWN, lambda folder: disk.open(name, READ_FLAGS, dir_fd=folder))
-        try:
+        open_text = functools.partial(runtime.disk().open, name, READ_FLAGS)
+        with closing(self._folders.within(OWN, lambda folder: open_text(dir_fd=folder))) as fd:
             return read_whole(fd, MAX_TEXT_BYTES).decode(errors="replace")
-        finally:
-            disk.close(fd)
 
     def has_text(self, name: str) -> bool:
         """Whether the folder has a text file."""
@@ -236,10 +234,8 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
         temporary = temporary_name(runtime.token_bytes(OWNER_BYTES).hex(), 0)
         fd = disk.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
         try:
-            try:
+            with closing(fd):
                 write_whole(fd, text.encode())
-            finally:
-                disk.close(fd)
             disk.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         except FileNotFoundError:  # a walk removed it, because its made-up owner has no claim
             if attempt + 1 == _WRITE_ATTEMPTS:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
+from kvxfer.backends.file.io.file_io import closing
 from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME, OWNER_BYTES
 
 OWN = "."
@@ -38,12 +39,9 @@ def make_root(root: Path) -> None:
             synced.append(parent.parent)
     disk.makedirs(root, FOLDER_MODE, exist_ok=True)
     for parent in synced:
-        with contextlib.suppress(OSError):  # usually a folder that we may not read
-            fd = open_folder(parent)
-            try:
-                disk.fsync(fd)
-            finally:
-                disk.close(fd)
+        # An error is usually that of a folder that we may not read.
+        with contextlib.suppress(OSError), closing(open_folder(parent)) as fd:
+            disk.fsync(fd)
 
 
 def require_mounted(root: Path, fd: int) -> None:

@@ -19,6 +19,7 @@ from kvxfer.backends.file.io.file_io import (
     DAMAGE_ERRORS,
     FILE_MODE,
     READ_FLAGS,
+    closing,
 )
 from kvxfer.pages.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 
@@ -198,21 +199,18 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
         if runtime.is_absent(exc) or exc.errno == errno.ENXIO:  # a socket
             return b""
         raise
-    try:
+    with closing(fd):
         found = runtime.disk().fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return b""
-        # Shared: two processes that read a claim must not take each other for its owner.
-        runtime.disk().flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_whole(fd, min(found.st_size, _MAX_BYTES))
-    else:
+        try:  # shared: two processes that read a claim must not take each other for its owner
+            runtime.disk().flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_whole(fd, min(found.st_size, _MAX_BYTES))
         if remove:
             with contextlib.suppress(OSError):
                 runtime.disk().unlink(path)
         return b""
-    finally:
-        runtime.disk().close(fd)
 
 
 def _read_whole(fd: int, num_bytes: int) -> bytes:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -234,6 +234,15 @@ def require_known(sizes: Sequence[Size]) -> list[int | None]:
         if isinstance(size, OSError):
             raise size
     return [None if isinstance(size, OSError) else size for size in sizes]
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Close an open file or folder at the end of the context."""
+    try:
+        yield fd
+    finally:
+        runtime.disk().close(fd)
 
 
 def read_whole(fd: int, most_bytes: int) -> bytes:
