@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvxfer import runtime
@@ -17,7 +18,6 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.exchange import Exchange
-from kvxfer.backends.nixl.peers import rank
 from kvxfer.backends.nixl.server import Server
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -34,6 +34,10 @@ T = TypeVar("T")
 
 Home: TypeAlias = Client | HostBackend
 """Place of blocks: a peer, or this process."""
+
+# Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 logger = logging.getLogger(__name__)
 
@@ -336,3 +340,43 @@ def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outc
         else:
             safe = before.memory_safe and outcome.memory_safe
             outcomes[index] = pick_outcome(before, outcome, memory_safe=safe)
+
+
+def rank(
+    keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
+) -> NDArray[np.intp]:
+    """Rank the peers that hold each key, best first, by rendezvous hashing.
+
+    Every peer has a weight for every key, a hash of the two, and the heaviest peers hold the block.
+    When a peer leaves, only its blocks move. The answer for a key depends only on the key and the
+    set of endpoints, which are distinct and not empty. It is part of the protocol, because
+    processes that store and processes that load must agree.
+
+    Returns:
+        Indices into `endpoints`, `(min(replicas, num_endpoints), num_keys)`.
+
+    Source: Thaler, Ravishankar: "Using name-based mappings to increase hit rates", IEEE/ACM
+        Transactions on Networking 6(1), 1998.
+    """
+    if len(endpoints) == 1:
+        return np.zeros((1, len(keys)), np.intp)
+    weights = _mix(
+        _hashes([str(endpoint).encode() for endpoint in endpoints])[:, None] ^ _hashes(keys)
+    )
+    ranked: NDArray[np.intp]
+    if replicas == 1:
+        ranked = weights.argmax(axis=0)[None]
+    else:
+        ranked = weights.argsort(axis=0)[::-1][:replicas]
+    return ranked
+
+
+def _hashes(names: Sequence[bytes]) -> NDArray[np.uint64]:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, names), np.uint64, len(names))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter the bits; different values stay different."""
+    values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    return values ^ (values >> _SHIFTS[2])
