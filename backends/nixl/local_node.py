@@ -92,8 +92,16 @@ class LocalNode:
         self.hasher = BlockHasher()
         self._make_agent = make_agent
         self._threads = Threads("kvxfer-nixl-open", 1)
-        self._boot_id, self._pid, self._pid_namespace = identify_host()
-        self._incarnation = runtime.unique_id().bytes
+        boot_id, pid, pid_namespace = identify_host()
+        self._hello = Hello(
+            version=PROTOCOL_VERSION,
+            oldest_version=OLDEST_VERSION,
+            incarnation=runtime.unique_id().bytes,
+            namespace=namespace,
+            boot_id=boot_id,
+            pid=pid,
+            pid_namespace=pid_namespace,
+        )
         self._regions: list[MemoryRegion] = []
         self._is_open = False
         self.agent: TransferAgent | None = None
@@ -104,15 +112,7 @@ class LocalNode:
     @property
     def hello(self) -> Hello:
         """Greeting of this process."""
-        return Hello(
-            version=PROTOCOL_VERSION,
-            oldest_version=OLDEST_VERSION,
-            incarnation=self._incarnation,
-            namespace=self.namespace,
-            boot_id=self._boot_id,
-            pid=self._pid,
-            pid_namespace=self._pid_namespace,
-        )
+        return msgspec.structs.replace(self._hello, namespace=self.namespace)
 
     def hello_to(self, endpoint: Endpoint) -> Hello:
         """Make the greeting for the peer at an endpoint.
@@ -121,7 +121,7 @@ class LocalNode:
         endpoint: tickets, which come from outside, may name one peer by several endpoints.
         """
         name = str(endpoint).encode()
-        incarnation = hashlib.blake2b(name, key=self._incarnation, digest_size=16).digest()
+        incarnation = hashlib.blake2b(name, key=self._hello.incarnation, digest_size=16).digest()
         return msgspec.structs.replace(self.hello, incarnation=incarnation)
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
