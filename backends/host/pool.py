@@ -297,7 +297,7 @@ class HostPool:
                 if not hashed:
                     checksums.append(0)
                 elif whole:
-                    checksums.append(self._stored_checksum(slot, 0))
+                    checksums.append(self._stored_checksum(slot))
                 else:
                     checksums.append(self._checksum(slot, 0, start, stop))
         return outcomes, checksums
@@ -461,13 +461,13 @@ class HostPool:
         self.generations.change(slots)
         self._unhashed.difference_update(slots)
 
-    def _stored_checksum(self, slot: int, part: int) -> int:
-        """Get the checksum in a tag; compute and keep it if there is none yet."""
+    def _stored_checksum(self, slot: int) -> int:
+        """Get the checksum in the tag of the first part; compute and keep it if there is none."""
         if slot in self._unhashed:
-            _, start, stop, _ = self._tags[slot, part].tolist()
-            self._tags["checksum"][slot, part] = self._checksum(slot, part, start, stop)
+            _, start, stop, _ = self._tags[slot, 0].tolist()
+            self._tags["checksum"][slot, 0] = self._checksum(slot, 0, start, stop)
             self._unhashed.discard(slot)
-        return int(self._tags["checksum"][slot, part])
+        return int(self._tags["checksum"][slot, 0])
 
     def _checksum(self, slot: int, part: int, start: int, stop: int) -> int:
         if self.integrity is MemoryIntegrity.OFF:
