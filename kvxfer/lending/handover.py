@@ -182,9 +182,8 @@ class Handover:
         is_complete: bool = True,
     ) -> None:
         """Lend blocks as `offer` does, but raise errors; after an error none of them is lent."""
-        if self._lender is None:
+        if not self._lend(ticket, keys, block_ids, is_complete=is_complete):
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
-        self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
 
     def revoke(self, tickets: Sequence[str]) -> None:
         """End tickets whose blocks are about to change; return once no reader finds these blocks.
@@ -221,9 +220,8 @@ class Handover:
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
     ) -> None:
         try:
-            if self._lender is not None:
-                self._lend(self._lender, ticket, keys, block_ids, is_complete=is_complete)
-            elif is_complete:  # without `listen` nobody can read the blocks
+            is_lent = self._lend(ticket, keys, block_ids, is_complete=is_complete)
+            if is_complete and not is_lent:  # nobody can read the blocks
                 self._ended.append(ticket)
         except Exception:  # of any kind: the engine waits for the end of the ticket
             logger.exception("hand-over: cannot lend the blocks of ticket %s", ticket)
@@ -231,18 +229,16 @@ class Handover:
                 self._give_up(ticket)
 
     def _lend(
-        self,
-        lender: CacheLender,
-        ticket: str,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        *,
-        is_complete: bool,
-    ) -> None:
+        self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *, is_complete: bool
+    ) -> bool:
+        """Lend blocks; return False without `listen`."""
+        if self._lender is None:
+            return False
         self.reader.require_caches_in_place()
         keys = worker_keys(self._description, keys)
-        lender.offer(ticket, keys, block_ids, complete=is_complete)
+        self._lender.offer(ticket, keys, block_ids, complete=is_complete)
         self._watch_soon()
+        return True
 
     def _give_up(self, ticket: str) -> None:
         """Revoke a ticket, known or not; it has ended once none of its blocks is pinned."""
