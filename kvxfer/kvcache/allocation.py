@@ -27,7 +27,7 @@ from kvxfer.kvcache.canonical import (
     layer_boxes,
 )
 from kvxfer.kvcache.config import KVCacheConfig
-from kvxfer.kvcache.layout import KVLayout, axis_size, page_layout
+from kvxfer.kvcache.layout import KVLayout, axis_size, dense_strides, page_layout
 from kvxfer.kvcache.memory_region import require_device
 from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
@@ -447,10 +447,7 @@ def _view(
 
 def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int) -> dict[str, int]:
     """Compute each axis's stride in elements; a layer's kernel block has `page_elements`."""
-    strides, dense = {}, 1
-    for axis in reversed(memory):
-        strides[axis] = dense
-        dense *= sizes[axis]
+    strides = dict(zip(memory, dense_strides([sizes[axis] for axis in memory]), strict=True))
     if prod(sizes[axis] for axis in memory[1 : memory.index("layer")]) == 1:
         strides["layer"] = page_elements
     strides["block"] = page_elements * sizes["layer"]

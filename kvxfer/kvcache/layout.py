@@ -304,6 +304,11 @@ def _known_sizes(
     return sizes
 
 
+def dense_strides(sizes: Sequence[int], innermost: int = 1) -> list[int]:
+    """Compute the stride of each axis, outermost first, if there are no gaps."""
+    return [innermost * prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+
+
 def axis_size(axis: str, known: Mapping[str, int]) -> int:
     """Compute the size of an axis, which may be several merged ones."""
     return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))

@@ -8,7 +8,7 @@ import torch
 
 from kvxfer.errors import LayoutError, PageBoundsError
 from kvxfer.kvcache.canonical.registered import LayerPlace, RegisteredCache
-from kvxfer.kvcache.layout import CacheTensorForm, describe_tensor
+from kvxfer.kvcache.layout import CacheTensorForm, dense_strides, describe_tensor
 from kvxfer.kvcache.page_box import Digit, PageBox
 
 Axes = Iterable[tuple[str, int, int]]
@@ -299,9 +299,6 @@ def _single_axes(axes: Axes, form: CacheTensorForm, ratio: int) -> Iterator[tupl
         if axis in known or "*" not in axis:
             yield axis, size, stride
             continue
-        inner, steps = stride, []
-        for factor in reversed(axis.split("*")):
-            count = known[factor] // (ratio if factor == "token" else 1)
-            steps.append((factor, count, inner))
-            inner *= count
-        yield from reversed(steps)
+        factors = axis.split("*")
+        counts = [known[each] // (ratio if each == "token" else 1) for each in factors]
+        yield from zip(factors, counts, dense_strides(counts, stride), strict=True)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.layout import dense_strides
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
@@ -42,8 +43,7 @@ class PortableTensor:
     @property
     def strides_bytes(self) -> tuple[int, ...]:
         """Bytes from one index to the next, per axis."""
-        inner = accumulate(reversed(self.shape[1:]), int.__mul__, initial=self.dtype.itemsize)
-        return tuple(reversed(list(inner)))
+        return tuple(dense_strides(self.shape, self.dtype.itemsize))
 
 
 @dataclass(frozen=True, slots=True)
