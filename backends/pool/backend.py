@@ -79,11 +79,8 @@ class Attachment:
         self._lock = runtime.lock()
         self._unsent = bytearray()  # rest of a partly sent message
         try:
-            self._socket = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as exc:  # this process is out of descriptors
-            raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
-        try:
             with contextlib.ExitStack() as undo:
+                self._socket = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 undo.callback(self._socket.close)
                 welcome, fd = self._greet(namespace)
                 self.pool = _map_pool(welcome, fd, namespace, config.open_copy_engine)
