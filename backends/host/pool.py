@@ -99,6 +99,7 @@ class HostPool:
     read. The process that keeps the index passes `claim`; only one process can claim a name.
 
     Attributes:
+        slots: All slots, uint8, `(num_slots, num_parts, part_size_bytes)`; keep the memory mapped.
         generations: Generations of the slots; meaningful only if no other process writes them.
         lost: Slots that a lost device may still write to, never to be used again.
 
@@ -131,8 +132,8 @@ class HostPool:
             if claim:
                 self._memory.claim()
         copy_engine.attach([self._memory.region])
-        self._tags, self._data = shape.divide(self._memory.memory)
-        self._address = self._data.ctypes.data
+        self._tags, self.slots = shape.divide(self._memory.memory)
+        self._address = self.slots.ctypes.data
         self.generations = Generations(shape.num_slots)
         self.lost: set[int] = set()
         self._unhashed: set[int] = set()  # slots tagged without a checksum; read before their tags
@@ -347,7 +348,7 @@ class HostPool:
             starts = self._tags[list(slots), part]["start"]
             self.empty(slots, part)
             inside = starts < self.shape.part_size_bytes  # a damaged tag may point elsewhere
-            self._data[np.asarray(slots)[inside], part, starts[inside].astype(np.int64)] ^= 0xFF
+            self.slots[np.asarray(slots)[inside], part, starts[inside].astype(np.int64)] ^= 0xFF
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Tag `slots[i]`, written by other means, with the whole of `keys[i]`; hash as `write`."""
@@ -377,17 +378,12 @@ class HostPool:
     @property
     def region(self) -> MemoryRegion:
         """The memory of all slots."""
-        return MemoryRegion(self._address, self._data.nbytes, self)
-
-    @property
-    def slots(self) -> NDArray[np.uint8]:
-        """Every slot, uint8, `(num_slots, num_parts, part_size_bytes)`; keeps the memory mapped."""
-        return self._data
+        return MemoryRegion(self._address, self.slots.nbytes, self)
 
     def close(self) -> None:
         """Release the memory; the last process frees it. May be called again."""
         self._tags = np.empty((0, 0), TAG)
-        self._data = np.empty((0, 0, 0), np.uint8)
+        self.slots = np.empty((0, 0, 0), np.uint8)
         self._copy_engine.close()  # before the memory, which it may have pinned
         self._memory.close()
 
@@ -472,7 +468,7 @@ class HostPool:
     def _checksum(self, slot: int, part: int, start: int, stop: int) -> int:
         if self.integrity is MemoryIntegrity.OFF:
             return 0
-        return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
+        return xxhash.xxh3_64_intdigest(self.slots[slot, part, start:stop].data)
 
 
 class _SlotCopy(Copy):

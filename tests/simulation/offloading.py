@@ -335,7 +335,7 @@ class _Run:
         wanted = self._engine.chunk(key[:-4], group_of(key), self._blocks_per_chunk)
         tag = pool._tags[slot, 0]
         start, stop = int(tag["start"]), min(int(tag["stop"]), len(wanted))
-        found = pool._data[slot, 0, start:stop].tobytes()
+        found = pool.slots[slot, 0, start:stop].tobytes()
         if found == wanted[start:stop] and found:
             return ""
         return f"slot {slot}, bytes {start} to {stop} of group {group_of(key)}"
