@@ -136,16 +136,17 @@ def shown(given: Any) -> Any:
         return [shown(each) for each in given]
     if not isinstance(given, str):
         return given
-    if "://" not in given:
-        return HIDDEN if "@" in given else given
+    if "@" in given and "://" not in given:
+        return HIDDEN
     head, mark, query = given.partition("?")
     parts = []
     for parameter in re.split("([&#])", query):
         name, equals, value = parameter.partition("=")
         hidden = is_credential(unquote(name)) or "@" in unquote(value)
-        parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
+        at = "@" * ("@" in value)  # may end the user's name and password, see below
+        parts.append(f"{name}={at}{HIDDEN}" if equals and hidden else parameter)
     text = f"{head}{mark}{''.join(parts)}"
-    return re.sub("(?s)//.*@", f"//{HIDDEN}@", text)  # a password may have a question mark
+    return re.sub("(?s)//.*@", f"//{HIDDEN}@", text)  # a password may have a query's characters
 
 
 def is_credential(setting: object) -> bool:

@@ -110,6 +110,9 @@ HIDE_AND_SEEK = "hide-and-seek"
         (f"az://container?sv=2024-11-04&sig={HIDE_AND_SEEK}", "no 'sig'.*environment"),
         (f"s3://user\n:{HIDE_AND_SEEK}@bucket", "without control"),
         (f"s3://user:{HIDE_AND_SEEK}?@bucket", "name=value"),
+        (f"s3://user:{HIDE_AND_SEEK}?a=b@bucket", "no 'a'"),
+        (f"s3://user:a?b={HIDE_AND_SEEK}&c=d@bucket", "no '[bc]'"),
+        (f"s3://bucket?token=a@{HIDE_AND_SEEK}", "no 'token'"),
     ],
     ids=repr,
 )
@@ -128,6 +131,7 @@ def test_credentials_are_refused_by_name_and_no_error_tells_them(backend: Any, w
         (NixlConfig, {"discover": f"user:{HIDE_AND_SEEK}@host:2379/kvxfer"}),
         (S3Config, {"address": f"user:{HIDE_AND_SEEK}@bucket"}),
         (S3Config, {"address": "bucket", "endpoint": f"ftp://host?token={HIDE_AND_SEEK}"}),
+        (S3Config, {"address": "bucket", "endpoint": f"host?token={HIDE_AND_SEEK}"}),
     ],
 )
 def test_a_configuration_that_is_made_in_python_hides_credentials_too(

@@ -201,6 +201,7 @@ def test_a_url_names_the_members_of_a_cluster_and_a_prefix() -> None:
         "etcd://127.0.0.1:2379/kvxfer?password=hunter2",
         "etcd://127.0.0.1:2379/kvxfer#hunter2",
         "etcd://root:hunter2?#@127.0.0.1:2379/kvxfer",
+        "etcd://root:hunter2?x=y@127.0.0.1:2379/kvxfer",
         "root:hunter2@127.0.0.1:2379/kvxfer",
         "etcd://[::1:2379/kvxfer",
     ],
