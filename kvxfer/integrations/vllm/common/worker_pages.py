@@ -204,7 +204,7 @@ def _describe_group(
         return GroupPages(
             payload_size_bytes=size,
             packing="" if is_cpu() else layer_kernels(layer_names, vllm_config),
-            reason=f"{type(exc).__name__}: {exc}",  # in the namespace; see tests/golden/test_reasons.py
+            reason=f"{type(exc).__name__}: {exc}",  # in the namespace: rewording hides pages
         )
     return msgspec.structs.replace(layer, payload_size_bytes=size, boxes=tuple(boxes))
 
