@@ -2,13 +2,11 @@
 
 import os
 import select
-import ssl
 import stat
 from errno import EFBIG, EISDIR, ETIMEDOUT
 from typing import NamedTuple
 
 from kvxfer import runtime
-from kvxfer.errors import InvalidArgumentError
 
 MAX_BYTES = 16 << 20
 """Maximum size of such a file."""
@@ -44,26 +42,6 @@ def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
         return NamedFile(bytes(data), stat.S_IMODE(mode))
     finally:
         os.close(fd)
-
-
-def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, key: str) -> None:
-    """Load an authority's certificate and, unless `cert` is empty, a certificate and its key.
-
-    Raises:
-        InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read or is not
-            such a PEM file.
-    """
-    try:
-        if cert:
-            context.load_cert_chain(cert, key, password="")  # without a prompt
-    except OSError as exc:  # includes `ssl.SSLError`
-        wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
-        raise InvalidArgumentError(f"{name}_cert, {name}_key", f"{cert}, {key}", wanted) from exc
-    try:
-        context.load_verify_locations(ca)
-    except OSError as exc:
-        wanted = f"a certificate of an authority in PEM: {exc}"
-        raise InvalidArgumentError(f"{name}_ca", ca, wanted) from exc
 
 
 def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:

@@ -10,13 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery
+from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, load_certificates
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import ANY_HOSTS, MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.named_files import load_certificates
 from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize

@@ -29,7 +29,7 @@ from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
-from kvxfer.named_files import load_certificates, read_named_file
+from kvxfer.named_files import read_named_file
 from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error
 from kvxfer.settings import shown
 from kvxfer.storage.integrity import read_secret
@@ -336,6 +336,26 @@ def _read(argument: str, path: str) -> bytes:
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError(argument, path, f"a readable file: {reason}") from exc
+
+
+def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, key: str) -> None:
+    """Load an authority's certificate and, unless `cert` is empty, a certificate and its key.
+
+    Raises:
+        InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read or is not
+            such a PEM file.
+    """
+    try:
+        if cert:
+            context.load_cert_chain(cert, key, password="")  # without a prompt
+    except OSError as exc:  # includes `ssl.SSLError`
+        wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
+        raise InvalidArgumentError(f"{name}_cert, {name}_key", f"{cert}, {key}", wanted) from exc
+    try:
+        context.load_verify_locations(ca)
+    except OSError as exc:
+        wanted = f"a certificate of an authority in PEM: {exc}"
+        raise InvalidArgumentError(f"{name}_ca", ca, wanted) from exc
 
 
 class EtcdError(KVXferError, ConnectionError):
