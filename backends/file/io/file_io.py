@@ -212,14 +212,19 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
 def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Size]:
     """Get the sizes of files in folders: open descriptors, or the errors of opening them."""
     sizes: list[Size] = []
+    get_status = runtime.disk().stat
     for folder, name in zip(folders, names, strict=True):
         if not isinstance(folder, int):
             sizes.append(None if runtime.is_absent(folder) else folder)
             continue
         try:
-            sizes.append(regular_size(folder, name))
+            found = get_status(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            sizes.append(None)
         except OSError as exc:
             sizes.append(None if runtime.is_absent(exc) else exc)
+        else:
+            sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else None)
     return sizes
 
 
