@@ -99,7 +99,7 @@ class HostPool:
     read. The process that keeps the index passes `claim`; only one process can claim a name.
 
     Attributes:
-        slots: All slots, uint8, `(num_slots, num_parts, part_size_bytes)`; keep the memory mapped.
+        slots: Every slot, uint8, `(num_slots, num_parts, part_size_bytes)`; keeps memory mapped.
         generations: Generations of the slots; meaningful only if no other process writes them.
         lost: Slots that a lost device may still write to, never to be used again.
 

@@ -241,16 +241,16 @@ class Roster:
     def _skip(self, name: bytes, exc: InvalidArgumentError) -> None:
         if name not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(name)
-            told = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
-            texts = (printable(text, _MAX_CHARACTERS) for text in (told, exc))
+            decoded = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
+            texts = (printable(text, _MAX_CHARACTERS) for text in (decoded, exc))
             logger.warning("skipped the announcement of %s: %s", *texts)
 
     def _publish(self) -> None:
         if (endpoints := tuple(self._present.values())) != self.endpoints:
             self.endpoints = endpoints
-            told = ", ".join(map(str, endpoints[:_MAX_SHOWN]))
+            listed = ", ".join(map(str, endpoints[:_MAX_SHOWN]))
             more = ", ..." if len(endpoints) > _MAX_SHOWN else ""
-            logger.info("%d holders are announced: %s%s", len(endpoints), told, more)
+            logger.info("%d holders are announced: %s%s", len(endpoints), listed, more)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -285,7 +285,7 @@ class EtcdConfig:
     @classmethod
     def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
         """Parse `etcd://host:port,host:port/prefix`; a password is refused, and not shown."""
-        given = re.split("[?#]", shown(url))[0]
+        given = re.split("[?#]", shown(url))[0]  # a query or a fragment may be a password, too
         try:
             parts = split_url(url)
         except ValueError:

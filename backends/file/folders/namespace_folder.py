@@ -145,8 +145,9 @@ class NamespaceFolder:
 
     def read_text(self, name: str) -> str:
         """Read a small text file of the folder."""
-        open_text = functools.partial(runtime.disk().open, name, READ_FLAGS)
-        with closing(self._folders.within(OWN, lambda folder: open_text(dir_fd=folder))) as fd:
+        disk = runtime.disk()
+        fd = self._folders.within(OWN, lambda folder: disk.open(name, READ_FLAGS, dir_fd=folder))
+        with closing(fd):
             return read_whole(fd, MAX_TEXT_BYTES).decode(errors="replace")
 
     def has_text(self, name: str) -> bool:
