@@ -71,21 +71,19 @@ def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
     Returns:
         A report for each time the request was scheduled, such as in several engines; one for keys.
     """
-    keys = [_parse_key(each) for each in arguments]
-    if len(arguments) == 1:
-        history = read_history(folder, request=arguments[0], keys=[k for k in keys if k])
-        _require_few_names(history, arguments[0])
-    else:
-        history = read_history(folder, keys=[k for k in keys if k])
+    keys, is_single = [_parse_key(each) for each in arguments], len(arguments) == 1
+    known = [key for key in keys if key]
+    history = read_history(folder, request=arguments[0] if is_single else "", keys=known)
     if history.requests:
+        _require_few_names(history, arguments[0])
         return [_of_request(history, each) for each in history.requests]
     for index, (argument, key) in enumerate(zip(arguments, keys, strict=True)):
         if key is None:
-            name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
+            name = "argument" if is_single else f"arguments[{index}]"
             requests = f", or one of the {history.num_requests} requests of the journal"
-            expected = "a key of a block in hexadecimal digits" + requests * (len(arguments) == 1)
+            expected = "a key of a block in hexadecimal digits" + requests * is_single
             raise InvalidArgumentError(name, argument, expected)
-    return [_of_keys(history, [key for key in keys if key])]
+    return [_of_keys(history, known)]
 
 
 def _parse_key(text: str) -> BlockKey | None:

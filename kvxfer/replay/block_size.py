@@ -12,7 +12,7 @@ from kvxfer.backends.file.config import require_room
 from kvxfer.backends.host import HostConfig, PoolShape
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_positive
-from kvxfer.connect import BackendChoice, parse_backend
+from kvxfer.connect import BackendChoice, backend_choices, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.replay.simulation import TierPlan
@@ -68,8 +68,7 @@ def plan_tiers(
     backend: BackendChoice | Sequence[BackendChoice], block_size_bytes: int
 ) -> list[TierPlan]:
     """Plan the tiers of a `backend` list: how many blocks fit in each."""
-    choices = [backend] if isinstance(backend, (str, Mapping)) else backend
-    return [_plan_tier(choice, block_size_bytes) for choice in choices]
+    return [_plan_tier(choice, block_size_bytes) for choice in backend_choices(backend)]
 
 
 def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
