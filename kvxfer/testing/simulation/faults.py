@@ -88,26 +88,44 @@ class FaultyTier(FaultInjector):
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
-        random = self._random_of("drain", [])
-        drawn = next(self._windows.draw(self._simulation.now, "drain", random), None)
-        if drawn and drawn[0] is TierFault.ERROR:
+        random, fault, _ = self._draw("drain", [])
+        if fault is TierFault.ERROR:
             self.has_refused_drain = True
-            _raise(drawn, random)
+            _raise(fault, random)
         await super().drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        await _latency(self._random_of("aclose", []))
+        await _latency(self._draw("aclose", [])[0])
         await self.require_quiet()
         if self.on_close is not None:
             await self.on_close()
         await self.inner.aclose()
 
-    def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
-        """Make the random numbers of a call, which stay the same when other steps are cut."""
+    def _draw(self, name: str, keys: Sequence[BlockKey]) -> tuple[Random, TierFault | None, float]:
+        """Draw the fault of a call, and the time at which it ends.
+
+        The call's random numbers stay the same when other steps are cut.
+        """
         call = (name, *(key.hex() for key in keys))
         self._num_calls[call] += 1
-        return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
+        random = self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
+        return random, *next(self._windows.draw(self._simulation.now, name, random), (None, 0.0))
+
+    async def _begin(
+        self, name: str, keys: Sequence[BlockKey]
+    ) -> tuple[Random, TierFault | None, float, bool]:
+        """Draw a call, and delay it; also return whether it was cancelled and went on waiting."""
+        random, fault, ends_at = self._draw(name, keys)
+        await _latency(random)
+        left_s, was_cancelled = ends_at - self._simulation.now, False
+        if fault is TierFault.SLOW:
+            await asyncio.sleep(random.random() * left_s)
+        elif fault is TierFault.HANG:
+            await asyncio.sleep(left_s)
+        elif fault is TierFault.STUCK:
+            was_cancelled = await _sleep_despite_cancel(ends_at, self._simulation)
+        return random, fault, ends_at, was_cancelled
 
     async def _ask(self, operation: Operation, keys: Sequence[BlockKey], ask: Ask) -> list[bool]:
         return await self._call(operation.value, keys, partial(ask, keys))
@@ -115,11 +133,8 @@ class FaultyTier(FaultInjector):
     async def _call(
         self, name: str, keys: Sequence[BlockKey], call: Callable[[], Awaitable[T]]
     ) -> T:
-        random = self._random_of(name, keys)
-        drawn = next(self._windows.draw(self._simulation.now, name, random), None)
-        await _latency(random)
-        was_cancelled = await self._delay(drawn, random)
-        _raise(drawn, random)
+        random, fault, _, was_cancelled = await self._begin(name, keys)
+        _raise(fault, random)
         given = await call()
         await _latency(random)
         if was_cancelled:
@@ -131,11 +146,7 @@ class FaultyTier(FaultInjector):
     ) -> list[Outcome]:
         name, is_load = operation.value, operation is Operation.LOAD
         move: Move = self.inner.load if is_load else self.inner.store
-        random = self._random_of(name, keys)
-        drawn = next(self._windows.draw(self._simulation.now, name, random), None)
-        await _latency(random)
-        was_cancelled = await self._delay(drawn, random)
-        fault, ends_at = drawn or (None, 0.0)
+        random, fault, ends_at, was_cancelled = await self._begin(name, keys)
         touch = partial(self._touch_until, ends_at, random, is_load=is_load)
 
         async def move_late() -> Sequence[Outcome]:
@@ -144,7 +155,7 @@ class FaultyTier(FaultInjector):
 
         if fault is TierFault.FOREIGN_CANCEL:
             self.go_on(touch(blocks))
-        _raise(drawn, random)
+        _raise(fault, random)
         if fault is TierFault.LATE:
             return list(await asyncio.shield(self.go_on(move_late())))
         if fault in (TierFault.FAILED, TierFault.UNSAFE):
@@ -175,20 +186,6 @@ class FaultyTier(FaultInjector):
                 made = [random.randbytes(len(each)) for each in read_payloads(blocks)]
                 write_payloads(blocks, made)
 
-    async def _delay(self, drawn: tuple[TierFault, float] | None, random: Random) -> bool:
-        """Delay a call as its fault says; return whether it was cancelled and went on waiting."""
-        if drawn is None:
-            return False
-        fault, ends_at = drawn
-        left_s = ends_at - self._simulation.now
-        if fault is TierFault.SLOW:
-            await asyncio.sleep(random.random() * left_s)
-        elif fault is TierFault.HANG:
-            await asyncio.sleep(left_s)
-        elif fault is TierFault.STUCK:
-            return await _sleep_despite_cancel(ends_at, self._simulation)
-        return False
-
 
 async def _latency(random: Random) -> None:
     drawn = random.random()
@@ -196,10 +193,10 @@ async def _latency(random: Random) -> None:
         await asyncio.sleep(0 if drawn < 0.5 else random.random() * MAX_LATENCY_S)
 
 
-def _raise(drawn: tuple[TierFault, float] | None, random: Random) -> None:
-    if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
+def _raise(fault: TierFault | None, random: Random) -> None:
+    if fault is TierFault.FOREIGN_CANCEL:
         raise asyncio.CancelledError
-    if drawn and drawn[0] is TierFault.ERROR:
+    if fault is TierFault.ERROR:
         errors = (
             BackendUnavailableError("injected"),
             OSError(5, "injected"),
