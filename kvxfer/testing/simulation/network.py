@@ -392,8 +392,7 @@ class SimulatedSocket(Waitable):
             had_more = bool(self.incoming.segments)
             self.incoming.drop()
             if had_more and self.outgoing.lost_until is None:
-                at = max(self.outgoing.last_at, self._arrival())
-                self.peer.fail_at(at, errno.ECONNRESET)
+                self.peer.reset_at(max(self.outgoing.last_at, self._arrival()))
             else:
                 self._end_sending()
             self.incoming.error = self.incoming.error or (0.0, errno.EPIPE)
@@ -406,7 +405,7 @@ class SimulatedSocket(Waitable):
     def reset(self) -> None:
         """Fail this end with ECONNRESET at once, and lose the bytes in flight to it."""
         self.incoming.drop()
-        self.fail_at(self.network.now, errno.ECONNRESET)
+        self.reset_at(self.network.now)
 
     def vanish(self, lost_until: float) -> None:
         """End silently; until `lost_until`, not even a reset answers what the other end sends."""
@@ -514,7 +513,7 @@ class SimulatedSocket(Waitable):
         room = pipe.capacity - pipe.num_bytes
         sent = bytes(data[:room])
         if pipe.lost_until is not None and self.network.now >= pipe.lost_until:
-            self.fail_at(self._arrival(), errno.ECONNRESET)
+            self.reset_at(self._arrival())
         pipe.num_bytes += len(sent)
         if pipe.lost_until is None:
             self._put(sent, descriptors)
@@ -625,9 +624,9 @@ class SimulatedSocket(Waitable):
             pipe.ends_at = pipe.last_at = max(pipe.last_at, self._arrival())
             self.peer.change()
 
-    def fail_at(self, at: float, error: int) -> None:
-        """Make calls on this end fail from a given time on."""
-        self.incoming.error = self.incoming.error or (at, error)
+    def reset_at(self, at: float) -> None:
+        """Make calls on this end fail with ECONNRESET from a given time on."""
+        self.incoming.error = self.incoming.error or (at, errno.ECONNRESET)
         self.change()
 
     def _error(self) -> int:

@@ -178,8 +178,9 @@ class Scheduler:
                 self.current = self._main
                 self._main.turn.release()
             else:
-                self._wake(thread)
-                self._release_next()
+                self.wake(thread)
+                self.current = self._choose()
+                self.current.turn.release()
 
         self._threads.append(thread)
         self._ready.append(thread)
@@ -227,7 +228,9 @@ class Scheduler:
         while not is_true():
             if self.is_over or (due is not None and self.now >= due):
                 return False
-            self._wait(on, due)
+            self._step()
+            self.current.waits_for, self.current.due = on, due
+            self._switch()
         return True
 
     def sleep(self, seconds: float) -> None:
@@ -236,8 +239,9 @@ class Scheduler:
 
     def wake(self, on: object) -> None:
         """Wake the threads that wait for an object."""
-        if not self.is_over:
-            self._wake(on)
+        for thread in [] if self.is_over else self._threads:
+            if thread.waits_for is on:
+                self._make_ready(thread)
 
     def stacks(self) -> str:
         """Describe the stack of every thread, and where tasks are waiting."""
@@ -262,20 +266,9 @@ class Scheduler:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(StuckError))
             num_steps = self.num_steps
 
-    def _wake(self, on: object) -> None:
-        for thread in self._threads:
-            if thread.waits_for is on:
-                self._make_ready(thread)
-
     def _make_ready(self, thread: SimulatedThread) -> None:
         thread.waits_for = thread.due = None
         self._ready.append(thread)
-
-    def _wait(self, on: object, due: float | None) -> None:
-        self._step()
-        me = self.current
-        me.waits_for, me.due = on, due
-        self._switch()
 
     def _step(self) -> None:
         if self.is_ending and self.current is not self._main:
@@ -330,11 +323,6 @@ class Scheduler:
         if me is self._main and me.error is not None:
             error, me.error = me.error, None
             raise error
-
-    def _release_next(self) -> None:
-        """Run the next thread, at the end of this one."""
-        self.current = self._choose()
-        self.current.turn.release()
 
     def _run_to_end(self, thread: SimulatedThread) -> None:
         """Let a thread run until it has ended; called by the main thread."""
