@@ -160,7 +160,7 @@ class _IsolationRun(EngineRun):
 
     async def _delete_soon(self, part: Part) -> None:
         began = self._simulation.now
-        await self._delete((part,), None, None)
+        await self._delete((part,), None)
         took_s = self._simulation.now - began
         if took_s > DELETE_S:
             self._simulation.fail("late", f"delete of {part} took {took_s:.3f} s")

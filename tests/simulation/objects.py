@@ -345,7 +345,7 @@ class _EngineRun(EngineRun):
             if in_time and must_be_there and not is_there:
                 self._simulation.fail("a stale answer", f"{name} is there")
 
-    async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
+    async def _purge(self, cancel_s: float | None, **_: object) -> None:
         """Purge the blocks whose keys share a prefix with one of them."""
         keys = self._salted.keys(self._salted.every_part())
         prefix = keys[len(keys) // 3][:5]

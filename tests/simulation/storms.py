@@ -136,7 +136,7 @@ class StormRun(EngineRun):
         async def go_on(random: Random) -> None:
             nonlocal num_stores
             while self._simulation.now < ends_at and not self.is_closing:
-                await self._evict((part,), None, None)
+                await self._evict((part,))
                 if random.random() < 0.3:
                     await self._lookup((part,), timeout_s, None)
                 outcomes = await self._move("store", (part,), timeout_s, None) or []

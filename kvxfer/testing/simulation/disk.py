@@ -193,8 +193,7 @@ class SimulatedDisk:
 
     # The calls of `kvxfer.runtime.Disk`.
 
-    def open(self, path: _Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        del mode
+    def open(self, path: _Name, flags: int, *_: int, dir_fd: int | None = None) -> int:
         self._begin("open", path)
         folder, name = self._find(path, dir_fd)
         node = folder.names.get(name) if name else folder
@@ -225,8 +224,7 @@ class SimulatedDisk:
         self._get(fd)
         self._drop(fd)
 
-    def dup2(self, fd: int, fd2: int, *, inheritable: bool = True) -> int:
-        del inheritable
+    def dup2(self, fd: int, fd2: int, **_: object) -> int:
         opened = self._get(fd)
         if fd2 in self._opened:
             self._drop(fd2)
@@ -253,10 +251,7 @@ class SimulatedDisk:
     def fstat(self, fd: int) -> os.stat_result:
         return _status(self._get(fd).node)
 
-    def stat(
-        self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
-    ) -> os.stat_result:
-        del follow_symlinks
+    def stat(self, path: _Name, *, dir_fd: int | None = None, **_: object) -> os.stat_result:
         self._begin("look", path)
         return _status(self._existing(path, dir_fd))
 
@@ -282,8 +277,7 @@ class SimulatedDisk:
         if not (exist_ok and node.is_folder):
             _fail(errno.EEXIST, name)
 
-    def mkdir(self, path: _Name, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        del mode
+    def mkdir(self, path: _Name, *_: int, dir_fd: int | None = None) -> None:
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         if not name or name in folder.names:
@@ -330,16 +324,12 @@ class SimulatedDisk:
         self._change(source, {old: None}, is_whole=False)
         self.when_changed()
 
-    def utime(
-        self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
-    ) -> None:
+    def utime(self, path: _Name, *, dir_fd: int | None = None, **_: object) -> None:
         """See `os.utime`; sets the current time."""
-        del follow_symlinks
         self._begin("name", path)
         self._existing(path, dir_fd).used = self._scheduler.now
 
-    def statvfs(self, path: "_Name | int") -> os.statvfs_result:
-        del path
+    def statvfs(self, *_: "_Name | int") -> os.statvfs_result:
         self._begin("look")
         free = max(0, self.size_bytes - self._num_bytes()) // FRAGMENT_BYTES
         total = self.size_bytes // FRAGMENT_BYTES
@@ -406,9 +396,8 @@ class SimulatedDisk:
         for node in self._nodes.values():
             node.sync()
 
-    def posix_fadvise(self, fd: int, offset: int, length: int, advice: int, /) -> None:
+    def posix_fadvise(self, fd: int, *_: int) -> None:
         self._get(fd)
-        del offset, length, advice
 
     def _begin(self, kind: str, path: "_Name | None" = None) -> None:
         """Let other threads run, wait as a disk does, and fail if a fault says so."""

@@ -392,11 +392,11 @@ class EngineRun:
         if len(found) != len(keys):
             self._simulation.fail("number of answers", f"{len(found)} of {len(keys)}")
             return
-        for part, there in zip(parts, found, strict=True):
+        for part, key, there in zip(parts, keys, found, strict=True):
             if there:
-                self._world.history.judge_hit(self._world.key(part), began)
+                self._world.history.judge_hit(key, began)
                 continue
-            self._world.judge_miss(Part(part.group, part.key), began)
+            self._world.history.judge_miss(key, Part(part.group, part.key), began)
             if part in reachable and self._must_be_there(part, began):
                 self._simulation.fail("not found in tiers without a fault", part)
 
@@ -422,9 +422,8 @@ class EngineRun:
         return backend.inner if isinstance(backend, FaultyTier) else backend
 
     async def _delete(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
+        self, parts: tuple[Part, ...], cancel_s: float | None, **_: object
     ) -> Sequence[bool]:
-        del timeout_s
         began, keys = self._simulation.now, self._world.keys(parts)
         deleted: Sequence[bool] | None = None
         for key in keys:
@@ -439,14 +438,11 @@ class EngineRun:
                     self._world.history.end_removal(key, began, was_found=was_found)
         return deleted or [False] * len(keys)
 
-    async def _evict(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
+    async def _evict(self, parts: tuple[Part, ...], **_: object) -> None:
         """Delete from the first of several tiers, as if another user had caused an eviction.
 
         Chunks that the last tier has are still there.
         """
-        del timeout_s, cancel_s
         if len(self.opened.tiers) < 2:
             return
         began, keys, history = self._simulation.now, self._world.keys(parts), self._world.history
@@ -461,8 +457,7 @@ class EngineRun:
         for key in gone:
             history.end_removal(key, began, was_found=False)
 
-    async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
-        del timeout_s
+    async def _purge(self, cancel_s: float | None, **_: object) -> None:
         backend = self.opened.backend.provide(Purgeable)
         history, began = self._world.history, self._simulation.now
         if backend is None:
@@ -495,8 +490,7 @@ class EngineRun:
             if not each and self._must_be_there(part, since, num_blocks=0):
                 self._simulation.fail("flush left the last tier without", part)
 
-    async def _drain(self, timeout_s: float | None, cancel_s: float | None) -> None:
-        del timeout_s
+    async def _drain(self, cancel_s: float | None, **_: object) -> None:
         await self._timed("drain", self._engine.drain(), MOST_S, cancel_s)
 
     async def _timed(

@@ -272,11 +272,6 @@ class History:
         self._found.setdefault(key, []).append((began, now, version))
         return version
 
-    def note_miss(self, key: BlockKey, first: int, num_blocks: int, began: float) -> None:
-        """Note that a call that began at `began` did not find blocks."""
-        missed = (began, self._simulation.now, first, num_blocks)
-        self._missed.setdefault(key, []).append(missed)
-
     def judge_hit(self, key: BlockKey, began: float, *, known_s: float = 0.0) -> None:
         """Check that a lookup may find a key, going by its state at `began` or `known_s` before."""
         stores = self._stores.get(key, [])
@@ -291,9 +286,17 @@ class History:
         """Time at which the last store of a key ended; `inf` while one is running."""
         return max(inf if each.ended is None else each.ended for each in self._stores[key])
 
-    def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
-        """Check that a key may be gone, since its whole chunk of `of` blocks was not found."""
-        if self.keeps_all and self.must_be_there(key, of, since=began):
+    def judge_miss(
+        self, key: BlockKey, part: "Part", began: float, *, is_gone: bool = True
+    ) -> None:
+        """Check that a part may be missing, since a call that was not given up did not find it.
+
+        `is_gone` is False for a load that failed: it does not say that the part is gone.
+        """
+        if is_gone:
+            missed = (began, self._simulation.now, part.first, part.num_blocks)
+            self._missed.setdefault(key, []).append(missed)
+        if self.keeps_all and self.must_be_there(key, BLOCKS_PER_CHUNK, since=began):
             self._simulation.fail("not found", f"{_name(key)}, which was stored before")
 
     def is_of_one_store(self, key: BlockKey) -> bool:
@@ -493,16 +496,6 @@ class World:
         for at in range(len(batch.parts)):
             self._release(batch, at)
 
-    def judge_miss(self, part: Part, began: float, *, is_gone: bool = True) -> None:
-        """Check that a part may be missing, since a call that was not given up did not find it.
-
-        `is_gone` is False for a load that failed: it does not say that the part is gone.
-        """
-        key, of = self.key(part), BLOCKS_PER_CHUNK
-        if is_gone:
-            self.history.note_miss(key, part.first, part.num_blocks, began)
-        self.history.judge_miss(key, began, of=of)
-
     def _release(self, batch: Batch, at: int) -> None:
         if batch.is_store and batch.stores[at].ended is None:
             self.history.end_store(batch.stores[at], is_done=False)
@@ -519,7 +512,8 @@ class World:
             if not outcome.reason and outcome.status is not Status.MISSING:
                 self._simulation.fail("outcome without a reason", outcome)
             if not batch.is_store and outcome.status not in GIVEN_UP:
-                self.judge_miss(part, batch.began, is_gone=outcome.status is not Status.FAILED)
+                is_gone = outcome.status is not Status.FAILED
+                self.history.judge_miss(self.key(part), part, batch.began, is_gone=is_gone)
             return
         if batch.is_store:
             self.history.end_store(batch.stores[at], is_done=True)
