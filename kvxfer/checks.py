@@ -27,12 +27,10 @@ def require_integer(
     name: str, value: object, *, minimum: int = 0, maximum: int = INT64_MAX, expected: str = ""
 ) -> int:
     """Convert an integer of any type, such as `np.int8(3)`; refuse a bool."""
-    if type(value) is not int or not minimum <= value <= maximum:
-        number = _index(value)
-        if number is None or not minimum <= number <= maximum:
-            raise InvalidArgumentError(name, value, expected or _bounds(minimum, maximum))
-        return number
-    return value
+    number = value if type(value) is int else _index(value)
+    if number is None or not minimum <= number <= maximum:
+        raise InvalidArgumentError(name, value, expected or _bounds(minimum, maximum))
+    return number
 
 
 def require_positive(name: str, value: object) -> int:

@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
+from kvxfer.configuration import Seconds
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.units import MAX_DURATION_S, ByteSize
+from kvxfer.units import ByteSize
 
 LAYOUT = "LMCache objects in pieces, form 1"
 
@@ -35,12 +36,12 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     backend: str | dict[str, Any] | list[str | dict[str, Any]]
     revision: str
-    timeout_s: float = 30.0
-    pause_s: float = 10.0
+    timeout_s: Seconds = 30.0
+    pause_s: Seconds = 10.0
     piece: ByteSize = ByteSize(4 << 20)
     staging: ByteSize = ByteSize(256 << 20)
     capacity: ByteSize = ByteSize(0)
-    close_timeout_s: float = 10.0
+    close_timeout_s: Seconds = 10.0
 
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> "AdapterSettings":
@@ -53,10 +54,6 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not settings.revision:
             rule = "a name for the weights, such as their commit, quantization and overrides"
             raise InvalidArgumentError("revision", settings.revision, rule)
-        for name in ("timeout_s", "pause_s", "close_timeout_s"):
-            if not 0 < getattr(settings, name) <= MAX_DURATION_S:
-                rule = f"more than 0 seconds, at most {MAX_DURATION_S:.0f}"
-                raise InvalidArgumentError(name, getattr(settings, name), rule)
         if settings.piece % UNIT_BYTES:
             raise InvalidArgumentError("piece", settings.piece, f"a multiple of {UNIT_BYTES} bytes")
         if settings.staging < 4 * settings.piece:

@@ -1,11 +1,12 @@
 """Settings of the storage: the value of `--hicache-storage-backend-extra-config`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvxfer.checks import require_text
+from kvxfer.configuration import Seconds
 from kvxfer.connect import require_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
@@ -38,8 +39,8 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     backend: str | dict[str, Any] | list[str | dict[str, Any]]
     revision: str = ""
-    timeout_s: float = TierTimeouts().move_s
-    pause_s: float = TierTimeouts().pause_s
+    timeout_s: Seconds = TierTimeouts().move_s
+    pause_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)] = TierTimeouts().pause_s
     staging: ByteSize = ByteSize(4 * DEFAULT_STAGING_BYTES)
 
 
@@ -59,11 +60,5 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
         "extra_config", ours, StorageSettings, what="settings of the storage", strict=True
     )
     require_text("revision", settings.revision)
-    for name in ("timeout_s", "pause_s"):
-        if not 0 <= getattr(settings, name) <= MAX_DURATION_S:
-            rule = f"seconds, from 0 to {MAX_DURATION_S:.0f}"
-            raise InvalidArgumentError(name, getattr(settings, name), rule)
-    if not settings.timeout_s:
-        raise InvalidArgumentError("timeout_s", settings.timeout_s, "more than 0")
     require_revision("revision", settings.revision, settings.backend)
     return settings
