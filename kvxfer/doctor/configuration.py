@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvxfer.connect import BackendChoice
+from kvxfer.doctor.finding import MAX_CHARACTERS
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.planned_namespaces import PlannedNamespace
@@ -21,7 +22,6 @@ from kvxfer.text import printable
 
 TRANSFER = "kv_transfer_config"
 PROGRAM = "kvxfer.integrations.vllm.common.planned_namespaces"
-MAX_CHARACTERS = 300
 
 
 def read_configuration(path: str) -> dict[str, Any]:

@@ -17,14 +17,12 @@ from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import machine, places
-from kvxfer.doctor.finding import Finding, Severity, error
+from kvxfer.doctor.finding import MAX_CHARACTERS, Finding, Severity, error
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
 
 MAX_TIMEOUT_S = 86400.0
-MAX_CHARACTERS = 500
-"""Maximum length of an error that a check did not expect."""
 
 STEPS_OF_PEER, STEPS_OF_BUCKET = 6, 5
 """Multiples of the timeout that a check may take: two connections to a peer, of three steps each;

@@ -4,6 +4,9 @@ import enum
 
 import msgspec
 
+MAX_CHARACTERS = 300
+"""Maximum length of a foreign text or value in a finding, also with `--json`."""
+
 
 class Severity(enum.Enum):
     """Severity of a finding, worst first.

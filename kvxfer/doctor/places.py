@@ -19,7 +19,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
-from kvxfer.doctor.finding import Finding, capacity_of, error, ok, warning
+from kvxfer.doctor.finding import MAX_CHARACTERS, Finding, capacity_of, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -237,7 +237,6 @@ STEPS_OF_DISCOVERY = 5
 MAX_SHOWN = 8
 """Maximum number of holders that a finding names."""
 
-_MAX_CHARACTERS = 200
 _NO_PEERS = "A starting engine finds no peers, and so no blocks; a running one keeps its peers."
 
 
@@ -262,7 +261,7 @@ def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
             config.require_proof("peer", endpoint)
             holders.append(endpoint)
         except InvalidArgumentError as exc:
-            reasons.append(printable(exc, _MAX_CHARACTERS))
+            reasons.append(printable(exc, MAX_CHARACTERS))
     if reasons:
         return warning(
             f"{len(reasons)} of {len(entries)} entries are skipped; the first: {reasons[0]}",

@@ -13,7 +13,7 @@ from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import STEPS_OF_PEER, Check, run_checks
-from kvxfer.doctor.finding import Finding, error, ok
+from kvxfer.doctor.finding import MAX_CHARACTERS, Finding, error, ok
 from kvxfer.doctor.places import describe_peer_failure, limit_handshake
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
@@ -28,9 +28,6 @@ from kvxfer.pages.names import NAMESPACE_FILE
 from kvxfer.pages.texts import load_namespace
 from kvxfer.storage.keys import Difference, Namespace
 from kvxfer.text import printable
-
-MAX_CHARACTERS = 300
-"""Maximum length of a value in a finding, also with `--json`."""
 
 PEER = "nixl:"
 STEPS_OF_VLLM = 12
