@@ -59,8 +59,8 @@ class DecodeScheduler:
         groups: Groups,
         prompts: Prompts,
         counters: Counters,
-        own: Endpoint | None = None,
-        reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
+        own: Endpoint | None,
+        reports: Reports,
     ) -> None:
         self._handover = handover
         self._settings = settings

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer import runtime
-from kvxfer.backends.nixl import Endpoint
 from kvxfer.checks import require_integer
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.endpoint import MAX_PORT, Endpoint
+from kvxfer.errors import InvalidArgumentError, code_of
 from kvxfer.text import printable
 
 MAX_TP_SIZE = 1024
@@ -85,10 +85,9 @@ def read_ticket(params: Mapping[str, Any]) -> Ticket:
     host = params.get("remote_host")
     if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST_CHARACTERS:
         raise _error("remote_host", host, "the name or address of a host")
-    port = _integer(params, "remote_port", 65535)
-    text = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    port = _integer(params, "remote_port", MAX_PORT)
     try:
-        endpoint = Endpoint.parse("remote_host", text)
+        endpoint = Endpoint.parse("remote_host", str(Endpoint(host, port)))
     except InvalidArgumentError as exc:
         raise _error("remote_host", host, "the name or address of a host") from exc
     if "tp_size" in params:
@@ -106,10 +105,7 @@ def _integer(params: Mapping[str, Any], name: str, maximum: int) -> int:
 
 def _error(name: str, value: object, expected: str) -> InvalidArgumentError:
     """Build an error that shows as much of a stranger's value as fits in a line of the log."""
-    try:
-        shown = repr(value)
-    except Exception:  # noqa: BLE001 - a number of 5000 digits, a list in 5000 lists
-        shown = f"<{type(value).__name__}>"
+    shown = code_of(value)
     is_short = len(shown) <= MAX_SHOWN_CHARACTERS and shown.isprintable()
     fit = value if is_short else printable(shown, MAX_SHOWN_CHARACTERS)
     return InvalidArgumentError(f"kv_transfer_params.{name}", fit, expected)
