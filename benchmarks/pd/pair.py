@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.pd.bare_engines import HOST
 from benchmarks.vllm.model import EngineModel
+from examples.proxy.legs import LEND
 from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import ON_SHARED_CORES, EngineConfig, EngineProcess, Generation
 
@@ -35,10 +36,6 @@ SETTLE_S = 3.0
 
 ENVIRONMENT = ON_SHARED_CORES | {"NIXL_LOG_LEVEL": "WARN", "UCX_MODULES": "^efa"}
 COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
-    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-)
-"""Parameters of a router for the prefill engine. Source: vLLM, `toy_proxy_server.py`."""
 
 
 class NotLoadedError(RuntimeError):
@@ -70,7 +67,7 @@ class EnginePair:
 
     def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Let P compute a prompt, or find it in its device cache; return the parameters for D."""
-        (answer,) = self.prefill.generate([prompt], max_tokens=1, params={0: ASK})
+        (answer,) = self.prefill.generate([prompt], max_tokens=1, params={0: LEND})
         # With CACHED_AT_P, D would report the number of tokens cached at P instead of at D.
         return {name: value for name, value in answer.params.items() if name != CACHED_AT_P}
 

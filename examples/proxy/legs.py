@@ -20,7 +20,7 @@ EXTRA = "vllm_xargs"
 # Request to a prefill engine to lend blocks; its answer has the values for the decode engine.
 # Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, and the proxy of
 # vLLM's tests, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
-_LEND: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+LEND: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 # P generates one token. OpenAI's responses name that limit differently, and are stored by default.
@@ -157,7 +157,7 @@ class Completion:
         for name in _NOT_FOR_PREFILL:
             fields.pop(name, None)
         chosen = {} if ticket is None else {"remote_request_id": ticket}
-        return msgspec.json.encode({**fields, PARAMS: {**_LEND, **chosen}})
+        return msgspec.json.encode({**fields, PARAMS: {**LEND, **chosen}})
 
     def decode_body(self, params: msgspec.Raw | None) -> bytes:
         """Make the body of the decode leg.

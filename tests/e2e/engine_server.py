@@ -56,7 +56,7 @@ class _Engine:
         prompts: list[list[int]],
         max_tokens: int,
         read_cache: bool = True,
-        params: Mapping[int, dict[str, Any]] = NONE,
+        params: Mapping[int, Mapping[str, Any]] = NONE,
         start_after_steps: Mapping[int, int] = NONE,
         limits: Mapping[int, int] = NONE,
         adapter: str = "",

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from examples.proxy.legs import LEND
 from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import ON_SHARED_CORES, TOKENS_PER_BLOCK, EngineProcess
 from tests.e2e.harness import llama, random_prompts
-from tests.e2e.prefill_decode.deployment import ASK
 
 LIMIT_S = 900
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(LIMIT_S)]
@@ -84,7 +84,7 @@ def test_pages_of_an_adapter_are_handed_over_until_it_is_trained_anew(
     [prompt] = random_prompts(1, shared_tokens=NUM_TOKENS, own_tokens=5)
 
     def offer() -> dict[int, dict[str, Any]]:
-        [answer] = prefill.generate([prompt], max_tokens=1, params={0: ASK}, adapter=str(folder))
+        [answer] = prefill.generate([prompt], max_tokens=1, params={0: LEND}, adapter=str(folder))
         return {0: answer.params}
 
     def go_on(adapter_id: int, **how: Any) -> tuple[list[int], float]:

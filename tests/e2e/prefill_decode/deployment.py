@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from examples.proxy.legs import LEND
 from tests.e2e import audit, handover_audit, models, oracle
 from tests.e2e.engine_process import ON_SHARED_CORES, EngineConfig, EngineProcess, Generation
 from tests.e2e.prefill_decode.engines import (
@@ -29,10 +30,6 @@ LAST_TOKEN_ALONE = "tests.e2e.prefill_decode.last_token_alone.LastTokenAlone"
 FREE_LIMIT_S = LEASE_S + 3.0
 """One lease, and some time for a busy machine to count the blocks."""
 WARM_UP_LIMIT_S = 180.0
-ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
-    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-)
-"""Parameters of a router for the prefill engine. Source: vLLM, toy_proxy_server.py."""
 SOURCE = "vllm:prompt_tokens_by_source_total"
 
 Prompt = list[int]
@@ -166,7 +163,7 @@ class Deployment:
     ) -> dict[str, Any]:
         """Let P compute a prompt, as a router does; return the parameters for D."""
         answer = await (engine or self.prefills[0]).complete(
-            prompt, max_tokens=1, params=ASK, **options
+            prompt, max_tokens=1, params=LEND, **options
         )
         return answer.params
 

@@ -10,7 +10,8 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from tests.e2e.prefill_decode.deployment import ASK, Deployment, Prompt
+from examples.proxy.legs import LEND
+from tests.e2e.prefill_decode.deployment import Deployment, Prompt
 from tests.e2e.prefill_decode.engines import HOST, TIMEOUT_S, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import require_clean, require_works
 
@@ -30,11 +31,11 @@ async def forged(deployment: Deployment) -> str:
     async with _strangers() as ports:
         ports |= {"P's server": prefill.port, "D's": decode.port + 1}
         names = [(decode, name) for name in _forgeries(other, other, ports)]
-        names += [(prefill, field) for field in ASK]
+        names += [(prefill, field) for field in LEND]
         for engine, name in names:
             prompt = deployment.prompt(PROMPT_TOKENS)
             try:
-                told = ASK | {name: WRONG}
+                told = {**LEND, name: WRONG}
                 if engine is decode:
                     params = await deployment.prefill(prompt)
                     told = _forgeries(params, other, ports)[name]
