@@ -480,7 +480,8 @@ class SimulatedDisk:
         return offset + first, data[first:last]
 
     def _num_bytes(self) -> int:
-        return sum(_padded(len(node.data)) for node in self._nodes.values())
+        fragments = (-(-len(node.data) // FRAGMENT_BYTES) for node in self._nodes.values())
+        return sum(fragments) * FRAGMENT_BYTES
 
     def _make(self, *, is_folder: bool) -> _Node:
         node = _Node(next(self._numbers), is_folder, self._scheduler.now)
@@ -564,10 +565,6 @@ def _require_readable(node: _Node | None, path: _Name) -> None:
 
 def _parts(path: _Name) -> list[str]:
     return [each for each in os.fsdecode(path).split("/") if each not in ("", ".")]
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // FRAGMENT_BYTES) * FRAGMENT_BYTES
 
 
 def _status(node: _Node) -> os.stat_result:

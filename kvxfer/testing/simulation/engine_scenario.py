@@ -652,11 +652,9 @@ class EngineRun:
         self._require_no_leftovers("after the close")
         if asyncio.all_tasks() - {asyncio.current_task()}:
             self._simulation.fail("tasks left", self._simulation.stacks())
-        scheduler = self._simulation.runtime.scheduler
-        mine, kept = scheduler.current.process, (scheduler.current.name, *self._scenario.lasting)
-        threads = [thread.name for thread in scheduler.alive() if thread.process is mine]
-        if names := sorted(name for name in threads if name not in kept):
-            self._simulation.fail("threads left", f"{names}: {self._simulation.stacks()}")
+        me = self._simulation.runtime.scheduler.current
+        kept = me.name, *self._scenario.lasting
+        self._simulation.require_no_threads(kept, process=me.process)
 
     def _require_no_leftovers(self, when: str) -> None:
         for what in self._scenario.leftovers(self._engine, self.opened):

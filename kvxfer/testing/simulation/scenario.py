@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kvxfer import runtime
 from kvxfer.testing.simulation.runtime import SimulatedRuntime
-from kvxfer.testing.simulation.scheduler import FIRST_TIME_S, StuckError
+from kvxfer.testing.simulation.scheduler import FIRST_TIME_S, SimulatedProcess, StuckError
 
 T = TypeVar("T")
 
@@ -98,9 +98,12 @@ class Simulation:
         self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
         self.note(f"VIOLATION {kind}: {detail}")
 
-    def require_no_threads(self, lasting: Collection[str] = ()) -> None:
-        """Check that no thread is left in live processes, except those named in `lasting`."""
+    def require_no_threads(
+        self, lasting: Collection[str] = (), *, process: SimulatedProcess | None = None
+    ) -> None:
+        """Check that no thread but those in `lasting` is left in a process, or in all live ones."""
         alive = [each for each in self.runtime.scheduler.alive() if not each.process.has_ended]
+        alive = [each for each in alive if process in (None, each.process)]
         if names := sorted(each.name for each in alive if each.name not in lasting):
             self.fail("threads left", f"{names}: {self.stacks()}")
 
@@ -152,7 +155,8 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
     Returns:
         The run, with the violations that were found.
     """
-    _clear_caches()
+    for each in _cached_functions(len(sys.modules)):  # so that no seed depends on earlier ones
+        each.cache_clear()
     simulation = Simulation(seed)
     if steps is None:
         steps = scenario.plan(simulation.random("plan"))
@@ -170,12 +174,6 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         simulation.runtime.scheduler.run(main)
     _look_behind(simulation, [str(each.message) for each in told])
     return simulation
-
-
-def _clear_caches() -> None:
-    """Clear the caches of kvxfer's functions, so that no seed depends on earlier ones."""
-    for each in _cached_functions(len(sys.modules)):
-        each.cache_clear()
 
 
 @functools.lru_cache(1)

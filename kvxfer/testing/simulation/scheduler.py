@@ -287,14 +287,14 @@ class Scheduler:
         if self._main.waits_for is not None:
             self._make_ready(self._main)
 
-    def _ready_now(self) -> bool:
+    def _ready_now(self) -> list[SimulatedThread]:
         for thread in self._threads:
             if thread.due is not None and thread.due <= self.now:
                 self._make_ready(thread)
-        return bool(self._ready)
+        return self._ready
 
     def _choose(self) -> SimulatedThread:
-        while not self._ready_now() or not (runnable := self._runnable()):
+        while not (runnable := [each for each in self._ready_now() if not each.process.is_stopped]):
             if due := [each.due for each in self._threads if each.due is not None]:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
@@ -305,10 +305,6 @@ class Scheduler:
         chosen = runnable[self.random.randrange(len(runnable)) if len(runnable) > 1 else 0]
         self._ready.remove(chosen)
         return chosen
-
-    def _runnable(self) -> list[SimulatedThread]:
-        """List the ready threads whose processes are not stopped."""
-        return [thread for thread in self._ready if not thread.process.is_stopped]
 
     def _switch(self) -> None:
         """Run the next thread, and wait for the turn of this one."""
