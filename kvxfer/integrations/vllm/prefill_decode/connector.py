@@ -1,5 +1,7 @@
 """Connector: prefill in one engine and decode in another, through vLLM's connector interface."""
 
+# ruff: noqa: D102 - the methods are those of vLLM's `KVConnectorBase_V1` and `SupportsHMA`
+
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -204,18 +206,15 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._prefill = PrefillScheduler(groups=groups, prompts=prompts, make_params=params)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._tiers.bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         super().bind_gpu_block_pool(gpu_block_pool)
         self._tiers.bind_gpu_block_pool(gpu_block_pool)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """See vLLM's `KVConnectorBase_V1`."""
         return self._lends
 
     def on_new_request(self, request: Any) -> None:
@@ -231,7 +230,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See vLLM's `KVConnectorBase_V1`."""
         head, _ = self._tiers.get_num_new_matched_tokens(request, num_computed_tokens)
         count = self._decode.num_matched_tokens if self._decode is not None else lambda *_: 0
         rest = None if head is None else count(request, num_computed_tokens + head)
@@ -245,7 +243,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return head + rest, head + rest > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         head = min(self._matched_tokens.get(request.request_id, (0, 0))[0], num_external_tokens)
         self._tiers.update_state_after_alloc(request, blocks, head)
         if self._decode is not None:
@@ -261,14 +258,12 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._by_tiers.add(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
-        """See vLLM's `KVConnectorBase_V1`."""
         head = min(self._matched_tokens.get(request.request_id, (0, 0))[0], num_external_tokens)
         ours = super().get_external_cache_hit_sources(request, num_external_tokens - head)
         theirs = self._tiers.get_external_cache_hit_sources(request, head)
         return dict(Counter(ours) + Counter(theirs))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepData:
-        """See vLLM's `KVConnectorBase_V1`."""
         step = StepData() if self._prefill is None else self._prefill.plan(scheduler_output)
         if self._decode is not None:
             step.fetches = self._decode.take_fetches()
@@ -279,11 +274,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return step
 
     def has_pending_push_work(self) -> bool:
-        """See vLLM's `KVConnectorBase_V1`."""
         return bool(super().has_pending_push_work() or self._tiers.has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         self._tiers.update_connector_output(connector_output)
         if self._decode is not None:
             self._decode.on_received(connector_output.finished_recving or ())
@@ -293,13 +286,11 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM's `KVConnectorBase_V1`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM's `SupportsHMA`."""
         is_lent, params = False, None
         if self._decode is not None:
             self._decode.finish(request)
@@ -317,7 +308,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return is_lent or is_stored, params
 
     def take_events(self) -> Iterable[Any]:
-        """See vLLM's `KVConnectorBase_V1`."""
         return tuple(self._tiers.take_events())
 
     def reset_cache(self) -> bool:
@@ -330,7 +320,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return self._tiers.reset_cache() is not False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """See vLLM's `KVConnectorBase_V1`."""
         head, rest = self._matched_tokens.get(request.request_id, (0, 0))
         if head and not rest:
             return tuple(self._tiers.get_loaded_kv_cache_group_ids(request))
@@ -344,7 +333,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return bool(getattr(self._tiers, "prefer_cross_layer_blocks", True))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         super().register_kv_caches(kv_caches)
         self._tiers.register_kv_caches(kv_caches)
 
@@ -373,18 +361,15 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._facts = WorkerFacts(description.encode(), self._handover.port)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:
-        """See vLLM's `KVConnectorBase_V1`."""
         return self._facts
 
     def bind_connector_metadata(self, connector_metadata: StepData) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         super().bind_connector_metadata(connector_metadata)
         self._tiers.bind_connector_metadata(connector_metadata.tiers)
         self._loads.expect(connector_metadata.loaded_by_both)
         self._saves.expect(connector_metadata.kept_by_both)
 
     def clear_connector_metadata(self) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         super().clear_connector_metadata()
         self._tiers.clear_connector_metadata()
 
@@ -407,11 +392,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     save_kv_layer = wait_for_layer_load
 
     def wait_for_save(self) -> None:
-        """See vLLM's `KVConnectorBase_V1`."""
         self._tiers.wait_for_save()
 
     def build_connector_worker_meta(self) -> Any:
-        """See vLLM's `KVConnectorBase_V1`."""
         return self._tiers.build_connector_worker_meta()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -434,7 +417,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """See vLLM's `KVConnectorBase_V1`."""
         num_leases = self._prefill.num_leases if self._prefill is not None else None
         stats, theirs = self._counters.take(num_leases), self._tiers.get_kv_connector_stats()
         if theirs is not None:
@@ -459,12 +441,10 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """See vLLM's `KVConnectorBase_V1`."""
         return OffloadingConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> PrefillDecodeMetrics:
-        """See vLLM's `KVConnectorBase_V1`."""
         kind, config = find_tiers(vllm_config)
         tiers = kind.build_prom_metrics(config, *args)
         return PrefillDecodeMetrics(vllm_config, *args, tiers=tiers)
