@@ -70,9 +70,7 @@ class KVCacheHooks(ABC):
         """Whether vLLM should allocate one tensor of all layers: yes, its blocks are contiguous."""
         return True
 
-    def register_kv_caches(
-        self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-    ) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, RegisteredEntry]) -> None:
         """Take one entry per layer; entries of no group, such as those of encoders, are ignored.
 
         Raises:

@@ -4,14 +4,14 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.connect import BackendType, parse_backend
+from kvxfer.connect import BackendType, backend_choices, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
 from kvxfer.named_files import read_named_file
@@ -132,12 +132,8 @@ def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> OffloadS
         stated = extra_config.get("prefill_tokens_per_s")
         loads = LoadOrCompute(ratio, prefill_tokens_per_s=stated)
     backend: Any = extra_config.get("backend")
-    tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
-    if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
-        raise InvalidArgumentError(
-            "backend", shown(backend), "a URL such as 'host://?capacity=4GiB'"
-        )
-    (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
+    parsed = [parse_backend(tier, replica) for tier in backend_choices(backend)]
+    (backend_type, config), *lower = parsed
     if backend_type is not HostBackend or not isinstance(config, HostConfig):
         raise InvalidArgumentError("backend", shown(backend), "a host:// pool first")
     purges = extra_config.get("purge_on_reset", False)
