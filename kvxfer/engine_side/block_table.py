@@ -117,16 +117,12 @@ class BlockTable:
         max_tokens = require_positive("max_tokens_per_request", max_tokens_per_request)
         max_num_tokens = require_positive("max_num_batched_tokens", max_num_batched_tokens)
         alignment = require_positive("row_alignment_tokens", row_alignment_tokens)
-        kernel_tokens = tokens_per_block
+        kernel_tokens, name = tokens_per_block, f"tokens_per_kernel_block[{group}]"
         if tokens_per_kernel_block is not None:
-            name = f"tokens_per_kernel_block[{group}]"
             kernel_tokens = require_positive(name, tokens_per_kernel_block)
         if tokens_per_block % kernel_tokens:
-            raise InvalidArgumentError(
-                f"tokens_per_kernel_block[{group}]",
-                kernel_tokens,
-                f"a divisor of the {tokens_per_block} tokens of a block",
-            )
+            wanted = f"a divisor of the {tokens_per_block} tokens of a block"
+            raise InvalidArgumentError(name, kernel_tokens, wanted)
         self.kernel_blocks_per_block = tokens_per_block // kernel_tokens
         self.tokens_per_kernel_block = kernel_tokens
         if num_blocks * self.kernel_blocks_per_block > np.iinfo(np.int32).max:

@@ -147,10 +147,9 @@ def _weight_files(path: str, revision: str) -> list[Path]:
         )
         return Path(place) if place else None
 
+    names = {"model.safetensors"}
     if index := find("model.safetensors.index.json"):
         names = set(json.loads(index.read_bytes())["weight_map"].values())
-    else:
-        names = {"model.safetensors"}
     files = [found for name in sorted(names) if (found := find(name))]
     if not files:
         raise InvalidArgumentError("model", path, "a folder or repository with safetensors files")

@@ -40,6 +40,11 @@ def config_facts(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 
 
+def hash_facts(facts: Any) -> str:
+    """Hash facts as JSON, whatever the order of their names; other values count as text."""
+    return hash_text(json.dumps(facts, sort_keys=True, default=str))
+
+
 def hash_text(text: str) -> str:
     """Hash a text to 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))

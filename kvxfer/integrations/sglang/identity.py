@@ -1,12 +1,11 @@
 """Identity of pages under SGLang: what changes their bytes and is not in SGLang's keys."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
-from kvxfer.engine_side.weight_files import hash_text
+from kvxfer.engine_side.weight_files import hash_facts
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -131,7 +130,7 @@ def page_namespace(
     return Namespace(
         model=config.model_name or "",
         revision=revision,
-        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
+        config_hash=hash_facts(facts),
     )
 
 

@@ -1,6 +1,5 @@
 """Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, backend_choices, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
-from kvxfer.engine_side.weight_files import config_facts, hash_text
+from kvxfer.engine_side.weight_files import config_facts, hash_facts
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, count_leading
 from kvxfer.integrations.transformers import prompts
@@ -119,7 +118,7 @@ class PrefixCache:
                 model=type(model).__name__,
                 revision=f"{revision} weights {self._weights.digest}".strip(),
                 dtype=str(model.dtype).removeprefix("torch."),
-                config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
+                config_hash=hash_facts(config_facts(model.config)),
             )
             self.tokens_per_page = tokens_per_page or 128
         least = 1 + len(backend_choices(backend))

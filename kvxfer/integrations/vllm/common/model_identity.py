@@ -12,6 +12,7 @@ from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
     find_weights_revision,
+    hash_facts,
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
@@ -82,7 +83,7 @@ def _namespace(
         revision=revision,
         dtype=dtype,
         quantization=f"weights {weights}, cache {cache}",
-        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
+        config_hash=hash_facts(facts),
     )
 
 
@@ -132,7 +133,7 @@ def _name_overrides(model: Any) -> str:
     facts = [given, bool(model.disable_sliding_window)]
     if facts == [{}, False]:
         return ""
-    return f" overridden {hash_text(json.dumps(facts, sort_keys=True, default=str))}"
+    return f" overridden {hash_facts(facts)}"
 
 
 def _describe(vllm_config: Any) -> dict[str, Any]:
@@ -251,7 +252,7 @@ def _name_weights(vllm_config: Any) -> str:
     made = _changed_except(getattr(vllm_config, "load_config", None), OF_LOADING)
     loader = dict(made.pop("model_loader_extra_config", {}))
     made |= {name: value for name, value in loader.items() if name not in OF_LOADING}
-    loaded = f" loaded {hash_text(json.dumps(made, sort_keys=True, default=str))}" if made else ""
+    loaded = f" loaded {hash_facts(made)}" if made else ""
     return find_revision(vllm_config.model_config) + loaded
 
 
