@@ -155,7 +155,7 @@ class SimulatedDisk:
             for each in node.names.values():
                 each.num_names += 1
         self._root.num_names = 1
-        self._nodes = {node.number: node for node in self._below(self._root)}
+        self._nodes = {node.number: node for _, node in self._paths(self._root)}
         self._gone = []
 
     def files(self) -> dict[str, int]:
@@ -540,11 +540,6 @@ class SimulatedDisk:
         if not node.is_folder:
             _fail(errno.ENOTDIR, path)
         return node, parts[-1] if parts else ""
-
-    def _below(self, node: _Node) -> Iterator[_Node]:
-        yield node
-        for each in node.names.values():
-            yield from self._below(each)
 
     def _paths(
         self, node: _Node, path: str = "", *, is_safe: bool = False

@@ -41,9 +41,6 @@ class SimulatedLock:
             self._scheduler.wake(self)
             self._scheduler.point()
 
-    def locked(self) -> bool:
-        return self._owner is not None
-
     def __enter__(self) -> bool:
         return self.acquire()
 

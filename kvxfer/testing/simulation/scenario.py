@@ -50,10 +50,10 @@ class Violation:
     """
 
     kind: str
-    detail: str = ""
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return f"{self.kind}: {self.detail}"
 
 
 class Simulation:

@@ -55,8 +55,7 @@ class WatchedMemory:
         self._random = random
         self._num_canaries = 0
         self._pages = [_pages(memory, group) for group in range(memory.num_groups)]
-        self._expected = [[pages.copy() for pages in group] for group in self._pages]
-        self._free: list[dict[int, None]] = [{} for _ in range(memory.num_groups)]
+        self._free: list[dict[int, bytes]] = [{} for _ in range(memory.num_groups)]
         for group in range(memory.num_groups):
             self.give_back(group, range(memory.num_blocks))
 
@@ -79,9 +78,7 @@ class WatchedMemory:
             size = self._memory.chunk_size_bytes(group) // self._memory.blocks_per_chunk
             canaries.append(_bytes_of(b"canary", self._num_canaries, size))
         self.write(group, block_ids, canaries)
-        for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
-            expected[block_ids] = pages[block_ids]
-        self._free[group] |= dict.fromkeys(block_ids)
+        self._free[group] |= zip(block_ids, canaries, strict=True)
 
     def look(self) -> None:
         """Check that all free blocks are untouched."""
@@ -103,13 +100,11 @@ class WatchedMemory:
                 start = stop
 
     def _check(self, group: int, block_ids: Sequence[int]) -> None:
-        touched = np.zeros(len(block_ids), np.bool_)
-        for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
-            touched |= (pages[block_ids] != expected[block_ids]).any(axis=1)
-        for at in np.flatnonzero(touched).tolist():
-            self._simulation.fail("safe memory was touched", f"block {block_ids[at]} of {group}")
-            for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
-                expected[block_ids[at]] = pages[block_ids[at]]
+        expected = self._free[group]
+        for block_id, found in zip(block_ids, self.read(group, block_ids), strict=True):
+            if found != expected[block_id]:
+                self._simulation.fail("safe memory was touched", f"block {block_id} of {group}")
+                expected[block_id] = found
 
 
 class History:
