@@ -188,19 +188,16 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: A write to the disk has failed.
         """
-        self._guard.check()
         await self._ask(self._syncs, self._folder.sync_file_system)
 
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
-        self._guard.check()
-        await self._scans.ask(lambda: None)  # queued behind the walk, on its thread
+        await self._ask(self._scans, lambda: None)  # queued behind the walk, on its thread
 
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
-        """List the most recently used blocks of this namespace, the latest first."""
-        await self.wait_indexed()
+        """List the most recently used blocks of this namespace, the latest first, once indexed."""
         recently_used, has_group = self._space.index.recently_used, self._files.has_group
-        return await self._scans.ask(recently_used, num_blocks, has_group)
+        return await self._ask(self._scans, recently_used, num_blocks, has_group)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; ends within `close_timeout_s`.
@@ -210,11 +207,10 @@ class FileBackend(Backend):
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
-        timeout_s = self._close_timeout_s
         moving = self._readers, self._writers, self._lookups
         pools = *moving, self._removers, self._syncs, self._scans
-        num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))
-        if num_left:
+        closing = (each.aclose(self._close_timeout_s) for each in pools)
+        if sum(await asyncio.gather(*closing)):
             release: Callable[[], None] = self._close_files
             for each in pools:  # a chain: the end of one pool begins the wait for the one before
                 release = partial(each.when_ended, release)
@@ -230,6 +226,7 @@ class FileBackend(Backend):
         self, threads: Threads, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Call a function on a thread; it may outlive this call, and touches no caller's memory."""
+        self._guard.check()  # the backend may have been closed meanwhile
         try:
             return await threads.ask(func, *args, **kwargs)
         except (OSError, MemoryError) as exc:
@@ -311,15 +308,18 @@ class FileBackend(Backend):
 
     async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
         """Write the missing blocks of a batch; see `StoreBatch.write`."""
+        self._guard.check()  # the backend may have been closed meanwhile
         batch, began = self._batch(keys, blocks), runtime.monotonic()
         self._writing_since.append(began)
-        try:
-            return await self._share(self._writers, self._num_writers, batch.write, blocks)
-        except BaseException:
-            await wait_despite_cancel(self._removers.start(batch.give_back))
-            raise
-        finally:
-            self._writing_since.remove(began)
+        with self._removers.counting():  # a close keeps them until the room is given back
+            try:
+                return await self._share(self._writers, self._num_writers, batch.write, blocks)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the close waited as long as it may
+                    await wait_despite_cancel(self._removers.start(batch.give_back))
+                raise
+            finally:
+                self._writing_since.remove(began)
 
     def _batch(self, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
         return StoreBatch(self._files, self._space, self._writer, keys, blocks)
@@ -385,8 +385,8 @@ class FileBackend(Backend):
 
     def _list_keys(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
         """List the keys of the blocks in the folder; `errors` gets those of unreadable folders."""
-        tree = BlockTree(self._root, on_error=errors.append)
-        found = tree.blocks(self._folder.fingerprint, prefix)
+        store = FolderStore(self._root)
+        found = store.blocks(self._folder.fingerprint, prefix, errors=errors)
         return [each.key for each in found if not each.quarantined]
 
     def _clear(self, errors: Sequence[OSError], keys: Sequence[BlockKey]) -> int:

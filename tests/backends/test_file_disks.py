@@ -12,7 +12,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger, ledger
 from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.backends.file.space import Space
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import PAUSED, Outcome, Status
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import begin
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
@@ -434,6 +435,58 @@ async def test_deletes_and_purges_do_not_wait_for_a_flush_that_takes_long(
         finally:
             go.set()
         await flush
+
+
+@pytest.mark.parametrize("call", ["store", "delete", "purge"])
+async def test_a_call_that_waits_while_its_store_is_closed_says_what_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    memory, keys, hung, go = one_page_memory(), hashed_keys(1), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(*_: object) -> list[Any]:
+        loop.call_soon_threadsafe(hung.set)
+        go.wait()
+        return keys
+
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        owner, name = {
+            "store": (backend._files, "have_files"),  # asks for what another process stores
+            "delete": (backend._space, "remove"),
+            "purge": (backend, "_list_keys"),
+        }[call]
+        monkeypatch.setattr(owner, name, hang)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "store": lambda: backend.store(keys, memory.describe(0, [0])),
+            "delete": lambda: asyncio.gather(backend.delete(keys), backend.delete(keys)),
+            "purge": lambda: backend.purge(keys[0][:1]),
+        }
+        files = file_ids(memory.namespace().fingerprint, keys)
+        with contextlib.closing(Ledger(tmp_path)) as others, others.claimed(files):
+            called = asyncio.ensure_future(calls[call]())
+            await hung.wait()
+        closing = await begin(backend.aclose(), turns=50)
+        go.set()
+        with pytest.raises(ClosedError, match=r"^file backend is closed$"):
+            await called
+        await closing
+
+
+async def test_a_store_that_is_cancelled_while_its_backend_is_closed_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    memory, keys, go = one_page_memory(), hashed_keys(2), threading.Event()
+    async with open_store(tmp_path, memory.namespace(), write_threads=1) as backend:
+        await backend.wait_indexed()
+        backend._writers.start(go.wait)
+        storing = await begin(store(backend, keys, memory.describe(0, range(2))), turns=50)
+        closing = await begin(backend.aclose(), turns=50)
+        storing.cancel()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+        await closing
 
 
 @pytest.mark.parametrize("num_levels", [1, 2, 3], ids=["folder", "namespace", "root"])
