@@ -70,13 +70,11 @@ class ObservedBackend(WrappingBackend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
-        call = self.inner.store(keys, blocks)
-        return await self._reports.move(Operation.STORE, keys, blocks, call)
+        return await self._reports.move(Operation.STORE, keys, blocks, self.inner.store)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        call = self.inner.load(keys, blocks)
-        return await self._reports.move(Operation.LOAD, keys, blocks, call)
+        return await self._reports.move(Operation.LOAD, keys, blocks, self.inner.load)
 
 
 def _tell_lookup(
@@ -130,8 +128,7 @@ class _ObservedMover(ImmediateMover):
         began = runtime.monotonic()
 
         def tell(outcomes: Sequence[Outcome]) -> None:
-            sizes = blocks.block_sizes.tolist()
-            self._reports.moved(operation, keys, outcomes, sizes, began)
+            self._reports.moved(operation, keys, outcomes, blocks.block_sizes.tolist(), began)
 
         begun = begin(keys, blocks)
         return None if begun is None else _ObservedBegun(begun, tell, len(keys))

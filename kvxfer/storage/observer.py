@@ -9,14 +9,16 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 from weakref import WeakMethod
 
 from kvxfer import runtime
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey, group_of
 
 logger = logging.getLogger(__name__)
@@ -343,23 +345,24 @@ class Reports:
         operation: Operation,
         keys: Sequence[BlockKey],
         blocks: Descriptors,
-        call: Awaitable[Sequence[Outcome]],
+        move: Move,
         *,
         cause: Cause = Cause.REQUEST,
     ) -> list[Outcome]:
-        """Await a store or a load, and report how it ended, even by an error or a cancellation."""
-        if not self:
-            return list(await call)
-        began, sizes = runtime.monotonic(), blocks.block_sizes.tolist()
+        """Make a store or a load, and report how it ended, even by an error or a cancellation."""
+        began, outcomes = runtime.monotonic(), list[Outcome]()
         try:
-            outcomes = list(await call)
+            outcomes = list(await move(keys, blocks))
         except BaseException as exc:
-            cancelled = isinstance(exc, asyncio.CancelledError)
-            ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
-            self.moved(operation, keys, [ended] * len(keys), sizes, began, cause=cause)
+            if not isinstance(exc, InvalidArgumentError):  # else nothing moved, and keys may be any
+                cancelled = isinstance(exc, asyncio.CancelledError)
+                ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
+                outcomes = [ended] * len(keys)
             raise
-        if len(outcomes) == len(keys):  # else the caller treats the whole batch as failed
-            self.moved(operation, keys, outcomes, sizes, began, cause=cause)
+        finally:
+            if self and outcomes and len(outcomes) == len(keys):  # else the caller fails the batch
+                sizes = blocks.block_sizes.tolist()
+                self.moved(operation, keys, outcomes, sizes, began, cause=cause)
         return outcomes
 
     def each(self, call: Callable[[Observer], None]) -> None:

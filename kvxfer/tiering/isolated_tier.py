@@ -352,7 +352,7 @@ class IsolatedTier:
         if cause is Cause.WRITE_BACK and not is_store:
             source = self.backend.provide(CopySource)
             move = self.backend.load if source is None else source.load_for_copy
-        call = call_backend(move, keys, blocks, name=name)
+        call = partial(call_backend, move, name=name)
         is_quiet = False
         try:
             outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)

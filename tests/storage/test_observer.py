@@ -8,6 +8,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage import observer
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
@@ -97,6 +98,18 @@ def test_an_observer_that_watches_nothing_keeps_no_other_of_other_names_from_it(
     host = open_host(memory.namespace(), 4)
     host.observe(observer.Reports([renamed], "host"))
     assert recorder.gauges("host")
+
+
+async def test_a_batch_that_is_refused_is_named_in_the_error_and_not_told(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    async with observed(open_host(memory.namespace(), 4), observer.Reports([recorder])) as backend:
+        for move in (backend.store, backend.load):
+            with pytest.raises(InvalidArgumentError, match="blocks"):
+                await move(KEYS[:1], None)  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="keys"):
+                await move(None, memory.describe(0, [0]))  # type: ignore[arg-type]
+    assert not recorder.of(observer.Moved)
 
 
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
