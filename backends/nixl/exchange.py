@@ -135,8 +135,8 @@ class Exchange:
         """Let blocks be moved straight from and to memory; to be called before `start`.
 
         Raises:
-            InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
-                other memory or is empty.
+            InvalidArgumentError: Memory of a GPU, without `transport=nixl`; memory that overlaps
+                other memory or is empty; or any, after `start`.
         """
         self._node.add_memory(memory)
 

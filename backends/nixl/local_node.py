@@ -130,14 +130,14 @@ class LocalNode:
         Memory of GPUs requires `transport=nixl`: otherwise, a peer may turn out to be reached by
         sockets, which cannot read such memory.
         """
-        assert not self._is_open, "memory is added before the first handshake"
+        if self._is_open:
+            raise InvalidArgumentError("memory", regions, "memory attached before any other call")
+        transport = self.config.transport
         added = [region for region in regions if not self._has(region)]
         memory = self.memory.extend(added)
-        if memory.devices != (HOST,) and self.config.transport != "nixl":
+        if memory.devices != (HOST,) and transport != "nixl":
             devices = ", ".join(map(str, memory.devices))
-            wanted = (
-                f"cpu with transport={self.config.transport}; that of GPUs needs transport=nixl"
-            )
+            wanted = f"cpu with transport={transport}; that of GPUs needs transport=nixl"
             raise InvalidArgumentError("devices of memory", devices, wanted)
         self.sockets.register([region for region in added if region.device.type == HOST.type])
         self._regions += added
