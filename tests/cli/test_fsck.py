@@ -157,6 +157,22 @@ def test_with_a_secret_a_block_beside_sealed_ones_that_anybody_could_have_made_i
     assert (status, printed.endswith("1 good, 1 bad\n")) == (1, True)
 
 
+def test_a_keyed_file_keeps_no_other_from_being_verified_with_several_secrets(
+    store: Store, secret_file: Path, run: Run
+) -> None:
+    keyed = Store(store.root.with_name("keyed"))
+    keyed.fill(num_blocks=2, integrity=Integrity.KEYED, secret_file=secret_file)
+    secret_file.write_bytes(bytes(64))
+    namespace = store.fill(num_blocks=2, integrity=Integrity.SEALED, secret_file=secret_file)
+    path = store.path(namespace, store.keys[0])
+    path.write_bytes(keyed.path(namespace, store.keys[0]).read_bytes())
+    secrets = ["--secret-file", secret_file]
+    counted = "1 good, 0 bad, 1 not verified: keyed\n"
+    assert run("fsck", store.root, "--repair", *secrets) == (0, counted, "")
+    status, shown, _ = run("inspect", path, *secrets)
+    assert (status, "not verified: keyed" in shown) == (0, True)
+
+
 def test_what_is_not_sealed_by_the_secret_is_never_put_away(
     store: Store, secret_file: Path, run: Run
 ) -> None:

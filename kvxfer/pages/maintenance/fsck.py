@@ -14,6 +14,7 @@ from kvxfer.pages.digest import Digester, require_secrets
 from kvxfer.pages.header import BlockFileError, BlockHeader, OtherIntegrityError
 from kvxfer.pages.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
 from kvxfer.pages.names import FoundBlock
+from kvxfer.pages.page_cipher import SECRET_BYTES
 from kvxfer.pages.texts import (
     NUM_SAMPLES,
     TextFolder,
@@ -74,8 +75,8 @@ class BlockCheck:
     """Check of single files, whose headers tell their integrity; blocks; thread-safe.
 
     Args:
-        secret: Secret of `integrity=keyed` or `sealed`. With a secret, files of the other
-            integrities are refused. Without one, keyed and sealed files cannot be verified.
+        secret: Secret of `integrity=keyed` or `sealed`, or several of the latter, without which
+            such files cannot be verified. With one, files of the other integrities are refused.
         tenant: Tenant whose sealed files are verified.
 
     Raises:
@@ -90,16 +91,16 @@ class BlockCheck:
         self._secret = secret
         self._tenant = tenant
 
-    @property
-    def has_secret(self) -> bool:
-        """Whether files of an integrity that needs a secret can be verified."""
-        return self._secret is not None
+    def has_secret_of(self, integrity: Integrity) -> bool:
+        """Whether keyed or sealed files can be verified; several secrets are for sealed ones."""
+        is_sealed, num_bytes = integrity is Integrity.SEALED, len(self._secret or b"")
+        return num_bytes == SECRET_BYTES or (is_sealed and num_bytes > 0)
 
     def digester(self, integrity: Integrity) -> Digester:
         """Make the digester for files of an integrity: that of `OFF` if its secret is missing."""
         if not integrity.needs_secret:
             return Digester(integrity)
-        if self._secret is None:
+        if not self.has_secret_of(integrity):
             return Digester(Integrity.OFF)
         tenant = self._tenant if integrity is Integrity.SEALED else ""
         return Digester(integrity, self._secret, tenant)
@@ -110,7 +111,7 @@ class BlockCheck:
         Raises:
             OtherIntegrityError: Anybody could have made the file.
         """
-        if self.has_secret and not header.integrity.needs_secret:
+        if self._secret is not None and not header.integrity.needs_secret:
             raise OtherIntegrityError(header.integrity, expected)
 
     def check(
@@ -151,7 +152,7 @@ class BlockCheck:
         header = check_header(
             head, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
         )
-        if self.has_secret and not header.integrity.needs_secret:
+        if self._secret is not None and not header.integrity.needs_secret:
             raise OtherIntegrityError(header.integrity, _expected_in(namespace))
         check_data(header, digester, opened.read_data(len(head)))
         if digester.integrity is not Integrity.OFF:
@@ -188,7 +189,7 @@ class StoreCheck:
                 self.num_bytes += 0 if block.quarantined else block.num_bytes
                 if not block.quarantined and len(samples) < NUM_SAMPLES:
                     samples.append(block)
-            if check.has_secret and samples:
+            if check.has_secret_of(Integrity.KEYED) and samples:
                 with store.namespace(fingerprint) as namespace:
                     heads = [namespace.read_head(block) for block in samples]
                     if has_keyed(namespace, heads):
@@ -196,13 +197,9 @@ class StoreCheck:
                         require_secret(namespace, check.digester(Integrity.KEYED), heads, where)
 
     def verify(self, *, repair: bool = False) -> Iterator[Finding]:
-        """Read every block, several at a time.
+        """Read every block, several at a time; yield the findings, namespace by namespace.
 
-        Args:
-            repair: Move corrupt files to quarantine.
-
-        Yields:
-            The finding on each block, namespace by namespace.
+        With `repair`, corrupt files are moved to quarantine.
         """
         for fingerprint in self._store.fingerprints():
             with self._store.namespace(fingerprint) as namespace:
