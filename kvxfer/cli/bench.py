@@ -1,13 +1,14 @@
 """Command `kvxfer bench`: measures stores and loads of blocks against the raw medium."""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,14 +75,12 @@ async def _measure(url: str, size: int, seconds: float) -> None:
         # The first round does not count: it starts threads, opens connections, creates folders.
         while len(rounds) <= MIN_ROUNDS or runtime.monotonic() < end:
             ours = await batch.move()
-            try:
+            async with _removing(raw.remove):
                 began = time.perf_counter()
                 await raw.store()
                 between = time.perf_counter()
                 await raw.load()
                 rounds.append((*ours, between - began, time.perf_counter() - between))
-            finally:
-                await raw.remove()
     stored, loaded, *plain_times = zip(*rounds[1:], strict=True)
     print(f"{shown(url)}: {batch.num_blocks} blocks of {format_size(size)}, {len(stored)} rounds")
     for name, ours, plain in zip(("store", "load"), (stored, loaded), plain_times, strict=True):
@@ -89,6 +88,18 @@ async def _measure(url: str, size: int, seconds: float) -> None:
         our_speed, raw_speed = (f"{format_size(int(each))}/s" for each in speeds)
         ratio = statistics.median(p / o for o, p in zip(ours, plain, strict=True))
         print(f"  {name:5}  {our_speed:>12}  {raw.name} {raw_speed:>12}  ratio {ratio:.2f}")
+
+
+@contextlib.asynccontextmanager
+async def _removing(remove: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Remove at the end what was stored; an error of the context is raised, not of its removal."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await remove()
+        raise
+    await remove()
 
 
 class _Batch:
@@ -109,13 +120,11 @@ class _Batch:
         numbers = itertools.islice(self._numbers, self.num_blocks)
         keys = [make_block_key(self._run + number.to_bytes(8, "big"), 0) for number in numbers]
         self.target[:] = 0
-        try:
+        async with _removing(functools.partial(self._backend.delete, keys)):
             stored = await self._call("stored", self._backend.store, keys, self.source)
             if not all(await self._backend.lookup(keys)):
                 raise BackendUnavailableError("a block that was stored is not found")
             loaded = await self._call("loaded", self._backend.load, keys, self.target)
-        finally:
-            await self._backend.delete(keys)
         if not (self.source == self.target).all():
             raise BackendUnavailableError("a block was loaded with bytes that were not stored")
         return stored, loaded

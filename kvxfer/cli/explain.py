@@ -20,20 +20,12 @@ def main(argv: Sequence[str]) -> int:
         "it was missed, according to the journal of engines with KVXFER_JOURNAL=FOLDER.",
         epilog=exit_statuses("when it is done"),
     )
-    parser.add_argument(
-        "what",
-        nargs="+",
-        metavar="REQUEST_ID | KEY",
-        help="a request by the engine's id or a part of it, or keys of blocks in hexadecimal "
-        "digits",
-    )
-    parser.add_argument(
-        "--journal",
-        default="",
-        metavar="FOLDER",
-        help="folder of the journal; default: KVXFER_JOURNAL",
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    add = parser.add_argument
+    what = "a request by the engine's id or a part of it, or keys of blocks in hexadecimal digits"
+    add("what", nargs="+", metavar="REQUEST_ID | KEY", help=what)
+    folder = "folder of the journal; default: KVXFER_JOURNAL"
+    add("--journal", default="", metavar="FOLDER", help=folder)
+    add("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
 
     from kvxfer.explain import explain

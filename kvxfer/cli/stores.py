@@ -283,16 +283,11 @@ def gc(argv: Sequence[str]) -> int:
         "without blocks, and blocks beyond the given bounds.",
         epilog=exit_statuses("when it is done"),
     )
-    parser.add_argument("path", help=STORE)
-    parser.add_argument(
-        "--capacity", metavar="SIZE", help="evict old blocks down to this size, such as 20GiB"
-    )
-    parser.add_argument(
-        "--max-age", metavar="AGE", help="remove blocks that were unused for longer, such as 30d"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="remove nothing, only print what would be removed"
-    )
+    add = parser.add_argument
+    add("path", help=STORE)
+    add("--capacity", metavar="SIZE", help="evict old blocks down to this size, such as 20GiB")
+    add("--max-age", metavar="AGE", help="remove blocks that were unused for longer, such as 30d")
+    add("--dry-run", action="store_true", help="remove nothing, only print what would be removed")
     arguments = parser.parse_args(argv)
 
     from kvxfer.pages.maintenance import GarbageCollection

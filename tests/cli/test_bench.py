@@ -1,6 +1,7 @@
 """`kvxfer bench`: its raw media, and that it leaves nothing behind."""
 
 import asyncio
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import obstore
 import pytest
 
 from kvxfer.backends.host import HostBackend
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import DONE, MISSING, Outcome
 from tests.backends.object_servers import BUCKET, CREDENTIALS, seaweedfs
 from tests.cli.conftest import Run
@@ -83,3 +85,24 @@ def test_a_place_that_does_not_keep_blocks_is_an_error(
     status, _, said = run("bench", "host://?capacity=256MiB", *QUICK)
     assert (status, said.count("\n")) == (2, 1)
     assert said.startswith(f"kvxfer bench: {words}")
+
+
+def test_the_cause_of_a_failure_is_shown_though_nothing_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    async def nothing(_self: object, keys: list[bytes], _blocks: object) -> list[Outcome]:
+        return [MISSING] * len(keys)
+
+    async def fail(_self: object, _keys: object) -> list[bool]:
+        raise BackendUnavailableError("gone")
+
+    monkeypatch.setattr(HostBackend, "store", nothing)
+    monkeypatch.setattr(HostBackend, "delete", fail)
+    assert "a block was not stored" in run("bench", "host://?capacity=256MiB", *QUICK)[2]
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    said = run("bench", f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB", *QUICK)[2]
+    assert said.endswith(": No space left on device\n")
