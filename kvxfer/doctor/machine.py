@@ -128,7 +128,7 @@ def check_hash_seed(
     has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
     has_default &= hash_name in HASHES_WITH_DEFAULT_SEED
     others = f"; an engine in which it is not set has other keys, with vLLM {version}"
-    if seed is not None and seed.isdigit():
+    if seed is not None and seed.isdecimal():
         found = f"{SEED_VARIABLE}={seed}, which has to be the same in all engines"
         return ok(found + others * has_default)
     if seed is not None:
@@ -167,7 +167,8 @@ def check_locked_memory(
     shown = "unlimited" if limit == math.inf else format_size(int(limit))
     if not has_active_port(ports):
         return ok(f"{shown}; no network card here reads memory")
-    if limit == math.inf or 0 < needed_bytes <= limit or _may_lock(root):
+    may_lock = int(_read_own(root, "status", "CapEff:"), 16) >> CAP_IPC_LOCK & 1
+    if limit == math.inf or 0 < needed_bytes <= limit or may_lock:
         return ok(f"{shown}, for a network card that reads memory")
     return warning(
         f"at most {shown} of locked memory, and a network card that reads memory",
@@ -186,32 +187,31 @@ def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Fi
         return ok(f"{num_cpus} CPUs, no quota")
     quota = min(quotas)
     text = environ.get("OMP_NUM_THREADS", "")
-    num_threads = max(min(MAX_THREADS, num_cpus), int(text) if text.isdigit() else num_cpus)
+    num_threads = max(min(MAX_THREADS, num_cpus), int(text) if text.isdecimal() else num_cpus)
     if quota >= num_threads:
         return ok(f"{num_cpus} CPUs, a quota of {quota:g}")
-    last = max(1, math.floor(quota)) - 1
+    spans = re.findall(r"(\d+)-?(\d*)", _read_own(root, "status", "Cpus_allowed_list:"))
+    allowed = [each for first, last in spans for each in range(int(first), int(last or first) + 1)]
+    chosen = ",".join(map(str, allowed[: max(1, math.floor(quota))]))
     return warning(
         f"{num_cpus} CPUs, and a quota of {quota:g} of them",
         why="Engine and copies start a thread for each CPU that they see. Once the quota is used "
         "up, the kernel stops all of them for the rest of each 100 ms.",
-        mend=f"taskset -c 0-{last} vllm serve ...",
+        mend=f"taskset -c {chosen} vllm serve ...",
     )
 
 
-def _read_limit(root: Path, name: str) -> float:
-    """Read the soft limit of this process. Source: proc_pid_limits(5)."""
-    for line in (root / "proc/self/limits").read_text().splitlines():
+def _read_own(root: Path, file: str, name: str) -> str:
+    """Read a value of this process. Source: proc_pid_limits(5) and proc_pid_status(5)."""
+    for line in (root / "proc/self" / file).read_text().splitlines():
         if line.startswith(name):
-            soft = line.removeprefix(name).split()[0]
-            return math.inf if soft == "unlimited" else int(soft)
-    raise OSError(f"/proc/self/limits has no {name!r}")
+            return line.removeprefix(name).split()[0]
+    raise OSError(f"/proc/self/{file} has no {name!r}")
 
 
-def _may_lock(root: Path) -> bool:
-    for line in read_or_empty(root / "proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
-    return False
+def _read_limit(root: Path, name: str) -> float:
+    soft = _read_own(root, "limits", name)
+    return math.inf if soft == "unlimited" else int(soft)
 
 
 def _read_quota(path: Path) -> float | None:

@@ -44,6 +44,7 @@ SET_IT = "(?m)^export PYTHONHASHSEED=0  # in all engines$"
         (TEXT, "0.32.0", "xxhash", ERROR, ["is 'random'", SET_IT]),
         (TEXT, "0.32.0", "sha256", ERROR, ["is 'random'", f"(?m){UNSET_IT}"]),
         (UNSET, "0.29.0", "sha256", OK, ["nor may any engine set it: with sha256, vLLM 0.29.0"]),
+        ({"PYTHONHASHSEED": "²"}, "0.32.0", "xxhash", ERROR, ["is '²'", SET_IT]),
         (SET, "0.32.0", "sha256", OK, ["is not set has other keys, with vLLM 0.32.0"]),
     ],
 )
@@ -91,6 +92,7 @@ def grouped(**files: str) -> dict[str, str]:
     folder = "sys/fs/cgroup"
     return {
         "proc/meminfo": f"MemAvailable: {8 * GIB // 1024} kB\n",
+        "proc/self/status": "Cpus_allowed_list:\t4-5,7-999\n",
         "proc/self/cgroup": "0::/a\n5:cpu,cpuacct:/a\n",
         "proc/self/mountinfo": f"30 24 0:26 / /{folder} rw - cgroup2 cgroup2 rw,nsdelegate\n",
         **{f"{folder}/{name.replace('__', '/')}": text for name, text in files.items()},
@@ -109,7 +111,7 @@ def needs(num_bytes: int) -> Callable[[Path], Finding]:
     return lambda root: check_memory(num_bytes, root=root)
 
 
-def runs(num_threads: int) -> Callable[[Path], Finding]:
+def runs(num_threads: object) -> Callable[[Path], Finding]:
     return lambda root: check_cpus(root, {"OMP_NUM_THREADS": str(num_threads)})
 
 
@@ -118,6 +120,7 @@ IN_2 = {"a__cpu.max": f"{SHORT} 100000\n"}
 ENOUGH = {"a__cpu.max": f"{quota(NUM_CPUS)} 100000\n"}
 FULL = {"a__memory.max": f"{2 * GIB}\n", "a__memory.current": f"{GIB}\n"}
 NO_ROOM = FULL | {"a__memory.current": f"{2 * GIB - 4096}\n"}
+FIRST_CPUS = f"taskset -c {','.join(map(str, [4, 5, *range(7, 999)][: max(1, NUM_CPUS - 1)]))} vllm"
 BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
 
 
@@ -126,7 +129,8 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
     [
         (locks(GIB, "none"), limited("65536"), OK, []),
         (locks(GIB), limited("65536"), WARNING, ["64.0 KiB"]),
-        (check_cpus, grouped(**IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
+        (check_cpus, grouped(**IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}", FIRST_CPUS]),
+        (runs("²"), grouped(**ENOUGH), OK, []),
         (runs(NUM_CPUS), grouped(**ENOUGH), OK, []),
         (runs(NUM_CPUS + 1), grouped(**ENOUGH), WARNING, []),
         (needs(GIB), grouped(**FULL), OK, [BY_GROUP]),
