@@ -389,11 +389,11 @@ class PoolServer:
     async def _refuse(self, connection: socket.socket, exc: Exception) -> None:
         refusal = wire.Refusal(field="", ours=str(exc) or "no first message in time")
         if isinstance(exc, NamespaceMismatchError):
-            ours, theirs = str(exc.ours), str(exc.theirs)
-            refusal = wire.Refusal(field=exc.field, ours=ours, theirs=theirs)
+            refusal = wire.Refusal(field=exc.field, ours=str(exc.ours), theirs=str(exc.theirs))
         if isinstance(exc, EOFError):
             return  # such as `remove_abandoned`, which connects only to see whether we listen
-        logger.warning("refused an engine: %s", printable(exc, MAX_LINE_CHARACTERS))
+        level = logging.WARNING if self.is_ready else logging.DEBUG  # engines ask every second
+        logger.log(level, "refused an engine: %s", printable(exc, MAX_LINE_CHARACTERS))
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(refusal))
 

@@ -112,6 +112,18 @@ def test_an_engine_of_another_model_or_version_is_refused_with_both(
             attach(path, model=model)
 
 
+def test_engines_that_a_pool_refuses_until_it_is_ready_fill_no_log(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_pool(path):
+        monkeypatch.setattr(PoolServer, "is_ready", property(lambda _: False), raising=False)
+        with attached(path) as engine:
+            assert not engine.is_attached
+        monkeypatch.undo()
+    assert "it is not ready yet" in caplog.text  # at the engine
+    assert "refused an engine" not in caplog.text
+
+
 @pytest.mark.parametrize("path", ["", "pool.sock", "/" + "x" * 107])
 def test_what_is_no_path_of_a_socket_is_refused_by_name(path: str) -> None:
     PoolConfig(path="/" + "x" * 106)
