@@ -361,3 +361,16 @@ def test_the_command_for_scenarios_of_ones_own_says_what_it_needs(
     assert ended.value.code == status
     told = capsys.readouterr()
     assert said in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("--scenario=none", "choose from"), ("--processes=0", "is 0"), ("--seconds=-1", "is -1.0")],
+)
+def test_a_wrong_argument_of_a_campaign_is_named_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], wrong: str, words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([Written(lambda *_: None)], [wrong])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

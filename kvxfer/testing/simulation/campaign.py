@@ -139,13 +139,10 @@ def main(scenarios: Sequence[Scenario], arguments: Sequence[str] | None = None) 
         arguments: Arguments of the command; those of the process by default.
 
     Returns:
-        Exit status: 1 if a seed failed, else 0.
+        Exit status: 1 if a seed failed, else 0. Wrong arguments end the process with status 2.
     """
     given = _parse(scenarios, arguments)
     chosen = [each for each in scenarios if given.scenario in ("", each.name)]
-    if not chosen:
-        names = ", ".join(each.name for each in scenarios)
-        raise InvalidArgumentError("scenario", given.scenario, f"one of {names}")
     with _quietly():
         if given.seed is not None:
             return _run_one(chosen, given.seed, is_traced=given.trace)
@@ -253,8 +250,8 @@ def _quietly() -> Iterator[None]:
 
 def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = ", ".join(each.name for each in scenarios)
-    parser.add_argument("--scenario", default="", help=f"one of {names}; all by default")
+    names = [each.name for each in scenarios]
+    parser.add_argument("--scenario", default="", choices=names, help="all by default")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seconds", type=float, default=0.0, help="time limit for all seeds")
@@ -262,8 +259,11 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its trace")
     given = parser.parse_args(arguments)
-    require_positive("processes", given.processes)
-    require_number("seconds", given.seconds)
+    try:
+        require_positive("processes", given.processes)
+        require_number("seconds", given.seconds)
+    except InvalidArgumentError as exc:
+        parser.error(str(exc))
     if not given.seeds and given.seed is None and not given.seconds:
         given.seeds = 100
     return given
