@@ -161,7 +161,7 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
             if _has_ended(path):
                 ended.append((path.stat().st_mtime, name))
     for _, name in sorted(ended)[: max(0, len(ended) - num_kept)]:
-        for path in folder.glob(f"{name}.*{SUFFIX}"):
+        for path in folder.glob(f"{name}.*{SUFFIX}*"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -363,8 +363,7 @@ class Journal:
 
     def _write(self, records: Sequence[Record]) -> bool:
         """Write records; return whether that was possible."""
-        data: list[bytes] = []
-        num_bytes = self._num_bytes
+        data, num_bytes = list[bytes](), self._num_bytes
         try:
             if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
                 num_bytes = self._max_part_bytes + 1  # the file was removed: begin another
@@ -401,18 +400,19 @@ class Journal:
         with self._lock:
             for number in self._sources.keys() - self._observers.keys():
                 del self._sources[number]  # its observer is gone, and with it all further events
-            sources = list(self._sources.values())
-        first: list[Record] = [began, *sources]
+            first: list[Record] = [began, *self._sources.values()]
         data = b"".join(map(encode_record, first))
         path = self._path(self._part)
-        file = path.open("x+b", buffering=0)
+        new = path.with_name(f"{path.name}.new")  # which no `_has_ended` opens: it may be stopped
+        file = new.open("x+b", buffering=0)
         try:
             with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_SH)  # shows that we are alive; waits for `_has_ended`
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shows that we are alive
             append_whole(file, data)
+            new.rename(path)
         except BaseException:  # without its first records, the file would be useless
             file.close()
-            path.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise
         if self._file is not None:
             self._file.close()

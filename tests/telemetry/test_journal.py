@@ -200,27 +200,31 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
-def test_a_file_that_another_process_looks_at_before_it_is_locked_is_kept(
+def test_a_process_that_stops_while_it_looks_at_new_files_ends_and_holds_up_no_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process asks with a lock of its own whether the process of the file has ended."""
+    """It asks with a lock of its own whether the process of a file has ended."""
     monkeypatch.setattr(journal_module, "MAX_PROCESSES", 0)
-    flock, looking = fcntl.flock, list[threading.Timer]()
+    lock, looking = fcntl.flock, list[int]()
 
     def look_first(file: IO[bytes], how: int) -> None:
-        if how & fcntl.LOCK_SH and not looking:
-            (path,) = tmp_path.iterdir()
-            seen = path.open("r+b")
-            flock(seen, fcntl.LOCK_EX)
-            looking.append(threading.Timer(0.05, seen.close))
-            looking[0].start()
-        flock(file, how)
+        if how & fcntl.LOCK_SH:
+            for path in tmp_path.glob("*.journal"):
+                looking.append(os.open(path, os.O_RDWR))
+                lock(looking[-1], fcntl.LOCK_EX)
+        lock(file, how)
 
-    monkeypatch.setattr("kvxfer.telemetry.journal.fcntl.flock", look_first)
-    alive, other = Journal(str(tmp_path)), Journal(str(tmp_path))
-    alive.observer()
-    alive.flush()
-    looking[0].join()
+    monkeypatch.setattr(fcntl, "flock", look_first)
+    alive = Journal(str(tmp_path))
+    alive.observer().note(Added("host", KEYS))
+    try:
+        runtime.begin_aside("test", alive.flush).result(timeout=5)
+    finally:
+        for fd in looking:
+            os.close(fd)
+    assert any(isinstance(each, Noted) for each in records(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", lock)
+    other = Journal(str(tmp_path))
     other.observer()
     other.close()
     processes = {file.began.process for file in list_files(tmp_path)}
