@@ -385,8 +385,7 @@ class FileBackend(Backend):
 
     def _list_keys(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
         """List the keys of the blocks in the folder; `errors` gets those of unreadable folders."""
-        store = FolderStore(self._root)
-        found = store.blocks(self._folder.fingerprint, prefix, errors=errors)
+        found = FolderStore(self._root).blocks(self._folder.fingerprint, prefix, errors=errors)
         return [each.key for each in found if not each.quarantined]
 
     def _clear(self, errors: Sequence[OSError], keys: Sequence[BlockKey]) -> int:

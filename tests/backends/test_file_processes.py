@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.pages.names import LEDGER_NAME
@@ -105,6 +107,26 @@ def test_files_that_are_written_stay_claimed_when_the_count_is_removed(tmp_path:
             pass
         with others.claimed([b"file"]) as taken:
             assert taken == {b"file"}
+
+
+def test_a_process_that_was_stopped_while_it_read_a_claim_keeps_no_store_from_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, others = runtime.disk().flock, list[int]()
+
+    def read_first(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not others:
+            others.append(os.open(next(tmp_path.glob("*.claim")), os.O_RDONLY))
+            lock(others[0], fcntl.LOCK_SH)
+        lock(fd, operation)
+
+    monkeypatch.setattr(runtime.disk(), "flock", read_first)
+    opening = runtime.begin_aside("test", partial(Ledger, tmp_path))
+    try:
+        opening.result(timeout=5).close()
+    finally:
+        os.close(others[0])
+    assert not [*tmp_path.glob("*.claim")]
 
 
 FORKED = """

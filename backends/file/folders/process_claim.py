@@ -52,15 +52,16 @@ class ProcessClaim:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             try:
-                runtime.disk().flock(self.fd, fcntl.LOCK_EX)
-                # Not locked yet, it looked like a dead process's claim, and may have been removed.
-                if has_name(self.fd):
-                    self.reserve(reserved)
-                    return
+                # Not locked, it looks dead: one that is stopped may lock it, or have removed it.
+                with contextlib.suppress(BlockingIOError):
+                    runtime.disk().flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if has_name(self.fd):
+                        self.reserve(reserved)
+                        return
             except BaseException:
                 self.close()
                 raise
-            close_locked(self.fd)
+            self.close()
 
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
