@@ -137,7 +137,8 @@ def test_a_power_cut_loses_what_was_not_synced_and_nothing_else() -> None:
     assert lost["bytes"]
 
 
-def test_a_power_cut_loses_what_a_failed_sync_dropped_despite_a_later_one() -> None:
+@pytest.mark.parametrize("sync", ["fsync", "sync_file_system"])
+def test_a_power_cut_loses_what_a_failed_sync_dropped_despite_a_later_one(sync: str) -> None:
     def body(simulation: Simulation) -> None:
         disk, files = runtime.disk(), simulation.runtime.files
         root, fd = disk.open("/", os.O_RDONLY), disk.open("/file", os.O_CREAT | os.O_RDWR)
@@ -147,9 +148,9 @@ def test_a_power_cut_loses_what_a_failed_sync_dropped_despite_a_later_one() -> N
         disk.pwrite(fd, b"lost", 0)
         files.begin_fault(errno.EIO, 10.0, 1.0, ("sync",))
         with pytest.raises(OSError, match="Input/output error"):
-            disk.fsync(fd)
+            getattr(disk, sync)(fd)
         files.end_faults()
-        disk.fsync(fd)
+        getattr(disk, sync)(fd)
         assert disk.pread(fd, 4, 0) == b"lost"
         assert files.safe_files() == []
         files.forget(simulation.runtime.scheduler.current.process)

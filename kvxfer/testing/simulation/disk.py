@@ -160,9 +160,8 @@ class SimulatedDisk:
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of every file that has a name, by its path."""
-        return {
-            path: len(node.data) for path, node in self._paths(self._root) if not node.is_folder
-        }
+        paths = self._paths(self._root)
+        return {path: len(node.data) for path, node in paths if not node.is_folder}
 
     def damage(self, path: str) -> None:
         """Flip a bit of a non-empty file silently, as a rotting medium does."""
@@ -379,21 +378,22 @@ class SimulatedDisk:
         self.when_changed()
 
     def fsync(self, fd: int) -> None:
-        """See `os.fsync`; a failure drops the writes. Source: <https://lwn.net/Articles/752063/>."""
-        node = self._get(fd).node
-        try:
-            self._begin("sync")
-        except OSError:
-            node.pending = []
-            raise
-        self._crash()
-        node.sync()
+        self._sync([self._get(fd).node])
 
     def sync_file_system(self, fd: int) -> None:
         self._get(fd)
-        self._begin("sync")
+        self._sync(self._nodes.values())
+
+    def _sync(self, nodes: Collection[_Node]) -> None:
+        """Sync; a failure drops the writes. Source: <https://lwn.net/Articles/752063/>."""
+        try:
+            self._begin("sync")
+        except OSError:
+            for node in nodes:
+                node.pending = []
+            raise
         self._crash()
-        for node in self._nodes.values():
+        for node in nodes:
             node.sync()
 
     def posix_fadvise(self, fd: int, *_: int) -> None:
