@@ -345,12 +345,12 @@ class Bucket:
 
     def _note_failure(self, what: str, failed: RequestFailedError, probe: int) -> None:
         is_late = failed.outcome.status is Status.TIMED_OUT and not probe
-        is_store = what == "PUT" and (failed.answered or is_late)  # other requests may succeed
-        if is_store and failed.transient:
+        # Loads may succeed where changes fail: each DELETE follows a HEAD.
+        is_change = what in {"PUT", "DELETE"} and (failed.answered or is_late)
+        if what == "PUT" and is_change and failed.transient:
             self.stores.record(str(failed))
-        # A server that refuses a request for good is not gone.
-        if failed.answered or not is_store:
-            self._breaker.record(str(failed) if failed.transient and not is_store else "")
+        if failed.answered or not is_change:  # a server that refuses a request for good is not gone
+            self._breaker.record(str(failed) if failed.transient and not is_change else "")
 
     async def _wait_to_retry(
         self, what: str, failed: RequestFailedError, deadline: "_Deadline"

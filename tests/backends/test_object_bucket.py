@@ -300,6 +300,21 @@ async def test_stores_that_are_not_answered_pause_stores_and_no_loads() -> None:
             assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
 
 
+async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() -> None:
+    config, keys = MemoryConfig(address="memory", timeout_s=0.1), make_keys(16)
+
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
+        blocks = PAGES.describe(0, range(8))
+        await store_generated(backend, keys[:8], blocks)
+        plant(backend._bucket, delete_async=hang)
+        assert await backend.delete(keys[:8]) == [False] * 8
+        assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
+        assert statuses(await backend.store(keys[8:], blocks)) == [DONE] * 8
+
+
 async def test_of_a_batch_whose_stores_are_not_answered_the_rest_is_paused() -> None:
     config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=4)
     memory, keys, num_asked = BlockMemory([[4096]], num_blocks=50), make_keys(50), 0
