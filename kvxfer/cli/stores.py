@@ -61,12 +61,15 @@ def ls(argv: Sequence[str]) -> int:
     with _open_store(arguments.path) as (store, _):
         if not arguments.keys:
             show(measure_usage(store), _format_table, as_json=arguments.json)
-            return 0
-        store.require()
-        for fingerprint in store.fingerprints():
-            for block in store.blocks(fingerprint):  # printed as they are found
-                if not (block.quarantined or block.misplaced):
-                    print(fingerprint, block.key.hex())
+        else:
+            store.require()
+            for fingerprint in store.fingerprints():
+                for block in store.blocks(fingerprint):  # printed as they are found
+                    if not (block.quarantined or block.misplaced):
+                        print(fingerprint, block.key.hex())
+        if store.num_skipped:
+            text = f"{store.num_skipped} files or folders cannot be read; kvxfer fsck names them"
+            sys.stderr.write(f"kvxfer ls: {text}\n")
     return 0
 
 

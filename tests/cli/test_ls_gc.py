@@ -65,6 +65,17 @@ def test_a_list_has_a_line_per_namespace_and_a_total(store: Store, run: Run) -> 
     assert total.split()[:5] == ["total:", "2", "9", "108.0", "KiB"]
 
 
+@pytest.mark.parametrize("form", [[], ["--json"], ["--keys"]])
+def test_a_list_says_how_much_it_could_not_read(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, form: list[str]
+) -> None:
+    path = store.path(store.fill(), store.keys[3]).parent
+    fail_to(monkeypatch, "open", path.name, PermissionError(errno.EACCES, "denied", path.name))
+    status, _, said = run("ls", store.root, *form)
+    told = "kvxfer ls: 1 files or folders cannot be read; kvxfer fsck names them\n"
+    assert (status, said) == (0, told)
+
+
 def test_json_is_a_list_of_objects(store: Store, run: Run) -> None:
     namespace = store.fill(num_tensors=2)
     began = time.time()
