@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from kvxfer.connect import connect, open_backend
-from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Moved, Operation
+from kvxfer.telemetry.journal import journal_observers
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from tests.cli.peers import LIMIT_S, RETRY_S, serving
@@ -129,3 +131,27 @@ def test_evicted_by_the_holder_of_a_tier(
     assert text.startswith(f"evicted from host of {medium} by capacity at "), text
     assert "no cause" not in text
     assert report["found"] == {medium: 4}
+
+
+RECORDED = {
+    (Operation.STORE, "failed", "writing is paused after repeated errors"): "paused tier",
+    (Operation.STORE, "failed", "no room, and no block can be evicted"): "back-pressure",
+    (Operation.STORE, "failed", "no room: none of 4 slots can be evicted"): "back-pressure",
+    (
+        Operation.LOAD,
+        "missing",
+        "a part of the chunk is stored, without all these bytes",
+    ): "partial",
+}
+"""Reasons in journals of earlier releases, which new words must not take from `kvxfer explain`."""
+
+
+@pytest.mark.parametrize(("recorded", "answer"), RECORDED.items(), ids=str)
+def test_the_reasons_of_earlier_journals_are_known(
+    ask: Ask, recorded: tuple[Operation, str, str], answer: str
+) -> None:
+    operation, status, reason = recorded
+    (observer,) = journal_observers(Namespace(model="m"))
+    outcome = Outcome(Status(status), reason=reason)
+    observer.note(Moved("file", operation, KEYS[:1], [outcome], {}, 0.5))
+    assert answers(ask(KEYS[:1])) == [(0, 0, answer)]
