@@ -15,10 +15,10 @@ import pytest
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Ended, Late, NotWrittenBack
+from kvxfer.storage.observer import Cause, Ended, Late, Moved, NotWrittenBack
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.tiering import TierTimeouts
@@ -327,6 +327,23 @@ def test_blocks_that_the_last_of_several_tiers_below_does_not_get_are_counted() 
     told.count_in(metrics.HOST, metrics.LOWER)
     told.note(NotWrittenBack("s3", keys_of(2)))
     assert read_series(told.report())["not_written_back_blocks", ("s3",)] == 2
+
+
+@pytest.mark.parametrize("below", [metrics.LOWER, "file"])
+def test_stores_that_one_of_several_tiers_below_refuses_are_counted(below: str) -> None:
+    told, store = metrics.OffloadingMetrics(1), ToldOperation.STORE
+    told.count_in(metrics.HOST, below)
+    told.watch("file", dict)
+    counter = "store_blocks", ("file", "write_back", "failed")
+    assert read_series(told.report())[counter] == 0
+    outcomes = [Outcome(Status.FAILED), DONE]
+    told.note(Moved("file", store, keys_of(2), outcomes, {}, 0.1, Cause.WRITE_BACK))
+    counted = {
+        name: value
+        for name, value in read_series(told.report()).items()
+        if name[0] == "store_blocks"
+    }
+    assert counted == ({} if below == "file" else {counter: 1})
 
 
 def test_an_idle_engine_gives_what_is_below_in_the_second_step(

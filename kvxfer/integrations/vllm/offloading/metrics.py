@@ -32,9 +32,7 @@ from kvxfer.telemetry.metrics import (
 
 PREFIX = "vllm:kvxfer_"
 TOLD_BY_TIERS = {"removed_blocks", "deadline_misses", "skipped_blocks", "not_written_back_blocks"}
-COUNTED_BY_MANAGER = frozenset(COUNTERS) - TOLD_BY_TIERS
-"""Counters of chunks that the scheduler counts in every tier. It does not see copies among the
-tiers below host memory; these report which blocks are not written back."""
+"""Counters that tiers count: the scheduler does not see copies among several tiers below."""
 
 MAX_DURATIONS = 10_000
 """Maximum number of durations to keep for the next report, which may never be asked for."""
@@ -92,7 +90,8 @@ class OffloadingMetrics(Observer):
     """
 
     def __init__(self, chunk_bytes: int) -> None:
-        self.counted_by_manager: frozenset[str] = frozenset()  # and ignored in events of tiers
+        self._counted_tiers: tuple[str, ...] = ()  # by a manager, and not from events
+        self._alarms: set[tuple[str, tuple[str, ...]]] = set()
         self._chunk_bytes = chunk_bytes
         self._counted: Counter[tuple[str, tuple[str | Status, ...]]] = Counter()  # name and labels
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -102,8 +101,8 @@ class OffloadingMetrics(Observer):
         self._lock = runtime.lock()
 
     def count_in(self, *tiers: str) -> None:
-        """Take `COUNTED_BY_MANAGER` from a manager, not from events; show alarms' counters as 0."""
-        self.counted_by_manager = COUNTED_BY_MANAGER
+        """Take the counts of chunks from a manager, not from events; show alarms' counters as 0."""
+        self._counted_tiers = tiers
         for tier in tiers:
             self._counted.update(dict.fromkeys(counters_of_alarms(tier), 0))
 
@@ -116,15 +115,18 @@ class OffloadingMetrics(Observer):
         """See `Observer.note`."""
         with self._lock:
             for sample in samples_of(event):
+                counter = sample.name, sample.labels
+                is_alarm = counter in self._alarms and sample.labels[0] not in self._counted_tiers
                 if sample.name in HISTOGRAMS:
                     self._seconds.append(sample)
-                elif sample.name not in self.counted_by_manager:
-                    self._told[sample.name, sample.labels] += int(sample.value)
+                elif sample.name in TOLD_BY_TIERS or is_alarm or not self._counted_tiers:
+                    self._told[counter] += int(sample.value)
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
         with self._lock:
-            self._told.update(dict.fromkeys(counters_of_alarms(tier), 0))
+            self._alarms.update(counters_of_alarms(tier))
+            self._told.update(dict.fromkeys(self._alarms, 0))
         self._asked.append((tier, ask))
 
     def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
@@ -135,8 +137,7 @@ class OffloadingMetrics(Observer):
         counted, self._counted = self._counted, Counter()
         with self._lock:
             told, self._told = self._told, Counter()
-            seconds = list(self._seconds)
-            self._seconds.clear()
+            seconds, self._seconds = self._seconds, deque(maxlen=MAX_DURATIONS)
         for (name, given), number in counted.items():
             labels = tuple(each.value if isinstance(each, Enum) else each for each in given)
             stats.increase_counter(PREFIX + name, number, labels)
@@ -144,8 +145,7 @@ class OffloadingMetrics(Observer):
             if name_of_bytes in COUNTERS and name_of_bytes != name:
                 stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, labels)
         for (name, labels), number in told.items():
-            if number or name not in self.counted_by_manager:
-                stats.increase_counter(PREFIX + name, number, labels)
+            stats.increase_counter(PREFIX + name, number, labels)
         for name, value, labels in seconds:
             stats.observe_histogram(PREFIX + name, value, labels)
         if runtime.monotonic() >= self._ask_at:
