@@ -79,8 +79,7 @@ def run_checks(planned: Sequence[Check], *, timeout_s: float) -> list[Finding]:
             found = [_late(check, timeout_s)]
         findings += found
     threads.shutdown()
-    order = list(Severity)
-    return sorted(findings, key=lambda finding: order.index(finding.severity))
+    return sorted(findings, key=lambda finding: [*Severity].index(finding.severity))
 
 
 def plan_checks(
@@ -116,10 +115,10 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
             url = f"file://{config.path}"
             yield Check("store-folder", url, partial(places.check_folder, config))
             yield Check("store-secret", url, partial(places.check_secret, config))
-            yield Check("store-space", url, partial(places.check_space, config))
-            yield Check("store-inodes", url, partial(places.check_inodes, config))
-            yield Check("store-medium", url, partial(places.check_medium, config))
-            yield Check("direct-io", url, partial(places.check_direct_io, config))
+            yield Check("store-space", url, partial(_in_folder, places.check_space, config))
+            yield Check("store-inodes", url, partial(_in_folder, places.check_inodes, config))
+            yield Check("store-medium", url, partial(_in_folder, places.check_medium, config))
+            yield Check("direct-io", url, partial(_in_folder, places.check_direct_io, config))
             yield Check("io-uring", url, partial(places.check_io_uring, config))
         case NixlConfig() if config.discover:
             check = partial(places.check_discovery, config, timeout_s)
@@ -132,14 +131,18 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
         case PoolConfig():
             yield Check("pool", f"pool://{config.path}", partial(places.check_pool, config))
         case ObjectConfig():
-            hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
-            check = partial(places.check_bucket, hurried)
+            timed = msgspec.structs.replace(config, timeout_s=timeout_s)
             yield Check("store-secret", config.url, partial(places.check_secret, config))
-            yield Check("bucket", config.url, check, STEPS_OF_BUCKET)
+            yield Check("bucket", config.url, partial(places.check_bucket, timed), STEPS_OF_BUCKET)
         case MooncakeConfig():
             short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
             check = partial(places.check_mooncake, short)
             yield Check("mooncake", f"mooncake://{config.address}", check)
+
+
+def _in_folder(check: Callable[[FileConfig], Finding], config: FileConfig) -> list[Finding]:
+    """Run a check of a folder, unless `check_folder` names a fault that this one would repeat."""
+    return [check(config)] if places.check_folder(config).severity is Severity.OK else []
 
 
 def _collect(check: Check) -> list[Finding]:

@@ -42,14 +42,14 @@ def check_folder(config: FileConfig) -> Finding:
     """Check that the folder of a store exists or can be made, and can be written to."""
     path, folder = Path(config.path), existing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
-    for each in (path, *path.absolute().parents):
-        if each.is_symlink() and not each.exists():
-            target = os.path.realpath(each)
-            found = f"{each} leads to {target}, which does not exist"
-            return error(found, why=why, mend=f"mount its disk, or: mkdir -p {target}")
-    if not folder.is_dir():
-        return error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
     try:
+        for each in (path, *path.absolute().parents):
+            if each.is_symlink() and not each.exists():
+                target = os.path.realpath(each)
+                found = f"{each} leads to {target}, which does not exist"
+                return error(found, why=why, mend=f"mount its disk, or: mkdir -p {target}")
+        if not folder.is_dir():
+            return error(f"{folder} is no folder", why=why, mend=f"mv {folder} {folder}.old")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as exc:
@@ -174,7 +174,7 @@ def check_io_uring(config: FileConfig) -> Finding:
 def existing_folder(config: FileConfig) -> Path:
     """Find the folder of the store, or the nearest one above it that exists."""
     path = Path(config.path)
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    return next(each for each in (path, *path.absolute().parents) if os.access(each, os.F_OK))
 
 
 PROBE = "kvxfer-doctor"

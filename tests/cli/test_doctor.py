@@ -94,6 +94,16 @@ def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
     assert {each["check"] for each in findings} == {*CHECKS} - own
 
 
+def test_a_folder_of_another_user_is_one_fault_however_deep_the_store(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "kv").mkdir(parents=True)
+    folder.chmod(0)
+    for path in (folder, folder / "kv"):
+        told = bad(examine(f"file://{path}?capacity=1MiB", command=[*POWERLESS, *COMMAND])[1])
+        assert told.keys() == {"store-folder"}
+        assert told["store-folder"]["found"] == f"{folder} cannot be written to: Permission denied"
+
+
 def test_faults_are_named_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "nixl.py").write_text("raise ImportError('libibverbs.so.1: no such file')\n")
     status, findings = examine(

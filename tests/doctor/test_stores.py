@@ -68,6 +68,21 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         expect_of(check_folder, path, ERROR, f"{file} is no folder")
 
 
+def test_a_folder_that_cannot_be_used_is_one_error_and_no_more(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with mounted("-t", "tmpfs", "-o", "ro", "tmpfs") as folder:
+        for path in (file, file / "store", folder, folder / "store", Path("/proc/store")):
+            config = parse_backend(f"file://{path}?capacity=1MiB")[1]
+            checks = [
+                each for each in plan_checks([config], TIMEOUT_S) if str(path) in each.subject
+            ]
+            assert len(checks) == 7
+            first, *others = run_checks(checks, timeout_s=TIMEOUT_S)
+            assert (first.check, first.severity) == ("store-folder", ERROR)
+            assert {each.severity for each in others} == {OK}
+
+
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "kv")
     for name in ("link", "link/store"):
