@@ -77,6 +77,10 @@ def run_command(program: str, command: Callable[[], int]) -> int:
 
     Characters that the output's encoding lacks are escaped. Nothing is printed if it was closed.
     """
+    # Packages such as tqdm write to what Python sets to None if it was closed.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     said = ""
@@ -94,12 +98,9 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         print(end="", flush=True)
     except OSError as exc:  # so that the flush at exit does not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = FAILED
-        if isinstance(exc, BrokenPipeError):
-            status = PIPE_CLOSED
-        elif not said:
-            said = str(exc)
-    if said and sys.stderr is not None:
+        is_closed = isinstance(exc, BrokenPipeError)
+        status, said = (PIPE_CLOSED, said) if is_closed else (FAILED, said or str(exc))
+    if said:
         with contextlib.suppress(OSError):  # the reader is gone: the status still tells
             sys.stderr.write(f"{program}: {printable(said)}\n")
     return status

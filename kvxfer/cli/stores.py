@@ -16,6 +16,7 @@ from kvxfer import runtime
 from kvxfer.cli.command_line import CommandLine, exit_statuses, show
 from kvxfer.cli.service import stopping_between_steps
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.settings import shown
 from kvxfer.text import printable
 from kvxfer.units import ByteSize, Duration, format_duration, format_size
 
@@ -343,10 +344,10 @@ def _open_store(
     argument: str, split: Callable[[str], tuple[str, str]] | None = None
 ) -> "Iterator[tuple[BlockStore, str]]":
     """Open a store, or with `split` that of a block file; also yield the file's path below it."""
-    wanted = "a folder, or one of s3://, gs://, az://"
-    if not argument:  # else `Path` takes it for the current folder
-        raise InvalidArgumentError("path", argument, wanted)
-    if "://" not in argument:
+    kind, is_url, _ = argument.partition("://")
+    if not argument or (is_url and kind.lower() not in ("s3", "gs", "az")):
+        raise InvalidArgumentError("path", shown(argument), "a folder, or s3://, gs:// or az://")
+    if not is_url:
         from kvxfer.backends.file.folder_store import FolderStore
 
         root, path = split(str(Path(argument).absolute())) if split else (argument, "")
@@ -356,9 +357,7 @@ def _open_store(
     from kvxfer.connect import parse_backend
 
     _, config = parse_backend(argument)
-    if not isinstance(config, ObjectConfig):
-        kind = argument.partition("://")[0]
-        raise InvalidArgumentError("path", f"{kind}://", wanted)
+    assert isinstance(config, ObjectConfig)
     root, path = split(config.path) if split else (config.path, "")
     config = msgspec.structs.replace(config, path=root)
     with contextlib.closing(BucketStore(config)) as store:

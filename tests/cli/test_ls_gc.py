@@ -20,7 +20,7 @@ from kvxfer.storage.keys import Namespace
 from tests.backends.file_store import fail_to
 from tests.cli.conftest import Run
 from tests.cli.peers import COMMAND
-from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
+from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store, break_seal
 
 DAY_S = 86400
 
@@ -138,6 +138,15 @@ def test_an_empty_path_is_not_the_folder_that_the_command_runs_in(
     block = store.path(namespace, store.keys[0])
     monkeypatch.chdir(block.parent)
     assert run("inspect", f"/{block.name}")[0] == 2  # nor is it one at the root
+
+
+@pytest.mark.parametrize("command", ["ls", "fsck", "gc", "inspect"])
+@pytest.mark.parametrize("url", ["file:///store", "host://", "file:///store?token=abc"])
+def test_a_url_that_names_no_bucket_is_refused_whatever_its_parameters(
+    run: Run, command: str, url: str
+) -> None:
+    told = f"path is '{url.replace('abc', '...')}'; expected a folder, or s3://, gs:// or az://"
+    assert run(command, url) == (2, "", f"kvxfer {command}: {told}\n")
 
 
 @pytest.mark.parametrize("option", ["--capacity", "--max-age"])
@@ -286,3 +295,17 @@ def test_output_that_is_ascii_closed_full_or_read_no_more_causes_no_traceback(
 def test_an_error_that_nobody_can_be_told_is_no_bad_block() -> None:
     command = ["bash", "-c", '"$@" 2>&-', "bash", *COMMAND, "fsck", "/nowhere"]
     assert subprocess.run(command, check=False).returncode == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-"])
+def test_a_store_is_verified_and_repaired_also_where_nothing_can_be_said(
+    store: Store, closed: str
+) -> None:
+    store.fill()
+    command = ["bash", "-c", f'"$@" {closed}', "bash", *COMMAND, "fsck", "--repair"]
+    for num_bad, status in ((0, 0), (2, 1)):
+        for path in sorted(store.blocks())[:num_bad]:
+            break_seal(store.root / path)
+        assert subprocess.run([*command, store.root], check=False).returncode == status
+        assert len(store.blocks()) == NUM_BLOCKS - num_bad
