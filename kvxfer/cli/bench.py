@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
 import shutil
 import statistics
@@ -92,14 +91,25 @@ async def _measure(url: str, size: int, seconds: float) -> None:
 
 @contextlib.asynccontextmanager
 async def _removing(remove: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Remove at the end what was stored; an error of the context is raised, not of its removal."""
+    """Remove at the end what was stored, even if a signal interrupts that.
+
+    An error of the context is raised, not one of the removal.
+    """
     try:
         yield
     except BaseException:
         with contextlib.suppress(Exception):
-            await remove()
+            await _surely(remove)
         raise
-    await remove()
+    await _surely(remove)
+
+
+async def _surely(remove: Callable[[], Awaitable[object]]) -> None:
+    try:
+        await remove()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        await remove()
+        raise
 
 
 class _Batch:
@@ -111,14 +121,13 @@ class _Batch:
         self.num_blocks, self.size, self._backend = num_blocks, size, backend
         self.source, self.target = (allocate_aligned(num_blocks * size) for _ in range(2))
         self.source[:] = np.frombuffer(np.random.default_rng().bytes(self.source.nbytes), np.uint8)
-        self._run, self._numbers = runtime.token_bytes(24), itertools.count()
+        self._run = runtime.token_bytes(24)
 
     async def move(self) -> tuple[float, float]:
         """Store, look up, load and delete the blocks; return the seconds of store and load."""
         from kvxfer.storage.keys import make_block_key
 
-        numbers = itertools.islice(self._numbers, self.num_blocks)
-        keys = [make_block_key(self._run + number.to_bytes(8, "big"), 0) for number in numbers]
+        keys = [make_block_key(self._run + runtime.token_bytes(8)) for _ in range(self.num_blocks)]
         self.target[:] = 0
         async with _removing(functools.partial(self._backend.delete, keys)):
             stored = await self._call("stored", self._backend.store, keys, self.source)
@@ -222,5 +231,5 @@ def plain_objects(config: "ObjectConfig", source: "Buffer", target: "Buffer") ->
         "plain client",
         store,
         lambda: each(get),
-        lambda: each(lambda n: obstore.delete_async(client, names[n])),
+        lambda: _surely(lambda: each(lambda n: obstore.delete_async(client, names[n]))),
     )

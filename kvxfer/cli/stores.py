@@ -291,16 +291,14 @@ def gc(argv: Sequence[str]) -> int:
     add("path", help=STORE)
     add("--capacity", metavar="SIZE", help="evict old blocks down to this size, such as 20GiB")
     add("--max-age", metavar="AGE", help="remove blocks that were unused for longer, such as 30d")
-    add("--dry-run", action="store_true", help="remove nothing, only print what would be removed")
+    add("--dry-run", action="store_true", help="remove nothing, print what would be removed")
     arguments = parser.parse_args(argv)
 
     from kvxfer.pages.maintenance import GarbageCollection
 
-    capacity_bytes = max_age_s = None
-    if arguments.capacity is not None:
-        capacity_bytes = ByteSize.parse(arguments.capacity, name="capacity")
-    if arguments.max_age is not None:
-        max_age_s = Duration.parse(arguments.max_age, name="max-age")
+    size, age = arguments.capacity, arguments.max_age
+    capacity_bytes = None if size is None else ByteSize.parse(size, name="capacity")
+    max_age_s = None if age is None else Duration.parse(age, name="max-age")
     with _open_store(arguments.path) as (store, _), stopping_between_steps() as check:
         collection = GarbageCollection(
             store, capacity_bytes=capacity_bytes, max_age_s=max_age_s, check=check

@@ -2,13 +2,16 @@
 
 import asyncio
 import errno
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
 
+from kvxfer.backends.file.folders import NamespaceFolder
 from kvxfer.backends.host import HostBackend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import DONE, MISSING, Outcome
@@ -106,3 +109,24 @@ def test_the_cause_of_a_failure_is_shown_though_nothing_can_be_removed(
     monkeypatch.setattr(Path, "mkdir", refuse)
     said = run("bench", f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB", *QUICK)[2]
     assert said.endswith(": No space left on device\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_a_removal_leaves_no_block(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    remove, signals = NamespaceFolder.remove, iter([number])
+
+    def remove_and_signal(folder: NamespaceFolder, *arguments: Any) -> int | None:
+        for each in signals:
+            os.kill(os.getpid(), each)
+        return remove(folder, *arguments)
+
+    monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        url = f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB"
+        assert run("bench", url, "--size", "4KiB", "--seconds", "0s")[0] == 130
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("kvxfer-bench-*")]
