@@ -375,9 +375,9 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse credentials, which belong in the environment; the error hides their values."""
     given = [repr(each) for each in parameters if is_credential(each)]
-    given += ["a user"] if "@" in code_of(parameters.get("address")) else []
+    given += ["user"] if "@" in code_of(parameters.get("address")) else []
     if given:
-        wanted = f"no {given[0]}: a {name} backend takes credentials from the environment only"
+        wanted = f"no {given[0]}: {name}:// takes credentials from the environment only"
         raise InvalidArgumentError("backend", shown(backend), wanted)
 
 
