@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvxfer import runtime
 from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.runtime import Pause, await_call
-from kvxfer.storage.backend import Backend, Begun, Outcome, Status, TellsKept
+from kvxfer.storage.backend import DONE, Backend, Begun, Outcome, Status, TellsKept
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
 
@@ -83,7 +83,7 @@ async def delete_for_others(place: Place, keys: Sequence[BlockKey]) -> list[bool
 async def call_backend(
     move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
 ) -> list[Outcome]:
-    """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
+    """Store or load a batch; every block is `FAILED` if the backend raises or answers wrongly.
 
     If the device is lost, or something other than the caller cancels the call, the outcomes are not
     memory-safe: the device, or whatever was cancelled, may still write. Log and reasons name the
@@ -143,10 +143,14 @@ def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
 
 
 def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcome]:
-    if len(outcomes := list(given)) != num_keys:
+    outcomes: list[Any] = list(given)
+    reason = ""
+    if len(outcomes) != num_keys:
         reason = f"{name} returned {len(outcomes)} outcomes for {num_keys} keys"
-        return [Outcome(Status.FAILED, reason=reason)] * num_keys
-    return outcomes
+    elif outcomes.count(DONE) < num_keys:
+        others = [type(each).__name__ for each in outcomes if not isinstance(each, Outcome)]
+        reason = f"{name} returned a {others[0]} in place of an Outcome" if others else ""
+    return [Outcome(Status.FAILED, reason=reason)] * num_keys if reason else outcomes
 
 
 async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:

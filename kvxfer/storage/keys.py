@@ -305,11 +305,7 @@ def _differences(path: str, ours: Any, theirs: Any) -> Iterator[Difference]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted(ours.keys() | theirs.keys()):
             yield from _differences(f"{path}.{name}".lstrip("."), ours.get(name), theirs.get(name))
-    elif (
-        isinstance(ours, (list, tuple))
-        and isinstance(theirs, (list, tuple))
-        and len(ours) == len(theirs)
-    ):
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             yield from _differences(f"{path}[{index}]", our, their)
     elif ours != theirs:

@@ -58,6 +58,8 @@ BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
         (7, "store: TypeError(\"'int' object is not iterable\")"),
         ([DONE], "store returned 1 outcomes for 2 keys"),
         ([DONE] * 3, "store returned 3 outcomes for 2 keys"),
+        ([DONE, Status.DONE], "store returned a Status in place of an Outcome"),
+        ([DONE, None], "store returned a NoneType in place of an Outcome"),
         (OSError("no memory"), "store: OSError('no memory')"),
     ],
 )
