@@ -66,7 +66,6 @@ class BytesBackend(Backend):
         require_instance("integrity", integrity, Integrity)
         integrity.require_keyless()
         self.namespace = namespace
-        self._sizes = namespace.chunk_sizes
         self._checksum_bytes = 0 if integrity is Integrity.OFF else CHECKSUM_BYTES
         self._guard = CallGuard(type(self).__name__, namespace)
         self._threads = Threads("kvxfer-bytes", require_positive("num_threads", num_threads))
@@ -104,8 +103,7 @@ class BytesBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
-        there = await self._threads.ask(self._ask_each, self.has, self._names(keys))
-        return [bool(each) for each in there]
+        return await self._threads.ask(self._ask, bool, self.has, self._names(keys))
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
@@ -113,14 +111,14 @@ class BytesBackend(Backend):
         await self._locks.wait_for_others(keys)  # else a removal could take what the lookup finds
         there = await self.lookup(keys)
         sizes = zip(blocks.block_sizes.tolist(), groups_of(keys).tolist(), strict=True)
-        whole = [size == self._sizes[group] for size, group in sizes]
+        whole = [size == self._guard.chunk_sizes[group] for size, group in sizes]
         outcomes = [DONE if found else WHOLE_ONLY for found in there]
         left = [n for n, found in enumerate(there) if whole[n] and not found]
         if left:
             chosen = [keys[n] for n in left]
             names = self._names(chosen)
             values = await self._run(self._copies, self._read, names, blocks.take(left))
-            stored = await self._change(chosen, partial(self._ask_each, self.put, names, values))
+            stored = await self._change(chosen, partial(self._ask, bool, self.put, names, values))
             for index, is_stored in zip(left, stored, strict=True):
                 outcomes[index] = DONE if is_stored else REFUSED
         return outcomes
@@ -129,8 +127,8 @@ class BytesBackend(Backend):
         """See `Backend.load`."""
         self._guard.check_batch(keys, blocks)
         names = self._names(keys)
-        sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
-        values = await self._threads.ask(self._ask_each, self.get, names)
+        sizes = [self._guard.chunk_sizes[group] for group in groups_of(keys).tolist()]
+        values = await self._threads.ask(self._ask, _as_bytes, self.get, names)
         outcomes = await self._run(self._copies, self._write, names, sizes, values, blocks)
         corrupt = [n for n, o in enumerate(outcomes) if o is CORRUPT and keys[n] not in self._locks]
         if corrupt:
@@ -170,27 +168,27 @@ class BytesBackend(Backend):
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [self.name_of(key) for key in keys]
 
-    def _call(self, func: Callable[[], T]) -> T:
+    def _call(self, func: Callable[[], T], what: str = "") -> T:
         try:
             return func()
         except KVXferError:
             raise
         except BaseException as exc:  # a `SystemExit` would end the event loop
-            raise BackendUnavailableError(f"{type(self).__name__}: {exc!r}") from exc
+            raise BackendUnavailableError(f"{type(self).__name__}: {what}{exc!r}") from exc
 
-    def _ask_each(
-        self, ask: Callable[..., Sequence[T]], names: Sequence[str], *args: Any
+    def _ask(
+        self, read: Callable[[Any], T], ask: Callable[..., object], names: Sequence[str], *args: Any
     ) -> list[T]:
-        """Call a method of the subclass, which must return an answer for each name."""
+        """Call a method of the subclass, which must return an answer for each name; read them."""
         answers: Any = self._call(partial(ask, names, *args))
-        is_list = isinstance(answers, Iterable) and not isinstance(answers, _NOT_IN_ORDER)
-        listed: list[T] = self._call(partial(list, answers)) if is_list else []
-        if not is_list or len(listed) != len(names):
-            verb = getattr(ask, "__name__", "a method")
-            found = f"{len(listed)} answers" if is_list else f"a {type(answers).__name__}"
-            text = f"{verb}() returned {found}; expected one for each of {len(names)} names"
-            raise BackendUnavailableError(f"{type(self).__name__}: {text}")
-        return listed
+        verb, found = f"{getattr(ask, '__name__', 'a method')}()", f"a {type(answers).__name__}"
+        if isinstance(answers, Iterable) and not isinstance(answers, _NOT_IN_ORDER):
+            listed = self._call(lambda: [read(each) for each in answers], f"an answer of {verb}: ")
+            if len(listed) == len(names):
+                return listed
+            found = f"{len(listed)} answers"
+        text = f"{verb} returned {found}; expected one for each of {len(names)} names"
+        raise BackendUnavailableError(f"{type(self).__name__}: {text}")
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call a function that changes values; locks the keys until it ends, even if cancelled."""
@@ -210,9 +208,9 @@ class BytesBackend(Backend):
         pairs = zip(names, map(b"".join, view_blocks(blocks)), strict=True)
         return [payload + self._checksum(name, payload) for name, payload in pairs]
 
-    def _verified(self, name: str, size: int, value: bytes) -> memoryview | None:
+    def _verified(self, name: str, size: int, value: memoryview) -> memoryview | None:
         """Return the bytes of a chunk; None if they are not those that were stored."""
-        payload, checksum = memoryview(value)[:size], value[size:]
+        payload, checksum = value[:size], value[size:]
         intact = len(payload) == size and checksum == self._checksum(name, payload)
         return payload if intact else None
 
@@ -220,7 +218,7 @@ class BytesBackend(Backend):
         self,
         names: Sequence[str],
         sizes: Sequence[int],
-        values: Sequence[bytes | None],
+        values: Sequence[memoryview | None],
         blocks: Descriptors,
     ) -> list[Outcome]:
         outcomes, starts = [], blocks.payload_starts.tolist()
@@ -238,12 +236,16 @@ class BytesBackend(Backend):
 
     def _drop(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Remove values that are still corrupt: another process may have stored some again."""
-        triples = zip(names, sizes, self._ask_each(self.get, names), strict=True)
+        triples = zip(names, sizes, self._ask(_as_bytes, self.get, names), strict=True)
         bad = [n for n, size, v in triples if v is not None and self._verified(n, size, v) is None]
         if bad:
             self.remove(bad)
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
-        there = self._ask_each(self.has, names)
+        there = self._ask(bool, self.has, names)
         self.remove(names)
         return there
+
+
+def _as_bytes(value: Any) -> memoryview | None:
+    return None if value is None else memoryview(value).cast("B")

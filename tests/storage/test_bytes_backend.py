@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ async def test_a_load_whose_value_comes_after_a_close_began_touches_no_memory() 
                 may_answer.wait(LIMIT_S)
             return super().get(names)
 
-        def _verified(self, name: str, size: int, value: bytes) -> memoryview | None:
+        def _verified(self, name: str, size: int, value: memoryview) -> memoryview | None:
             copies.set()
             may_copy.wait(LIMIT_S)
             return super()._verified(name, size, value)
@@ -264,6 +265,45 @@ async def test_a_storage_that_does_not_answer_for_each_name_is_named(
         expected = rf"Values: {method}\(\) returned {found}; expected one for each of 3 names"
         with pytest.raises(BackendUnavailableError, match=expected):
             await call
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("get", "text"), ("get", 5), ("has", np.zeros(2)), ("put", np.zeros(2))]
+)
+async def test_an_answer_of_another_type_is_that_of_a_method_and_no_verdict_on_the_block(
+    method: str, answer: object
+) -> None:
+    backend = Values({}, MEMORY.namespace())
+    async with backend:
+        blocks = MEMORY.describe(0, range(3))
+        if method == "get":
+            await store_generated(backend, KEYS, blocks)
+        with patch.object(Values, method, autospec=True, return_value=[answer] * 3):
+            call = backend.load(KEYS, blocks) if method == "get" else backend.store(KEYS, blocks)
+            with pytest.raises(
+                BackendUnavailableError, match=rf"Values: an answer of {method}\(\)"
+            ):
+                await call
+        assert len(backend.values) == 3 * (method == "get")
+
+
+async def test_the_bytes_of_an_array_are_loaded_and_not_taken_for_damage() -> None:
+    backend = Values({}, MEMORY.namespace())
+    async with backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(3)))
+        arrays = [np.frombuffer(value, np.uint8) for value in backend.values.values()]
+        with patch.object(Values, "get", autospec=True, return_value=arrays):
+            outcomes = await backend.load(KEYS, MEMORY.describe(0, range(4, 7)))
+        assert all(each.done for each in outcomes)
+        assert read_payloads(MEMORY.describe(0, range(4, 7))) == read_payloads(
+            MEMORY.describe(0, range(3))
+        )
+
+
+async def test_a_deletion_answers_true_or_false_whatever_the_storage_answers() -> None:
+    async with Values({}, MEMORY.namespace()) as backend:
+        with patch.object(Values, "has", autospec=True, return_value=[1, 0, "yes"]):
+            assert [each is True for each in await backend.delete(KEYS)] == [True, False, True]
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, iter, torch.tensor])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from kvxfer.checks import require_number
+from kvxfer.checks import require_timeout
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import BlockMover
 from kvxfer.storage.keys import BlockKey
@@ -43,9 +43,7 @@ class Retention:
         if not is_number or not -MAX_PRIORITY <= given <= MAX_PRIORITY:
             raise InvalidArgumentError("priority", given, "a number from -10 to 10")
         object.__setattr__(self, "priority", float(given))
-        if self.ttl_s is not None:
-            ttl_s = require_number("ttl_s", self.ttl_s, "seconds, 0 or more, or None")
-            object.__setattr__(self, "ttl_s", ttl_s)
+        object.__setattr__(self, "ttl_s", require_timeout("ttl_s", self.ttl_s))
 
 
 NORMAL = Retention()
