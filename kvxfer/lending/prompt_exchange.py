@@ -15,7 +15,7 @@ from kvxfer.checks import (
     require_instances,
     require_integer,
     require_integers,
-    require_sequence,
+    require_one_per_group,
     require_text,
 )
 from kvxfer.endpoint import ANY_HOSTS
@@ -154,8 +154,9 @@ class PromptExchange:
             ClosedError: The exchange was closed.
             TimeoutError: The GPU did not finish that work within the configured `timeout_s`.
         """
-        if not self._host:
-            raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
+        if not self._handover.port:
+            rule = "HOST:PORT to lend blocks; with port 0, offer inside `async with`"
+            raise InvalidArgumentError("listen", self._host, rule)
         prompt = PromptKeys(tokens, scope=scope)
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
@@ -313,9 +314,7 @@ class PromptExchange:
     def _require_blocks(
         self, block_ids: Sequence[ArrayLike], num_tokens: int = 0
     ) -> list[list[int]]:
-        require_sequence("block_ids", block_ids, "the blocks of each group")
-        if len(block_ids) != len(self._sizes):
-            raise InvalidArgumentError("block_ids", block_ids, f"{len(self._sizes)} groups")
+        require_one_per_group("block_ids", block_ids, len(self._sizes), what="block ids")
         found = []
         for group, (each, size) in enumerate(zip(block_ids, self._sizes, strict=True)):
             ids = require_integers(f"block_ids[{group}]", each).tolist()
