@@ -70,10 +70,13 @@ class Descriptors:
                 and self.block_offsets.dtype is self.payload_starts.dtype is _INT64
                 and self.addresses.ndim == self.lengths.ndim == 1
                 and self.block_offsets.ndim == self.payload_starts.ndim == 1
+                and isinstance(self.device, torch.device)
             )
         except AttributeError:  # not arrays: converted or refused below
             is_exact = False
         if not is_exact:
+            if not isinstance(self.device, torch.device):
+                raise InvalidArgumentError("device", self.device, "a torch.device")
             for name in ("addresses", "lengths", "block_offsets", "payload_starts"):
                 dtype = _UINT64 if name in {"addresses", "lengths"} else _INT64
                 array = require_integers(name, getattr(self, name), dtype=dtype)
@@ -98,8 +101,7 @@ class Descriptors:
         """Bytes of each block, int64, `(num_blocks,)`."""
         if len(self.addresses) == len(self.block_offsets) - 1:  # one descriptor each
             return self.lengths.view(np.int64)
-        ends = np.zeros(len(self) + 1, np.int64)
-        np.cumsum(self.lengths.view(np.int64), out=ends[1:])
+        ends = np.concatenate(([0], np.cumsum(self.lengths.view(np.int64))))
         return np.diff(ends[self.block_offsets])
 
     @property

@@ -275,6 +275,8 @@ BYTES = torch.zeros(4, 8, dtype=torch.int8)
         (lambda: replace(TWO, lengths=TWO.lengths[:1]), INVALID, "lengths is 1; .* 2 addresses"),
         (lambda: replace(TWO, payload_starts=np.zeros(1, int)), INVALID, "payload_starts is 1"),
         (lambda: replace(TWO, addresses=TWO.addresses[:, None]), INVALID, r"not \w+ in 2"),
+        (lambda: replace(TWO, device="cpu"), INVALID, "device is 'cpu'"),  # type: ignore[arg-type]
+        (lambda: Descriptors.of_pieces([8], [8], device=None), INVALID, "device is None"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_described_is_an_error_that_names_it(
