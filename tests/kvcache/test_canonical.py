@@ -482,8 +482,10 @@ def refused() -> dict[str, Callable[[], Refused]]:
     )
     invalid, unknown = InvalidArgumentError, UnknownLayoutError
     apart = config_of((SPEC, "a"), (SPEC, "b"), shared_tensors=(("a", "b"),))
+    only = config_of((SPEC, "a"))
     return {
         "missing layer": lambda: ({"a": nhd()}, config_of((SPEC, "ab")), {}, invalid, r"\['b'\]"),
+        "no layers": lambda: ({"a": nhd(), 7: nhd(), "x": nhd()}, only, {}, invalid, r"\[7, 'x'\]"),
         "three tensors": lambda: pair(nhd(), [nhd()] * 3, invalid, "'b'.*3 tensors"),
         "meta": lambda: pair(nhd(), nhd().to("meta"), invalid, "meta"),
         "another device": lambda: pair(

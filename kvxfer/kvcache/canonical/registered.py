@@ -103,11 +103,9 @@ def _require_usable_tensors(kv_caches: KVCaches) -> None:
 
 
 def _require_every_layer(kv_caches: KVCaches, config: KVCacheConfig) -> None:
-    missing = sorted(set(config.layer_names) - kv_caches.keys())
-    if missing:
+    if missing := sorted(set(config.layer_names) - kv_caches.keys()):
         raise InvalidArgumentError("kv_caches", list(kv_caches), f"also the layers {missing}")
-    unknown = sorted(kv_caches.keys() - set(config.layer_names))
-    if unknown:
+    if unknown := sorted(kv_caches.keys() - set(config.layer_names), key=str):
         raise InvalidArgumentError("kv_caches", unknown, "only layers of the groups")
 
 
