@@ -150,6 +150,8 @@ NAMESPACE = kvxfer.Namespace(model="m", parallel={"tp_size": 2})
         ("TieredBackend.lookup", "keys", [b"ab"]),
         ("BlockTable", "tokens_per_kernel_block", 0),
         ("TokenBatch.of", "positions", [[0.5]]),
+        ("MambaSpec", "dtypes", np.dtype("float32")),
+        ("KVCacheGroup", "layer_names", np.dtype("float32")),
         ("make_block_key", "content_hash", "a"),
         ("make_block_key", "content_hash", b""),
         ("make_block_key", "group", 2**32),
