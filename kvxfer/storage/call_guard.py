@@ -21,8 +21,8 @@ def chunk_bytes(keys: Sequence[BlockKey], sizes: NDArray[np.int64]) -> NDArray[n
     """Find the chunk size of each key's group, in bytes; the group must exist."""
     groups = groups_of(keys)
     if int(groups.max()) >= len(sizes):
-        key = keys[int(groups.argmax())]
-        raise InvalidArgumentError("key", key, f"a group below {len(sizes)}")
+        at = int(groups.argmax())
+        raise InvalidArgumentError(f"keys[{at}]", keys[at], f"a group below {len(sizes)}")
     return sizes[groups]
 
 

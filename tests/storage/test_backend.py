@@ -10,6 +10,7 @@ from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.copy_engine.engine import Copy
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import (
     DONE,
     Begun,
@@ -19,8 +20,9 @@ from kvxfer.storage.backend import (
     WrappingBackend,
     can_purge_all,
 )
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import begin_call, call_backend, poll_begun, wait_for_begun
-from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.simulation import Simulation
@@ -86,6 +88,12 @@ async def test_what_a_backend_gives_wrongly_fails_each_block(
         outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
     assert outcomes is not None
     assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
+
+
+def test_a_key_of_a_group_that_is_not_there_is_named_by_its_place() -> None:
+    guard = CallGuard("backend", BlockMemory([[64]], num_blocks=2).namespace())
+    with pytest.raises(InvalidArgumentError, match=r"keys\[1\] is b'b.*; expected a group below 1"):
+        guard.check_batch([*KEYS[:1], make_block_key(b"b", 1)])
 
 
 @pytest.mark.parametrize("call", ["poll", "wait"])
