@@ -365,7 +365,12 @@ def test_the_command_for_scenarios_of_ones_own_says_what_it_needs(
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("--scenario=none", "choose from"), ("--processes=0", "is 0"), ("--seconds=-1", "is -1.0")],
+    [
+        ("--scenario=none", "choose from"),
+        ("--processes=0", "processes is 0"),
+        ("--seconds=-1", "seconds is -1.0"),
+        ("--seeds=-3", "seeds is -3"),
+    ],
 )
 def test_a_wrong_argument_of_a_campaign_is_named_without_a_traceback(
     capsys: pytest.CaptureFixture[str], wrong: str, words: str

@@ -16,7 +16,7 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 
-from kvxfer.checks import require_number, require_positive
+from kvxfer.checks import require_integer, require_number, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 
@@ -262,10 +262,9 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     try:
         require_positive("processes", given.processes)
         require_number("seconds", given.seconds)
+        given.seeds = require_integer("seeds", given.seeds) or (0 if given.seconds else 100)
     except InvalidArgumentError as exc:
         parser.error(str(exc))
-    if not given.seeds and given.seed is None and not given.seconds:
-        given.seeds = 100
     return given
 
 
