@@ -48,7 +48,7 @@ class Endpoint:
         host, colon, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        if not (colon and _is_host(host, bracketed=bracketed) and _is_port(port)):
+        if not (colon and is_host(host, bracketed=bracketed) and _is_port(port)):
             raise InvalidArgumentError(argument, shown(text), form)
         return cls(host, int(port))
 
@@ -104,7 +104,8 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
 
 
-def _is_host(text: str, *, bracketed: bool) -> bool:
+def is_host(text: str, *, bracketed: bool) -> bool:
+    """Whether text is the name or address of a host: if it was in brackets, an IPv6 address."""
     if bracketed:
         try:
             address = ipaddress.IPv6Address(text)
@@ -135,13 +136,12 @@ def remove_abandoned(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(f"{path} exists and is not a socket")
-    with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    probing = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with probing as probe, contextlib.suppress(BlockingIOError):  # its queue is full
         probe.settimeout(0)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-        except BlockingIOError:
-            pass  # a process listens, and its queue is full
     raise FileExistsError(f"another process serves {path}")

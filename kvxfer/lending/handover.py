@@ -17,6 +17,7 @@ from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.endpoint import ANY_HOSTS, is_host
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -281,6 +282,27 @@ class Handover:
         if not (num_running or self._loop.num_submitted):  # else they still use these
             self._copy_engine.close()
             self.reader.close()
+
+
+def reachable_host(config: NixlConfig, advertise: str, num_workers: int = 1) -> str:
+    """Return the host by which other engines reach our workers; empty if nothing is lent.
+
+    Raises:
+        InvalidArgumentError: The settings name no such host, no ports, or peers to read from.
+    """
+    for name, value in (("address", config.address), ("discover", config.discover)):
+        if value:
+            raise InvalidArgumentError(name, value, "none: tickets name other engines")
+    if (listen := config.listen_endpoint) is None:
+        return ""
+    if num_workers > 1 and not listen.port:
+        rule = f"a port: {num_workers} workers listen on it and on the next ones"
+        raise InvalidArgumentError("listen", config.listen, rule)
+    host = (advertise or listen.host).removeprefix("[").removesuffix("]")
+    if host in ANY_HOSTS or not is_host(host, bracketed=":" in host):
+        rule = f"the host by which other machines reach listen={config.listen}"
+        raise InvalidArgumentError("advertise", advertise, rule)
+    return host
 
 
 def _choose_way(

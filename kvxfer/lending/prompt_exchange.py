@@ -18,11 +18,10 @@ from kvxfer.checks import (
     require_one_per_group,
     require_text,
 )
-from kvxfer.endpoint import ANY_HOSTS
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
-from kvxfer.lending.handover import Handover
+from kvxfer.lending.handover import Handover, reachable_host
 from kvxfer.lending.reader import Fetched
 from kvxfer.runtime import run_aside, wait_despite_cancel
 from kvxfer.storage.calls import wait_for_mark
@@ -75,11 +74,12 @@ class PromptExchange:
         require_instance("config", config, NixlConfig)
         require_instance("caches", caches, CanonicalKVCaches)
         require_instance("namespace", namespace, Namespace)
-        shard = _only_worker(caches) if shard is None else shard
+        if shard is None:  # the only worker has all heads of its model
+            heads = [getattr(spec, "num_kv_heads", 1) for spec in caches.group_specs]
+            shard = WorkerShard(num_kv_heads=max(heads, default=1))
         require_instance("shard", shard, WorkerShard)
-        for name, value in (("address", config.address), ("discover", config.discover)):
-            if value:
-                raise InvalidArgumentError(name, value, "none: tickets name other engines")
+        advertise = require_text("advertise", advertise)
+        self._host = reachable_host(config, advertise, shard.num_workers)
         if namespace.groups:
             raise InvalidArgumentError("namespace.groups", namespace.groups, "none")
         description = describe_caches(caches, shard)
@@ -88,7 +88,6 @@ class PromptExchange:
                 raise InvalidArgumentError("caches", f"states in group {group}", "tokens only")
         self._proves_peers = config.proves_peers
         self._timeout_s = config.timeout_s
-        self._host = _host(config, shard, require_text("advertise", advertise))
         self._rank = shard.rank
         self._null_block_id = caches.null_block_id
         self._sizes = [group.tokens_per_block for group in description.groups]
@@ -323,23 +322,3 @@ class PromptExchange:
                 raise InvalidArgumentError(f"number of block_ids[{group}]", len(ids), rule)
             found.append(ids)
         return found
-
-
-def _only_worker(caches: CanonicalKVCaches) -> WorkerShard:
-    """Make the shard of a worker that has all heads of its model."""
-    heads = [getattr(spec, "num_kv_heads", 1) for spec in caches.group_specs]
-    return WorkerShard(num_kv_heads=max(heads, default=1))
-
-
-def _host(config: NixlConfig, shard: WorkerShard, advertise: str) -> str:
-    """Find the host at which other engines reach our workers; empty if nothing is lent."""
-    listen = config.listen_endpoint
-    if listen is None:
-        return ""
-    if shard.num_workers > 1 and not listen.port:
-        rule = f"a port above 0: {shard.num_workers} workers listen at consecutive ones"
-        raise InvalidArgumentError("listen", config.listen, rule)
-    if not advertise and listen.host in ANY_HOSTS:
-        rule = f"the host at which other engines reach listen={config.listen}"
-        raise InvalidArgumentError("advertise", advertise, rule)
-    return advertise or listen.host

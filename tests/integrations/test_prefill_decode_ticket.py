@@ -30,6 +30,7 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import (
     wants_decode,
     wants_prefill,
 )
+from kvxfer.lending.handover import reachable_host
 from tests.integrations.pd_engine import ticket_params
 
 FIELDS = ("remote_request_id", "remote_host", "remote_port", "tp_size", "transfer_mode")
@@ -118,6 +119,11 @@ def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
         ({"allow": "10.0.0.0/8"}, "allow"),
         ({"allow": ["10.0.0.1/8"]}, "allow"),
         ({"listen": "0.0.0.0:7100"}, "advertise"),
+        ({"listen": "[::]:7100", "advertise": "[::]"}, "advertise"),
+        ({"listen": "127.0.0.1:7100", "advertise": "10.0.0.7:7100"}, "advertise is '10"),
+        ({"listen": "127.0.0.1:7100", "advertise": "node 7"}, "advertise"),
+        ({"address": "10.0.0.7:7100"}, "address"),
+        ({"discover": "etcd://127.0.0.1:2379/kvxfer"}, "discover"),
         ({"purge_on_reset": True}, "purge_on_reset"),
         ({"backend": "host://", "purge_on_reset": "maybe"}, "purge_on_reset"),
     ],
@@ -125,6 +131,13 @@ def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
 def test_a_setting_of_no_use_is_named(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         Settings.parse(extra)
+
+
+def test_an_address_in_brackets_is_advertised_as_tickets_name_it() -> None:
+    exchange = Settings.parse({"listen": "127.0.0.1:7100"}).exchange
+    for host in ("[fd00::7]", "fd00::7"):
+        assert reachable_host(exchange, host) == "fd00::7"
+    assert reachable_host(exchange, "") == "127.0.0.1"
 
 
 def test_replicas_listen_after_the_workers_of_those_before_them() -> None:

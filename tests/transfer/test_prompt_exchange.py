@@ -212,18 +212,22 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "rank", "named"),
+    ("url", "rank", "advertise", "named"),
     [
-        ("host://?capacity=64KiB", 0, "backend is .*nixl"),
-        ("nixl://127.0.0.1:7100", 0, "address"),
-        ("nixl://?listen=127.0.0.1:0", 0, "listen"),
-        ("nixl://?listen=127.0.0.1:65535", 1, "listen"),
+        ("host://?capacity=64KiB", 0, "", "backend is .*nixl"),
+        ("nixl://127.0.0.1:7100", 0, "", "address"),
+        ("nixl://?listen=127.0.0.1:0", 0, "", "listen"),
+        ("nixl://?listen=127.0.0.1:65535", 1, "", "listen"),
+        ("nixl://?listen=127.0.0.1:7100", 0, "10.0.0.7:7100", "advertise is '10.0.0.7:7100'"),
+        ("nixl://?listen=0.0.0.0:7100", 0, "[::]", "advertise"),
     ],
 )
-def test_what_cannot_be_an_exchange_is_refused(url: str, rank: int, named: str) -> None:
+def test_what_cannot_be_an_exchange_is_refused(
+    url: str, rank: int, advertise: str, named: str
+) -> None:
     shard = kvxfer.WorkerShard(num_kv_heads=6, tp_size=2, rank=rank)
     with pytest.raises(InvalidArgumentError, match=named):
-        kvxfer.exchange(url, caches()[0], namespace=MODEL, shard=shard)
+        kvxfer.exchange(url, caches()[0], namespace=MODEL, shard=shard, advertise=advertise)
 
 
 async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import make_params, wants_pr
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker, StepData
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
-from kvxfer.lending.handover import Handover
+from kvxfer.lending.handover import Handover, reachable_host
 from kvxfer.storage.observer import LENT, Reports
 from kvxfer.telemetry.journal import flush_journal, journal_observers
 
@@ -183,9 +183,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._handover = Handover(
             self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
         )
-        own: Endpoint | None = None
-        if (listen := self._settings.exchange.listen_endpoint) is not None and self._lends:
-            own = Endpoint(self._settings.advertise or listen.host, facts.port)
+        host = reachable_host(self._settings.exchange, self._settings.advertise)
+        own = Endpoint(host, facts.port) if self._lends else None
         if self._reads:
             self._decode = DecodeScheduler(
                 self._handover,

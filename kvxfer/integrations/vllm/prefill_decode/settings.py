@@ -8,9 +8,10 @@ import msgspec
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import require_number, require_text, require_texts
-from kvxfer.endpoint import ANY_HOSTS, MAX_PORT
+from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS
+from kvxfer.lending.handover import reachable_host
 from kvxfer.settings import convert_settings
 
 
@@ -46,10 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in OFFLOAD_SETTINGS[1:]:
             if getattr(self, name) is not None and not self.backend:
                 raise InvalidArgumentError(name, getattr(self, name), "no value without `backend`")
-        listen = self.exchange.listen_endpoint
-        if listen is not None and not self.advertise and listen.host in ANY_HOSTS:
-            rule = "the host by which other machines reach listen=" + self.exchange.listen
-            raise InvalidArgumentError("advertise", self.advertise, rule)
+        reachable_host(self.exchange, self.advertise)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Settings":
@@ -66,10 +64,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def of_replica(self, index: int, num_workers: int) -> "Settings":
         """Return the settings of a data-parallel replica, on the ports after those before it."""
         exchange = self.exchange.at_rank(index * num_workers)
+        reachable_host(exchange, self.advertise, num_workers)
         if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
-            if not listen.port:
-                rule = f"a port: {num_workers} workers listen on it and on the next ones"
-                raise InvalidArgumentError("listen", exchange.listen, rule)
             for name, port in (("listen", listen.port), ("data_port", exchange.data_port)):
                 if port + num_workers - 1 > MAX_PORT:
                     rule = f"{num_workers} ports, one for each worker, up to {MAX_PORT}"
