@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, ClassVar, Protocol
 
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.simulation.engine_scenario import (
     CLOSE_TIMEOUT_S,
     LOOK_S,
@@ -114,6 +114,14 @@ class FleetScenario(EngineScenario):
 
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
         """Begin a fault that only this scenario has."""
+
+    def rot(self, holder: Any, number: int) -> BlockKey | None:
+        """Flip a bit of a block that a holder has, and return its key; None if it has none."""
+        raise NotImplementedError
+
+    def is_healed(self, steps: Sequence[Step]) -> bool:
+        """Whether a block is gone once a load has found it corrupt."""
+        return False
 
     def end_faults(self, simulation: Simulation) -> None:
         """End the faults that only this scenario has."""
@@ -343,6 +351,13 @@ class _Fleet:
         life.process.kill(lost_for_s)
         self._scenario.note_killed(life.process)
         self._killed.append(life)
+
+    async def _rot(self, *, holder: int, number: int, **_: Any) -> None:
+        life = self._holders.get(holder)
+        if life is not None and (key := self._scenario.rot(life.holder, number)) is not None:
+            self._history.is_healed = self._scenario.is_healed(self._steps)
+            self._history.note_damage(key, 0.0)  # a load that has verified it may still copy it
+            self._history.note_rot(key)
 
     async def _partition(self, *, engine: int, holder: int, for_s: float, **_: Any) -> None:
         self._network.partition(f"engine {engine}", f"holder {holder}", for_s)

@@ -95,20 +95,18 @@ class _MemoryRun(EngineRun):
     async def _flip(self, number: int) -> None:
         """Flip a bit of a block that is there, if any is."""
         host = self._host
-        for key in self._choose(number):
+        if (key := flip_bit(host, number)) is not None:
             slot = host._index.slot_of(key)
             age_s = self._simulation.now - self._world.history.last_stored(key)
             is_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
             is_seen |= age_s > self._found_s / 2  # even if the scrubber has no record of it
-            parts = self._whole(key)
-            host.pool.slots[slot, 0, parts.starts[0] + number % parts.sizes[0]] ^= 1
             self._damaged[key] = None
             self._world.history.note_damage(key, self._found_s if is_seen else None)
 
     async def _lend(self, number: int) -> None:
         """Lend a block to a reader that verifies it."""
-        for key in self._choose(number):
-            async with self._host.lend(self._whole(key)) as lent:
+        for key in _choose(self._host, number):
+            async with self._host.lend(_whole(self._host, key)) as lent:
                 if lent.blocks is None:
                     return
                 found = [xxhash.xxh3_64_intdigest(view) for (view,) in view_blocks(lent.blocks)]
@@ -121,14 +119,26 @@ class _MemoryRun(EngineRun):
         assert isinstance(host, HostBackend)
         return host
 
-    def _choose(self, number: int) -> list[BlockKey]:
-        """Choose a block that is there; none if there is none."""
-        index = self._host._index
-        there = list(compress(index.keys(), index.are_ready(index.keys())))
-        return [there[number % len(there)]] if there else []
 
-    def _whole(self, key: BlockKey) -> BlockParts:
-        """Describe all stored bytes of a block."""
-        slot = self._host._index.slot_of(key)
-        _, start, stop, _ = self._host.pool._tags[slot, 0].tolist()
-        return BlockParts([key], [start], [stop - start])
+def flip_bit(host: HostBackend, number: int) -> BlockKey | None:
+    """Flip a bit of a block of host memory, and return its key; None if no block is there."""
+    for key in _choose(host, number):
+        parts = _whole(host, key)
+        byte = parts.starts[0] + number % parts.sizes[0]
+        host.pool.slots[host._index.slot_of(key), 0, byte] ^= 1
+        return key
+    return None
+
+
+def _choose(host: HostBackend, number: int) -> list[BlockKey]:
+    """Choose a block that is there; none if there is none."""
+    index = host._index
+    there = list(compress(index.keys(), index.are_ready(index.keys())))
+    return [there[number % len(there)]] if there else []
+
+
+def _whole(host: HostBackend, key: BlockKey) -> BlockParts:
+    """Describe all stored bytes of a block."""
+    slot = host._index.slot_of(key)
+    _, start, stop, _ = host.pool._tags[slot, 0].tolist()
+    return BlockParts([key], [start], [stop - start])

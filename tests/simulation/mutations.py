@@ -573,6 +573,14 @@ TABLE = """
 --- backends/pool/server.py
 @@ pool 10 what is stored in a pool is not written back
 -            self._backend.write_back(parts)
+@@ pool 60 a corrupt block of a pool stays
+-                self._host.drop_corrupt([key], [slot], [corrupt])
+@@ pool 150 a lookup of a pool waits for a tier that hangs
+-                async with asyncio.timeout(within_s):
++                async with asyncio.timeout(None):
+@@ pool 500 a delete of a pool waits for a tier that hangs
+-            async with asyncio.timeout(min(DELETE_WITHIN_S, self._within_s)):
++            async with asyncio.timeout(None):
 @@ pool 60 pins of a pool engine that has ended stay
 -            await self._release(at_once=said_bye or is_caller_cancelled())
 --- backends/nixl/connection.py

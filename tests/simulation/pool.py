@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -13,10 +14,12 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
-from kvxfer.testing.simulation import Opened, Simulation, Step
+from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step, TierFault
+from kvxfer.testing.simulation.faults import CALLS
 from kvxfer.tiering import TieredBackend
 from kvxfer.transfer import TransferEngine
 from tests.simulation.fleet_scenario import FleetScenario
+from tests.simulation.memory import flip_bit
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
@@ -26,7 +29,13 @@ from tests.simulation.tiers import (
     leftovers_of_host,
     leftovers_of_tiers,
     open_host,
+    watch_staging,
 )
+
+FAULTY = ((0, 0), (0, 0), (3, 0), (8, 0), (0, 3), (3, 3))
+"""Numbers of faults of the tier below a pool and of blocks of the pool that rot, in a plan."""
+CALM = 0.5
+"""Share of these plans without other faults, so that every engine keeps its pool."""
 
 
 class PoolScenario(FleetScenario):
@@ -35,7 +44,30 @@ class PoolScenario(FleetScenario):
     name = "pool"
     share: ClassVar[float] = 0.4
     num_holders: ClassVar[int] = 1
-    faults: ClassVar[dict[str, int]] = {**FleetScenario.faults, "stop_holder": 4}
+    faults: ClassVar[dict[str, int]] = {
+        **FleetScenario.faults,
+        "stop_holder": 4,
+        **dict.fromkeys(("tier", "rot"), 0),  # drawn apart, by `plan`
+    }
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`; in some plans, the tier below the pool fails, or blocks rot."""
+        plan = super().plan(random)  # drawn first, so that these faults do not change other plans
+        length_s, num_faults, num_rotten = plan[-1].at_s, *random.choice(FAULTY)
+        if random.random() < CALM * bool(num_faults or num_rotten):
+            plan = [step for step in plan if step.what not in (*FleetScenario.faults, "close")]
+        for _ in range(num_faults):
+            fault = {
+                "fault": random.choice(list(TierFault)),
+                "for_s": random.choice((0.2, 1.0, 4.0)),
+                "share": random.choice((0.2, 1.0)),
+                "calls": random.choice((CALLS, ("load",), ("store",), ("delete",), ("lookup",))),
+            }
+            plan.append(Step(random.random() * length_s, "tier", {"engine": 0, **fault}))
+        for _ in range(num_rotten):
+            given = {"engine": 0, "holder": 0, "number": random.randrange(1 << 20)}
+            plan.append(Step(random.random() * length_s, "rot", given))
+        return sorted(plan, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`; the socket is in a temporary folder of the run."""
@@ -43,6 +75,8 @@ class PoolScenario(FleetScenario):
         make = partial(LateCopyEngine, copying) if copying.random() < 0.5 else CPUCopyEngine
         opened = patch.object(PoolConfig, "open_copy_engine", lambda _: make())
         suffix = f"-{os.getpid()}"
+        self._below: FaultyTier | None = None
+        self._stays = {step.what for step in steps}.isdisjoint((*FleetScenario.faults, "close"))
         with opened, tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=suffix) as folder:
             self._path = Path(folder) / "pool.sock"
             super().run(simulation, steps)
@@ -64,7 +98,10 @@ class PoolScenario(FleetScenario):
             if not has_tier:
                 return host
             below = _Below(DictConfig(max_blocks=ROOM), namespace)
-            return join([host, below], namespace)
+            self._below = FaultyTier(below, simulation, "below")
+            joined = join([host, self._below], namespace)
+            watch_staging(simulation, joined._staging)
+            return joined
 
         settled = namespace if simulation.random("settled").random() < 0.5 else None
         return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
@@ -86,6 +123,28 @@ class PoolScenario(FleetScenario):
             left.append(f"{users} users of attachments")
         return left
 
+    def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
+        """See `FleetScenario.look`: whatever the tier below does, the pool answers its engines."""
+        for backend in backends if self._stays else ():
+            attachment = backend._attachment
+            if attachment is None or attachment.error:
+                simulation.fail("lost its pool", attachment and attachment.error)
+
+    def begin_fault(self, simulation: Simulation, step: Step) -> None:
+        """See `FleetScenario.begin_fault`: the tier below the pool fails."""
+        if self._below is not None:
+            given = {name: each for name, each in step.arguments.items() if name != "engine"}
+            self._below.begin_fault(**given)
+
+    def is_healed(self, steps: Sequence[Step]) -> bool:
+        """See `FleetScenario.is_healed`: other engines may pin a block until it is hidden."""
+        return self._stays and len({step.arguments["engine"] for step in steps}) == 1
+
+    def rot(self, holder: Any, number: int) -> BlockKey | None:
+        """See `FleetScenario.rot`."""
+        assert isinstance(holder, PoolServer)
+        return flip_bit(holder._tiers.host, number) if holder._tiers.is_open else None
+
     def num_pins(self, holder: Any) -> int:
         assert isinstance(holder, PoolServer)
         return sum(each.num_pins + len(each._rooms) for each in holder._sessions)
@@ -98,7 +157,9 @@ class PoolScenario(FleetScenario):
             if isinstance(holder._tiers.backend, TieredBackend):
                 left += leftovers_of_tiers(holder._tiers.backend)
                 there = holder._tiers.host._index.keys()
-                below = holder._tiers.backend.tiers[1]
+                tier = holder._tiers.backend.tiers[1]
+                assert isinstance(tier, FaultyTier)
+                below = tier.inner
                 assert isinstance(below, _Below)
                 known = below._blocks.keys() | below.deleted
                 left += [f"{key.hex()}, not below" for key in there if key not in known]
