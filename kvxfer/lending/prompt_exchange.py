@@ -206,7 +206,7 @@ class PromptExchange:
         try:
             return (await self._run(asking)).num_tokens
         except BaseException:
-            await self._leave(endpoint, lease)
+            await self._run_if_open(self._handover.reader.leave(endpoint, lease))
             raise
 
     async def fetch(
@@ -251,9 +251,13 @@ class PromptExchange:
             wanted = found.wanted(
                 prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
             )
-            return await self._run(reader.fetch(endpoint, wanted, waits_for=lease))
+            try:
+                return await self._run(reader.fetch(endpoint, wanted, waits_for=lease))
+            except asyncio.CancelledError:  # which cannot report unsafe blocks
+                await self._run_if_open(reader.drain(wanted))
+                raise
         finally:
-            await self._leave(endpoint, lease)
+            await self._run_if_open(reader.leave(endpoint, lease))
 
     async def release(self, ticket: str) -> None:
         """Tell the other engine that its blocks are no longer needed.
@@ -284,9 +288,9 @@ class PromptExchange:
     def _ticket(self, lease: str) -> str:
         return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
 
-    async def _leave(self, endpoint: Endpoint, lease: str) -> None:
-        with contextlib.suppress(ClosedError):  # closing has ended every hold
-            await self._run(self._handover.reader.leave(endpoint, lease))
+    async def _run_if_open(self, call: Coroutine[Any, Any, None]) -> None:
+        with contextlib.suppress(ClosedError):  # closing ends every ticket, hold and read
+            await self._run(call)
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         running = self._handover.submit(call)

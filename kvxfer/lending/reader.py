@@ -445,7 +445,8 @@ class Reader:
         finally:
             if waits_for is not None:
                 await self.leave(endpoint, waits_for)
-        fetched.memory_safe = self._is_quiet(wanted)
+        is_quiet = self._exchange.is_quiet
+        fetched.memory_safe = is_quiet() or all(map(is_quiet, self._blocks(wanted)))
         return fetched
 
     async def drain(self, wanted: Wanted) -> None:
@@ -460,13 +461,7 @@ class Reader:
 
     async def _end(self, wanted: Wanted) -> None:
         await self._exchange.settle()
-        if not self._is_quiet(wanted):
-            await self.drain(wanted)
-
-    def _is_quiet(self, wanted: Wanted) -> bool:
-        """Whether no read past its deadline may still write to our blocks."""
-        quiet = self._exchange.is_quiet
-        return quiet() or all(quiet(blocks) for blocks in self._blocks(wanted))
+        await self.drain(wanted)
 
     def _blocks(self, wanted: Wanted) -> list[Descriptors]:
         """Describe our wanted blocks, for each group that has some."""

@@ -609,7 +609,7 @@ TABLE = """
 +        pairs, peer = zip(workers, keys, strict=True), self._exchange.peer
 +        holds = [asyncio.ensure_future(peer(at).hold(ticket, names)) for at, names in pairs]
 @@ lending 100 a fetch is said to be safe while a read goes on
--        fetched.memory_safe = self._is_quiet(wanted)
+-        fetched.memory_safe = is_quiet() or all(map(is_quiet, self._blocks(wanted)))
 +        fetched.memory_safe = True
 --- kvxfer/storage/leases/cache_lender.py
 @@ lending 40 blocks have the same generation when their lease is over

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import kvxfer
 from kvxfer.backends.nixl import Exchange
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
-from kvxfer.lending import PromptExchange, handover
+from kvxfer.lending import Fetched, PromptExchange, handover
 from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer.cache_memory import CacheMemory
 from tests.transfer.handover_engines import look_for_two
@@ -104,21 +105,26 @@ async def test_blocks_of_a_device_are_lent_once_it_has_computed_them(
 async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    running: Future[Any] = Future()
+    """Also after a fetch whose result would have said that a read goes on."""
+    submitted: list[Future[Any]] = []
 
     def submit(call: Coroutine[Any, Any, Any]) -> Future[Any]:
         call.close()
-        return running
+        submitted.append(Future())
+        return submitted[-1]
 
+    found = SimpleNamespace(wanted=lambda *_, **__: None)
     async with opened(caches()[0]) as exchange:
         monkeypatch.setattr(exchange._handover, "submit", submit)
         ticket = "127.0.0.1:9/0123456789abcdef"
         fetching = asyncio.ensure_future(exchange.fetch(ticket, TOKENS, [[3, 1, 4, 15, 9, 2]]))
-        await yield_to_loop(5)
-        fetching.cancel()
-        await yield_to_loop(5)
-        assert not fetching.done()
-        running.set_result(None)
+        for number, result in enumerate((found, Fetched([], memory_safe=False), None, None)):
+            await yield_to_loop(5)
+            if number == 1:
+                fetching.cancel()
+                await yield_to_loop(5)
+            assert not fetching.done()
+            submitted[number].set_result(result)  # of the question, the fetch, the wait, the end
         with pytest.raises(asyncio.CancelledError):
             await fetching
 
