@@ -152,7 +152,7 @@ class Handover:
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend` or of the reader, and return at once."""
+        """Begin a call of `lend`, `withdraw` or the reader, and return at once."""
         return self._loop.submit(call, self._guard)
 
     def offer(
@@ -191,13 +191,13 @@ class Handover:
 
         If this raises, since the loop hangs, the blocks may still be found and must not change.
         """
+        self._loop.run_blocking(self.withdraw(tickets), REVOKE_S)
 
-        async def revoke() -> None:
-            for ticket in tickets:
-                if self._lender is not None:
-                    self._lender.revoke(ticket)
-
-        self._loop.run_blocking(revoke(), REVOKE_S)
+    async def withdraw(self, tickets: Sequence[str]) -> None:
+        """End tickets as `revoke` does."""
+        for ticket in tickets:
+            if self._lender is not None:
+                self._lender.revoke(ticket)
 
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, even open ones; `take_ended` returns each once no block is pinned."""
@@ -238,6 +238,8 @@ class Handover:
         self.reader.require_caches_in_place()
         keys = worker_keys(self._description, keys)
         self._lender.offer(ticket, keys, block_ids, complete=is_complete)
+        with suppress(ValueError):  # an end of this ticket before that nobody has taken
+            self._ended.remove(ticket)
         self._watch_soon()
         return True
 

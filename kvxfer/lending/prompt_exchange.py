@@ -130,6 +130,8 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
+        If the first offer of a ticket is cancelled, nothing is lent under it.
+
         Blocks in GPU memory are lent once all work is done that was on the calling thread's current
         stream before the call.
 
@@ -160,8 +162,8 @@ class PromptExchange:
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
-        is_new = not require_text("ticket", ticket)
-        lease = runtime.token_bytes(16).hex() if is_new else self._read(ticket)[1]
+        ticket = require_text("ticket", ticket)
+        lease = self._read(ticket)[1] if ticket else runtime.token_bytes(16).hex()
         pairs: list[tuple[BlockKey, int]] = []
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
@@ -175,15 +177,10 @@ class PromptExchange:
         self._lent.add(lease)
         try:
             await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
-        except asyncio.CancelledError:  # blocks are lent; the caller never learns a new ticket
-            if is_new:
-                self._lent.discard(lease)
-                with contextlib.suppress(ClosedError):
-                    self._handover.give_up([lease])
-            raise
-        except Exception:  # nothing is lent
+        except BaseException:
             if not was_lent:
                 self._lent.discard(lease)
+                await self._run_if_open(self._handover.withdraw([lease]))  # if it was cancelled
             raise
         return self._ticket(lease)
 

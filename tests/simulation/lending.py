@@ -1,22 +1,24 @@
 """Scenario of engines with several workers and different shapes that hand prompts over."""
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl import Endpoint
-from kvxfer.errors import KVXferError
-from kvxfer.lending import Fetched, handover
+from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.lending import Fetched, PromptExchange, handover, prompt_exchange
 from kvxfer.lending.handover import CLOSE_S, Handover
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -39,7 +41,15 @@ HELD_S = 4.0
 """Virtual time after which not even a restart of NIXL has ended a held read."""
 MOST_S = 300.0
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
+EXCHANGES = 0.3
+"""Share of plans in which prompts are exchanged by a `PromptExchange`."""
+CANCELLED = ("offer", "rest", "fetch", "release")
+CANCELS_S = (None, None, 0.0, 0.001, 0.05, 0.5)
+"""Calls of an exchange that are given up, and after how long."""
 FAULTS = ("kill", "cut", "refuse", "partition", "late_reads", "failing_reads", "stuck_reads")
+
+
+T = TypeVar("T")
 
 
 class StuckAgent(FakeNixlAgent):
@@ -125,10 +135,39 @@ class LendingScenario(Scenario):
         for _ in range(random.choice((0, 0, 1, 3))):
             fault = {"fault": random.choice(FAULTS), "for_s": random.choice((0.05, 0.5, 5.0))}
             steps.append(Step(random.random() * length_s, "trouble", fault))
+        if random.random() < EXCHANGES:  # drawn last, so that the other plans stay the same
+            steps = self._plan_exchanges(random, length_s)
         return sorted(steps, key=lambda step: step.at_s)
 
+    def _plan_exchanges(self, random: Random, length_s: float) -> list[Step]:
+        """Plan prompts that are exchanged by calls which their callers may give up."""
+        steps = []
+        for number in range(random.choice((3, 10, 20))):
+            given = {
+                "number": number,
+                "family": random.randrange(2),
+                "length": random.randint(1, MOST_TOKENS),
+                "first": random.choice((0, 0, 4, 8)),
+                "is_new": random.random() < 0.5,
+                "is_early": random.random() < 0.3,
+                "after_s": random.choice((0.0, 0.002, 0.05, 0.5)) * random.random(),
+                "cancels_s": {name: random.choice(CANCELS_S) for name in CANCELLED},
+                "gives_up": random.random() < 0.3,
+                "is_released": random.random() < 0.5,
+            }
+            steps.append(Step(random.random() * length_s, "prompt", given))
+        for _ in range(random.choice((0, 0, 1, 3))):
+            fault = {"fault": random.choice(FAULTS[1:]), "for_s": random.choice((0.05, 0.5, 5.0))}
+            steps.append(Step(random.random() * length_s, "trouble", fault))
+        if random.random() < 0.2:
+            steps.append(
+                Step(random.random() * length_s, "close_exchange", {"name": random.choice("pd")})
+            )
+        return steps
+
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        run = _Run(simulation, steps)
+        has_exchanges = any(step.what == "prompt" for step in steps)
+        run = _ExchangeRun(simulation, steps) if has_exchanges else _Run(simulation, steps)
         opened = partial(Handover, make_agent=run.make_agent)
         most = simulation.random("clients").choice((1, handover.MAX_CLIENTS))
         with (
@@ -421,13 +460,20 @@ class _Run:
                 self._num_ended[ticket] += 1
                 if self._num_ended[ticket] < engine.tp_size:
                     continue
-                blocks = self._lent.pop(ticket)
-                for rank, worker in enumerate(engine.workers):
-                    if lent := worker._lender.find_lent(blocks):  # type: ignore[union-attr]
-                        self._simulation.fail("ended while it is read", f"{lent} at {rank}")
-                for view in self._views_of("p"):
-                    view[blocks] = -2
-                self._free["p"] += blocks
+                self._take_back(ticket)
+
+    def _take_back(self, ticket: str) -> None:
+        """Take back the blocks of a ticket that has ended, which nobody may read any longer."""
+        blocks = self._lent.pop(ticket)
+        for rank, worker in enumerate(self._engines["p"].workers):
+            if lent := worker._lender.find_lent(blocks):  # type: ignore[union-attr]
+                self._simulation.fail("ended while it is read", f"{lent} at {rank}")
+        self._overwrite(blocks)
+        self._free["p"] += blocks
+
+    def _overwrite(self, blocks: list[int]) -> None:
+        for view in self._views_of("p"):
+            view[blocks] = -2
 
     def _leftovers(self) -> list[str]:
         left = [f"{ticket} has not ended" for ticket in self._lent]
@@ -501,6 +547,144 @@ class _Run:
         if took_s > CLOSE_S * engine.tp_size:
             self._simulation.fail("late", f"the end of {name} took {took_s:.3f} s")
         process.loop.stop()
+
+
+class _ExchangeRun(_Run):
+    """One run with an exchange at each engine, whose callers give some calls up."""
+
+    def __init__(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        super().__init__(simulation, steps)
+        for shape in self._shapes.values():
+            shape["tp_size"] = 1
+        self._is_calm = all(step.what == "prompt" for step in steps)
+        self._exchanges: dict[str, PromptExchange] = {}
+        self._ended: dict[str, None] = {}  # tickets
+        self._closed: list[str] = []
+
+    async def _start(self, name: str) -> None:
+        await super()._start(name)
+        worker = self._engines[name].workers[0]
+        listen: dict[str, Any] = {"listen": f"127.0.0.1:{PORT}"} if name == "p" else {}
+        config, caches = NixlConfig(**self._common, **listen), worker.reader._describer.caches
+        with patch.object(prompt_exchange, "Handover", lambda *_: worker):
+            self._exchanges[name] = PromptExchange(config, caches, Namespace(model="m"))
+
+    async def _prompt(
+        self,
+        *,
+        number: int,
+        family: int,
+        length: int,
+        is_new: bool,
+        is_early: bool,
+        after_s: float,
+        cancels_s: dict[str, float | None],
+        gives_up: bool,
+        **how: Any,
+    ) -> None:
+        """Compute and offer a prompt at P, fetch it at D, and perhaps give its ticket up."""
+        self._simulation.num_calls += 1
+        tokens = handover_engines.prompt(MOST_TOKENS, family)[:length]
+        blocks = self._take("p", -(-length // self._shapes["p"]["tokens_per_block"]))
+        if not blocks:
+            return
+        exchange, offers = self._exchanges["p"], partial(self._exchanges["p"].offer, tokens)
+        ticket = "" if is_new else f"{self._endpoint}/lease-{number}"
+        part, offered = length // 2 if is_early else None, None
+        for cancel_s in (cancels_s["offer"], None):
+            self._engines["p"].compute(tokens, [blocks])
+            offer = offers([blocks], ticket=ticket, num_computed_tokens=part)
+            if (offered := await self._call("p", offer, cancel_s)) is not None:
+                break
+            self._overwrite(blocks)  # since nothing is lent
+            await asyncio.sleep(after_s)
+        if offered is None:
+            self._free["p"] += blocks
+            return
+        ticket = offered
+        self._lent[ticket] = blocks
+        fetching = asyncio.create_task(self._fetch(ticket, tokens, cancels_s=cancels_s, **how))
+        await asyncio.sleep(after_s)
+        if is_early:
+            rest = await self._call("p", offers([blocks], ticket=ticket), cancels_s["rest"])
+            gives_up |= rest is None
+        if gives_up:
+            with contextlib.suppress(ClosedError):
+                exchange.give_up(ticket)
+        await fetching
+
+    async def _fetch(
+        self,
+        ticket: str,
+        tokens: list[int],
+        *,
+        first: int,
+        cancels_s: dict[str, float | None],
+        is_released: bool,
+    ) -> None:
+        """Fetch a prompt at D; once the call has ended, nothing may write to its blocks."""
+        exchange, size = self._exchanges["d"], self._shapes["d"]["tokens_per_block"]
+        blocks = self._take("d", -(-len(tokens) // size))
+        if not blocks:
+            return
+        first = min(first, len(tokens)) // size * size
+        ids, began = [NULL] * (first // size) + blocks[first // size :], self._simulation.now
+        fetch = exchange.fetch(ticket, tokens, [ids], first_token=first)
+        fetched = await self._call("d", fetch, cancels_s["fetch"])
+        took_s = self._simulation.now - began
+        if fetched is not None:
+            self._judge(0, fetched, tokens, ids, first, len(tokens))
+            if took_s > 2 * self._timeout_s + SLACK_S:
+                self._simulation.fail("late", f"a fetch took {took_s:.3f} s")
+            if not fetched.memory_safe:
+                await asyncio.sleep(REST_S / 2)
+        self._give_back(blocks)
+        if is_released:
+            await self._call("d", exchange.release(ticket), cancels_s["release"])
+
+    async def _call(
+        self, name: str, call: Coroutine[Any, Any, T], cancel_s: float | None
+    ) -> T | None:
+        """Make a call, perhaps give it up; None if it was cancelled or has failed."""
+        made = await self._processes[name].run(_give_up_after(call, cancel_s))
+        if made.cancelled():
+            return None
+        if (error := made.exception()) is None:
+            return made.result()
+        # A ticket whose offer was given up may still be read, and is refused until it has ended.
+        is_lending = name == "p" and not isinstance(error, InvalidArgumentError)
+        if not isinstance(error, KVXferError | TimeoutError) or (is_lending and self._is_calm):
+            self._simulation.fail("undocumented error", repr(error))
+        return None
+
+    async def _close_exchange(self, name: str) -> None:
+        self._closed.append(name)
+        await self._processes[name].run(self._exchanges[name].aclose())
+
+    def _collect(self) -> None:
+        """Take back the blocks of tickets that have ended, and overwrite them."""
+        for ticket in self._exchanges["p"].take_ended():
+            if ticket in self._ended:
+                self._simulation.fail("ended twice", ticket)
+            self._ended[ticket] = None
+        for ticket in self._ended.keys() & self._lent.keys():
+            self._take_back(ticket)
+
+    def _leftovers(self) -> list[str]:
+        left = [f"{each} of the exchange" for each in self._exchanges["p"]._lent]
+        if "d" not in self._closed:  # closing ends every hold
+            left += [f"{each} is kept" for each in self._engines["d"].workers[0].reader._keepers]
+        return left + super()._leftovers()
+
+
+async def _give_up_after(call: Coroutine[Any, Any, T], cancel_s: float | None) -> "asyncio.Task[T]":
+    """Make a call, and cancel it after `cancel_s`; return its task, which has ended."""
+    task = asyncio.create_task(call)
+    await asyncio.wait([task], timeout=cancel_s)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+    return task
 
 
 SCENARIO = LendingScenario

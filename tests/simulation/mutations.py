@@ -620,10 +620,19 @@ TABLE = """
 +            self.book.unpin(found)
 +            found = []
 +            yield located
+--- kvxfer/lending/prompt_exchange.py
+@@ lending 100 blocks of a first offer that is cancelled stay lent
+-                await self._run_if_open(self._handover.withdraw([lease]))  # if it was cancelled
+@@ lending 1000 a fetch that is cancelled does not wait for late reads
+-                await self._run_if_open(reader.drain(wanted))
+@@ lending 40 a fetch keeps what it has asked for
+-            await self._run_if_open(reader.leave(endpoint, lease))
 --- kvxfer/lending/handover.py
+@@ lending 150 a ticket that is offered again ends with its first end
+-            self._ended.remove(ticket)
 @@ lending 10 a revoke does not wait until nobody finds the blocks
--        self._loop.run_blocking(revoke(), REVOKE_S)
-+        self._loop.submit(revoke())
+-        self._loop.run_blocking(self.withdraw(tickets), REVOKE_S)
++        self._loop.submit(self.withdraw(tickets))
 --- backends/file/block_reader.py
 @@ files 60 a corrupt file stays
 -            if self._space.quarantine(key, fd):
