@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.file_index import Victim
@@ -25,16 +27,23 @@ from kvxfer.pages.maintenance import (
     Verdict,
     measure_usage,
 )
-from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, file_name
+from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, QUARANTINE, file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.disk import CALLS, NO_MEMORY, READS, WRITES
 from kvxfer.testing.simulation.process import FIRST_PID
 from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThread
-from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World, draw_parts
+from kvxfer.testing.simulation.world import (
+    NUM_KEYS,
+    PAGE_SIZES_BYTES,
+    History,
+    Part,
+    World,
+    draw_parts,
+)
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.tiers import (
@@ -53,6 +62,8 @@ ROOM = 3 * NUM_KEYS * len(PAGE_SIZES_BYTES)
 """Files that fit into a roomy store, including those that killed processes have reserved."""
 MOST_STEPS = 60
 MOST_S = 900.0
+APART = 0.15
+"""Share of runs in which the two processes have different namespaces."""
 QUIET_S = 60.0
 REST_S = 5.0
 BY_LINE = 0.01
@@ -152,11 +163,16 @@ class _Store:
         self, scenario: FilesScenario, simulation: Simulation, steps: Sequence[Step]
     ) -> None:
         self._scenario, self._simulation, self._steps = scenario, simulation, steps
-        self._world = World(simulation)
-        self._history = self._world.history
-        self._names = {part: file_name(self._world.key(part)) for part in self._world.every_part()}
+        world = World(simulation)
+        self._worlds = dict.fromkeys(PROCESSES, world)
+        self._names = {part: file_name(world.key(part)) for part in world.every_part()}
         random = simulation.random("files")
         self.config = _draw_config(random)
+        if simulation.random("second namespace").random() > 1 - APART:
+            self._worlds["b"] = _OtherWorld(simulation)
+            twice = ByteSize(2 * self.config.capacity)
+            self.config = msgspec.structs.replace(self.config, capacity=twice)
+        self.worlds = list({id(each): each for each in self._worlds.values()}.values())
         self._has_tiers = random.random() < 0.25
         self._is_small_disk = random.random() < 0.15
         faults = {step.what for step in steps}.intersection(("bad_disk", "damage_inode"))
@@ -171,9 +187,10 @@ class _Store:
         if self._is_small_disk:
             self._disk.size_bytes = random.choice((4, 12)) * FILE_BYTES
         self._disk.when_changed = self._require_capacity
-        self._history.is_strict = not self._has_tiers
-        self._history.is_healed = not self.has_faults
-        self._removing: dict[str, list[list[BlockKey]]] = {name: [] for name in (*PROCESSES, "")}
+        for each in self.worlds:
+            each.history.is_strict = not self._has_tiers
+            each.history.is_healed = not self.has_faults
+        self._removing: dict[str, list[list[BlockKey]]] = {name: [] for name in PROCESSES}
         self._is_counted_twice = False
         if random.random() < 0.1:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
@@ -195,7 +212,8 @@ class _Store:
     def _is_limited(self) -> bool:
         """Whether files may be evicted because the store is full."""
         is_full = any(step.arguments.get("error") == errno.ENOSPC for step in self._steps)
-        return self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
+        room_bytes = len(self.worlds) * ROOM * FILE_BYTES
+        return self.config.capacity < room_bytes or self._is_small_disk or is_full
 
     def run(self) -> None:
         """Run the processes, restart killed ones, and check what they leave behind."""
@@ -236,7 +254,8 @@ class _Store:
         return step.arguments["process"] == name and step.at_s > self._done[name]
 
     async def _live_once(self, name: str, steps: Sequence[Step]) -> None:
-        world = World(self._simulation, self._history)
+        shared = self._worlds[name]
+        world = type(shared)(self._simulation, shared.history)
         opened = await self._open(world.namespace)
         if opened is None:
             return
@@ -273,7 +292,13 @@ class _Store:
         Such a walk may count these files twice, until the next walk.
         """
         space, index, end_walk = files._space, files._space.index, files._space.index.end_walk
-        mirror = Mirror(lambda: index.keys_in(index._entries), space._gauges)
+
+        def gauges() -> Mapping[Gauge, float]:
+            counted = space._gauges()
+            others = len(index._entries) - len(index.keys_in(index._entries))
+            return {**counted, Gauge.STORED_BLOCKS: counted[Gauge.STORED_BLOCKS] - others}
+
+        mirror = Mirror(lambda: index.keys_in(index._entries), gauges)
         files.observe(Reports([mirror]))
 
         def end_walk_noted() -> int:
@@ -311,11 +336,12 @@ class _Store:
     def _end_removals(self, name: str) -> None:
         """Note that a killed process no longer removes anything."""
         removing, self._removing[name] = self._removing[name], []
+        history = self._worlds[name].history
         for keys in removing:
             for key in keys:
-                self._history.end_removal(key, self._simulation.now, was_found=False)
+                history.end_removal(key, self._simulation.now, was_found=False)
             if not keys:
-                self._history.end_purge(self._simulation.now, is_whole=False)
+                history.end_purge(self._simulation.now, is_whole=False)
 
     def kill(self, name: str) -> None:
         """Kill a process at any moment; may be called by one of its own threads."""
@@ -337,17 +363,18 @@ class _Store:
         self._disk.forget(self._processes[name])
         self._disk.cut_power()
         self.was_cut = True
-        self._history.lose_power(is_durable=self.config.durability == "fsync")
-        self._require_survivors("lost by a power cut", self._disk.files(), math.inf)
+        for world in self.worlds:
+            world.history.lose_power(is_durable=self.config.durability == "fsync")
+            self._require_survivors("lost by a power cut", self._disk.files(), math.inf, world)
         self.kill(name)
 
-    def rot(self, keys: Mapping[str, BlockKey]) -> None:
+    def rot(self, keys: Mapping[str, BlockKey], world: World) -> None:
         """Let the files of these names rot; their blocks may be gone from now on."""
         for path, size in self._blocks().items():
             key = keys.get(path.rpartition("/")[2])
-            if size and key is not None and "quarantine" not in path:
+            if size and key is not None and _is_found(path, world):
                 self._disk.damage(path)
-                self._history.note_rot(key)
+                world.history.note_rot(key)
 
     def damage_inode(self, number: int) -> None:
         """Damage the inode of a block's file, or of the folder that it is in."""
@@ -363,32 +390,41 @@ class _Store:
     def judge_beside_damage(self, parts: Sequence[Part], outcomes: Sequence[Outcome]) -> None:
         """Check that an unreadable file fails only its own block."""
         for part, each in zip(parts, outcomes, strict=bool(outcomes)):
-            name = file_name(self._world.key(part))
-            is_other = self.is_damaged_only and name not in self._damaged
+            is_other = (
+                self.is_damaged_only
+                and self._names[Part(part.group, part.key)] not in self._damaged
+            )
             if is_other and os.strerror(errno.EIO) in each.reason:
                 self._simulation.fail("failed by the damage of another file", f"{part}: {each}")
 
-    def require_flushed(self, since: float) -> None:
+    def require_flushed(self, since: float, world: World) -> None:
         """Check that a power cut could not lose blocks that were stored before a flush began.
 
         Not checked after a power cut, since torn files may have been quarantined meanwhile.
         """
-        if not self._history.may_be_torn:
-            self._require_survivors("not safe after a flush", self._disk.safe_files(), since)
+        if not world.history.may_be_torn:
+            self._require_survivors("not safe after a flush", self._disk.safe_files(), since, world)
 
-    def _require_survivors(self, wrong: str, paths: Iterable[str], since: float) -> None:
-        names = {path.rpartition("/")[2] for path in paths if "quarantine" not in path}
+    def _require_survivors(
+        self, wrong: str, paths: Iterable[str], since: float, world: World
+    ) -> None:
+        names = {path.rpartition("/")[2] for path in paths if _is_found(path, world)}
         for part, name in self._names.items() if self.is_roomy else ():
-            key, is_there = self._world.key(part), name in names
-            if not is_there and self._history.must_be_there(key, part.num_blocks, since=since):
+            key, is_there = world.key(part), name in names
+            if not is_there and world.history.must_be_there(key, part.num_blocks, since=since):
                 self._simulation.fail(wrong, part)
 
     async def _examine(self) -> None:
-        """Check the store with a new engine, once all processes have ended."""
+        """Check the store with a new engine for each namespace, once all processes have ended."""
         self._require_count(is_exact=self._is_alone)
-        files = FileBackend(self.config, self._world.namespace)
+        for name in PROCESSES[: len(self.worlds)]:
+            await self._examine_as(name)
+
+    async def _examine_as(self, name: str) -> None:
+        world = self._worlds[name]
+        files = FileBackend(self.config, world.namespace)
         opened = Opened(backend=files, is_roomy=self.is_roomy)
-        engine = _FileRun(self._scenario, self._simulation, self._world, opened, self, "")
+        engine = _FileRun(self._scenario, self._simulation, world, opened, self, name)
         await engine.start()
         await files.wait_indexed()
         await asyncio.sleep(QUIET_S)
@@ -434,6 +470,16 @@ class _Store:
         if left := [path for path in self._disk.files() if path.endswith((".claim", ".tmp"))]:
             self._simulation.fail("files left", left)
         self._simulation.require_no_threads()
+
+
+class _OtherWorld(World):
+    """World of the same keys in another namespace; no block has bytes of the first namespace."""
+
+    def __init__(self, simulation: Simulation, history: History | None = None) -> None:
+        super().__init__(simulation, history)
+        self.namespace = self.memory.namespace(revision="2")
+        if history is None:
+            self.history._num_versions = 1 << 20
 
 
 class _FileRun(EngineRun):
@@ -515,7 +561,7 @@ class _FileRun(EngineRun):
 
     async def _require_below(self, since: float) -> None:
         await super()._require_below(since)
-        self._store_of_all.require_flushed(since)
+        self._store_of_all.require_flushed(since, self._world)
 
     async def _retain(self, parts: tuple[Part, ...], **_: object) -> None:
         files = self.opened.tiers[-1] if self.opened.tiers else self.opened.backend
@@ -536,11 +582,14 @@ class _FileRun(EngineRun):
     async def _gc(self, **_: object) -> None:
         most = int(self._store_of_all.config.capacity) // 2
         began = self._simulation.now
-        self._world.history.begin_purge()
+        worlds = self._store_of_all.worlds
+        for each in worlds:
+            each.history.begin_purge()
         collect = GarbageCollection(FolderStore(ROOT), capacity_bytes=most, max_age_s=5.0)
         with self._store_of_all.removing(self._name, []):
             await self._aside(collect.run)
-        self._world.history.end_purge(began, is_whole=False)
+        for each in worlds:
+            each.history.end_purge(began, is_whole=False)
 
     async def _fsck(self, **_: object) -> None:
         began = self._simulation.now
@@ -549,14 +598,17 @@ class _FileRun(EngineRun):
             checked = StoreCheck(FolderStore(ROOT), BlockCheck())
             for each in checked.verify(repair=True):
                 if each.verdict is Verdict.CORRUPT:
-                    self._world.history.judge_damage(each.block.key, each.reason, began)
+                    for world in self._store_of_all.worlds:
+                        if world.namespace.fingerprint == each.block.fingerprint:
+                            world.history.judge_damage(each.block.key, each.reason, began)
             checked.clean_up()
 
         await self._aside(check)
 
     async def _rot(self, parts: tuple[Part, ...]) -> None:
         """Let files rot; a load that finds one corrupt removes it."""
-        self._store_of_all.rot({file_name(key): key for key in self._world.keys(parts)})
+        keys = {file_name(key): key for key in self._world.keys(parts)}
+        self._store_of_all.rot(keys, self._world)
 
     async def _damage_inode(self, number: int) -> None:
         """Damage the inode of a file or folder, which counts and collections then skip."""
@@ -584,6 +636,11 @@ class _FileRun(EngineRun):
         except InvalidArgumentError:
             if any(path.endswith(MARKS) for path in self._simulation.runtime.files.files()):
                 raise
+
+
+def _is_found(path: str, world: World) -> bool:
+    """Whether lookups of a namespace find a file."""
+    return world.namespace.fingerprint in path and QUARANTINE not in path
 
 
 def _walk(files: FileBackend) -> None:

@@ -360,6 +360,10 @@ TABLE = """
 @@ files 200 the room of a failed store of files is not given back
 -                    self._ledger.give_back(settled[1])
 +                    self._ledger.give_back(0)
+--- backends/file/file_index.py
+@@ files 150 files of other namespaces count as ours
+-        return [key_in(file) for file in files if file.startswith(self._namespace)]
++        return [key_in(file) for file in files]
 --- backends/file/folders/namespace_folder.py
 @@ files 10 a descriptor of a text is not closed
          finally:
