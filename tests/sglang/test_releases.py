@@ -79,6 +79,7 @@ def test_every_setting_of_a_draft_counts_where_there_is_one_but_those_of_proposa
 
 LOSSY = ["kt_weight_path", "enable_w4a4_mxfp4_megamoe", "enable_int8_mamba_checkpoint"]
 LOSSY += ["deepep_dispatcher_output_dtype", "weight_version", "enable_tf32_matmul"]
+LOSSY += ["forward_hooks", "enable_precise_embedding_interpolation"]
 LOSSLESS = ["kt_cpuinfer", "fp8_gemm_runner_backend", "attention_backend", "port"]
 
 

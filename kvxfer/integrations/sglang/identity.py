@@ -56,11 +56,11 @@ PROPOSING = frozenset({
 LOSSY_WORDS = frozenset({
     "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",
     "fp8", "int4", "int8", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "w4a4", "w4a8", "w4a16", "w8a8",
-    "tf32", "kt", "dllm",
+    "tf32", "kt", "dllm", "hooks", "interpolation",
 })  # fmt: skip
 """Words in the names of settings of other groups that change weights or states: quantization,
-products in TF32, experts with other weights (`kt`), diffusion (`dllm`). Names of kernels do not
-count, whatever the engine: their results differ only in the order of additions."""
+products in TF32, experts with other weights (`kt`), diffusion (`dllm`), hooks, image embeddings.
+Names of kernels do not count: their results differ only in the order of additions."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.
