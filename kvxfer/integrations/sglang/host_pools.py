@@ -129,10 +129,8 @@ def _read_axes(
     A page has `num_groups` groups of heads, one after the other; each is read as a block.
     """
     if pool.layout not in layouts:
-        known = ", ".join(layouts)
-        raise LayoutError(
-            f"host pool {name!r} has the layout {pool.layout!r}; supported layouts are {known}"
-        )
+        found = f"host pool {name!r} has the layout {pool.layout!r}"
+        raise LayoutError(f"{found}; supported layouts are {', '.join(layouts)}")
     layout, buffer, num_pages = layouts[pool.layout], pool.kv_buffer, pool.page_num
     group = replace(spec, num_kv_heads=spec.num_kv_heads // num_groups)
     sizes = {

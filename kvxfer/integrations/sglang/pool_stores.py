@@ -38,10 +38,8 @@ logger = logging.getLogger(__name__)
 class PageStore(RowStore):
     """Store of the pages of host pools in a backend, with a group for each pool.
 
-    Loads and stores have rows of their own, as SGLang has a thread for each.
-
-    Each pool has one group, and the namespace has none. The settings limit the memory of the rows,
-    but each direction has at least two rows, and one more for each further tier.
+    Loads and stores have rows of their own, as SGLang has a thread for each. The settings limit the
+    memory of the rows, but each direction has at least two, and one more for each further tier.
 
     Raises:
         Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
@@ -61,10 +59,9 @@ class PageStore(RowStore):
         least = 1 + len(backend_choices(settings.backend))
         num_rows = max(least, settings.staging // row_bytes // len(Direction))
         memory = torch.from_numpy(allocate_aligned(num_rows * len(Direction) * row_bytes))
+        staging = memory.view(torch.int8).view(-1, row_bytes)
         rows = CanonicalKVCaches(
-            tensors=[
-                CanonicalKVCacheTensor(memory.view(torch.int8).view(-1, row_bytes), row_bytes)
-            ],
+            tensors=[CanonicalKVCacheTensor(staging, row_bytes)],
             group_data_refs=[[CanonicalKVCacheRef(0, size)] for size in sizes],
         )
         complete = portable_namespace(namespace, mappings)
@@ -78,10 +75,8 @@ class PageStore(RowStore):
         super().__init__(
             engine,
             {
-                direction: RowPool(
-                    range(direction * num_rows, (direction + 1) * num_rows), waits_for_late=True
-                )
-                for direction in Direction
+                each: RowPool(range(each * num_rows, (each + 1) * num_rows), waits_for_late=True)
+                for each in Direction
             },
             name="kvxfer's storage of SGLang",
             describer=BlockDescriber(rows),
@@ -158,10 +153,7 @@ class PoolStores:
                 self._stores.pop(name, None)
 
     def open(self) -> None:
-        """Open the store of all registered pools that have none.
-
-        Errors are those of `KVXferStorage.on_host_pools_registered`.
-        """
+        """Open the store of pools that have none; errors as `on_host_pools_registered`."""
         while opening := self._begin_opening():
             runtime.result(opening)
 
@@ -224,15 +216,10 @@ class PoolStores:
     @property
     def _rank(self) -> int:
         """Index of this process among those of the engine, each of which opens a backend."""
-        config, rank = self._config, 0
-        for index, size in (
-            (getattr(config, "dp_rank", 0), 1),
-            (config.pp_rank, config.pp_size),
-            (config.attn_cp_rank, config.attn_cp_size),
-            (config.tp_rank, config.tp_size),
-        ):
-            rank = rank * size + index
-        return rank
+        config, rank = self._config, getattr(self._config, "dp_rank", 0)
+        rank = rank * config.pp_size + config.pp_rank
+        rank = rank * config.attn_cp_size + config.attn_cp_rank
+        return int(rank * config.tp_size + config.tp_rank)
 
     def _map(self, pages: HostPages) -> PageMapping:
         """Map the pages of a pool to portable pages; a replicated page has one writer."""

@@ -67,8 +67,3 @@ def registered_functions(name: str) -> list[Any]:
     """List the functions, of attention, masks or experts, that are registered under a name."""
     places = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS)
     return [each[name] for each in places if name in each]
-
-
-def is_whole(layer: Any) -> bool:
-    """Whether a layer of a cache is a plain one, which keeps every token."""
-    return type(layer) is DynamicLayer

@@ -12,8 +12,8 @@ from kvxfer.integrations.transformers.interface import (
     CACHE_ARGUMENT,
     WHOLE_LAYERS,
     DynamicCache,
+    DynamicLayer,
     Past,
-    is_whole,
 )
 
 CHANGING_ROPES = ("dynamic", "longrope")
@@ -57,8 +57,6 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     past = DynamicCache()
     with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
         model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
-    if not past.layers:
-        raise InvalidArgumentError("model", kind, f"keys and values kept in {CACHE_ARGUMENT}")
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
         raise InvalidArgumentError("model", found, "keys and values of only the prompt's tokens")
@@ -85,7 +83,7 @@ def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:
 
 
 def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
-    if not is_whole(layer):
+    if type(layer) is not DynamicLayer:
         wanted = "a cache that keeps every token, DynamicCache() without a configuration"
         raise InvalidArgumentError(argument, f"{name}: {type(layer).__name__}", wanted)
     keys, values = layer.keys, layer.values
@@ -128,7 +126,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
     kinds = getattr(text, "layer_types", None) or ()
     if "chunked_attention" in kinds:
         yield f"layer {kinds.index('chunked_attention')}: chunked attention", wanted
-    windows = [at for at, layer in enumerate(layers) if not is_whole(layer)]
+    windows = [at for at, layer in enumerate(layers) if type(layer) is not DynamicLayer]
     modules = {type(module).__module__ for module in model.modules()}
     masks = (hasattr(sys.modules.get(name), mask) for name in modules for mask in WINDOW_MASKS)
     if windows and not any(masks):  # else masks implement them, and a cache may keep every token

@@ -226,9 +226,7 @@ class _Walk:
 
 def _function_of(value: Any) -> Any:
     """Find the function of a method, a property or a wrapper; return anything else as it is."""
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
-    elif isinstance(value, property):
+    if isinstance(value, property):
         value = value.fget
     elif isinstance(value, functools.cached_property):
         value = value.func

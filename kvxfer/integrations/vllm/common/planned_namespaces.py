@@ -93,9 +93,8 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
             if "backend" in tier
         ]
     if not planned:
-        raise InvalidArgumentError(
-            "kv_transfer_config", transfer, "KVXferConnector, or a connector with a backend"
-        )
+        wanted = "KVXferConnector, or a connector with a backend"
+        raise InvalidArgumentError("kv_transfer_config", transfer, wanted)
     return planned
 
 

@@ -174,9 +174,8 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Block until nothing touches the CPU tier's memory; an error keeps vLLM from a reset."""
         if not self._tier.drain(timeout_s=2 * STORE_TIMEOUT_S):
-            raise BackendUnavailableError(
-                f"{self.tier_type} cannot be drained; its memory is still in use"
-            )
+            text = "cannot be drained; its memory is still in use"
+            raise BackendUnavailableError(f"{self.tier_type} {text}")
 
     def shutdown(self) -> None:
         """Finish the stores, as far as time allows, and close the backend; may be called again.
@@ -184,9 +183,8 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         If it raises, the backend may still touch the CPU tier's memory, and vLLM keeps it.
         """
         if not self._tier.close():
-            raise BackendUnavailableError(
-                f"{self.tier_type} did not close in time; its memory is still in use"
-            )
+            text = "did not close in time; its memory is still in use"
+            raise BackendUnavailableError(f"{self.tier_type} {text}")
 
     def _submit(self, submit: Callable[..., JobId], job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
