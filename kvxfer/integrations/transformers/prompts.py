@@ -95,14 +95,13 @@ def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> Non
     Tokens that the model has no embedding for may stand for an image or a sound.
     """
     if (mask := settings.get("attention_mask")) is not None:
-        given, wanted = _as_tensor(mask), f"ones (1, {len(tokens)})"
-        shapes = ((len(tokens),), (1, len(tokens)))
-        if not isinstance(given, torch.Tensor) or tuple(given.shape) not in shapes:
-            found = getattr(given, "shape", None)
-            found = type(given).__name__ if found is None else f"of shape {tuple(found)}"
+        given, wanted = _as_tensor(mask), f"ones (1, {len(tokens)}), for a prompt without padding"
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor or given.shape not in ((len(tokens),), (1, len(tokens))):
+            found = f"of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
             raise InvalidArgumentError("attention_mask", found, wanted)
-        if not bool(given.bool().all()):
-            raise InvalidArgumentError("attention_mask", "zeros in it", "a prompt without padding")
+        if not bool((given == 1).all()):  # generate() sums it up to positions
+            raise InvalidArgumentError("attention_mask", "values besides 1", wanted)
     padding = _find_setting("pad_token_id", settings, model)
     ends = _as_tensor(_find_setting("eos_token_id", settings, model))
     ends = ends.flatten().tolist() if isinstance(ends, torch.Tensor) else [ends]
