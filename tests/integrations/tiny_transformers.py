@@ -84,6 +84,7 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
         {"sliding_window": WINDOW, "ffn_dim": 96, "num_codebooks": 2, "audio_vocab_size": 32},
         "layer 0: a window that only its cache implements",
     ),
+    "xmod": ("XmodConfig", {"pad_token_id": 1, "is_decoder": True}, "Input language unknown"),
     "t5": ("T5Config", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "an encoder-decoder model"),
 }  # fmt: skip
 

@@ -55,8 +55,12 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
         raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "all weights in memory")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
-    with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
-        model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
+    try:
+        with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
+            model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
+    except Exception as exc:
+        wanted = "a model that runs on tokens alone"
+        raise InvalidArgumentError("model", f"{kind}, which fails: {exc}", wanted) from exc
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
         raise InvalidArgumentError("model", found, "keys and values of only the prompt's tokens")
