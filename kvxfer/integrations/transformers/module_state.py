@@ -9,6 +9,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,9 @@ class _Encoder:
             prefix + name: value
             for prefix, owner in owners
             for name, value in dict(getattr(owner, "__dict__", {})).items()
-            if name not in HARMLESS and not (name == "rope_deltas" and _is_of_one_text(value))
+            if name not in HARMLESS
+            and not (name == "rope_deltas" and _is_of_one_text(value))
+            and not (isinstance(value, types.MethodType) and _is_found_anyway(owner, name, value))
         }
         return self._encode_named(found)
 
@@ -221,6 +224,14 @@ class _Encoder:
 def _is_of_one_text(deltas: object) -> bool:
     """Whether the deltas are unset or those of one text; zeros of several texts fit no prompt."""
     return deltas is None or (isinstance(deltas, torch.Tensor) and deltas.tolist() == [[0]])
+
+
+def _is_found_anyway(owner: Any, name: str, method: object) -> bool:
+    """Whether a wrapper passes a method of its module through that it has as an attribute, too."""
+    kind: Any = type(owner)
+    with suppress(AttributeError):
+        return not hasattr(kind, name) and bool(kind.__getattr__(owner, name) == method)
+    return False
 
 
 def _require_no_hooks(module: Any) -> None:
