@@ -222,6 +222,38 @@ def test_code_of_a_model_that_was_edited_is_another_model(
             assert num_loaded(cache, prompt) == 0
 
 
+ADAPTER = """
+import torch
+class Variant:
+    pass
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lora_variant = {"default": Variant()} if Variant.__name__ else {}
+    def forward(self, hidden):
+        return hidden
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "expected"),
+    [("lora", "DoraLinearVariant", 32), ("lora", "ALoraLinearVariant", 0), ("lily", "", 0)],
+)
+def test_adapters_of_peft_have_pages_if_later_tokens_do_not_change_them(
+    kind: str, variant: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by its wrong tokens: aLoRA begins at the last call for it, Lily averages all tokens."""
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    module: Any = ModuleType(f"peft.tuners.{kind}.layer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(ADAPTER, vars(module))  # noqa: S102 - as PEFT's own code is
+    module.Variant.__name__ = variant
+    model.model.layers[0].mlp = module.Layer()
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == expected
+
+
 class Doubled(torch.nn.Module):
     """Block that computes by a method."""
 

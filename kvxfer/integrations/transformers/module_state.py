@@ -49,6 +49,17 @@ CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
 DEVICE_HOOK = "accelerate.hooks.AlignDevicesHook"
 """Hook that moves a module's inputs and weights to a device. It keeps addresses of weights."""
+ADAPTERS_BY_TOKEN = frozenset({
+    "_buffer_dict", "adalora", "adamss", "adaption_prompt", "beft", "boft", "c3a", "deft", "delora",
+    "fourierft", "frod", "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr",
+    "lora", "miss", "mixed", "oft", "peanut", "psoft", "pvera", "randlora", "road", "shira",
+    "supertuning", "tinylora", "trainable_tokens", "tuners_utils", "unilora", "vblora", "vera",
+    "waveft", "ArrowLinearVariant", "BdLoraLinearVariant", "DoraEmbeddingVariant",
+    "DoraLinearVariant", "KasaLinearVariant", "MiCAEmbeddingVariant", "MiCALinearVariant",
+    "MontecloraLinearVariant", "QALoraLinearVariant", "VeloraLinearVariant",
+})  # fmt: skip
+"""PEFT's kinds of adapters, and variants of LoRA, that compute a token's keys and values from it
+and earlier ones. Lily averages all tokens; aLoRA begins at the last of its invocations."""
 PROCESS = " process"
 """Name in the state for what all modules share; no module has this name."""
 MAX_DEPTH = 12
@@ -80,7 +91,7 @@ def read_state(
         try:
             facts["code"] = code(kind)
             facts |= encoder.attributes(module)
-            _require_no_hooks(module)
+            _require_known(module)
         except Unknown as exc:
             obstacle = obstacle or f"{exc} of {name or 'the model'}"
     if precision := _precision_of_products(model):
@@ -234,12 +245,17 @@ def _is_found_anyway(owner: Any, name: str, method: object) -> bool:
     return False
 
 
-def _require_no_hooks(module: Any) -> None:
-    """Check that no hook alters a module's inputs or outputs: what a hook does is not known."""
+def _require_known(module: Any) -> None:
+    """Check that a module has no hook, which may do anything, and no unknown adapter of PEFT."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         for hook in list(getattr(module, name).values()):  # another thread may add some
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
                 raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
+    _, _, adapter = type(module).__module__.partition("peft.tuners.")
+    variants = [type(each).__name__ for each in getattr(module, "lora_variant", {}).values()]
+    for kind in (adapter.partition(".")[0], *variants):
+        if kind not in ADAPTERS_BY_TOKEN | {""}:
+            raise Unknown(f"the adapter {kind!r}")
 
 
 def _precision_of_products(model: Any) -> str:
