@@ -26,7 +26,7 @@ from kvxfer.integrations.transformers.module_code import Unknown, is_known, read
 
 HARMLESS = frozenset({
     # Of every module: weights and hooks, which are read elsewhere; but `training` counts.
-    *vars(torch.nn.Module()).keys() - {"training"}, "_compiled_call_impl",
+    *vars(torch.nn.Module()).keys() - {"training"}, "_compiled_call_impl", "_is_torch_compile",
     # How weights get to the model and are divided among devices, and the model's name.
     "name_or_path", "loss_type", "loss_function", "hf_device_map", "all_tied_weights_keys",
     "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules",
@@ -37,7 +37,7 @@ HARMLESS = frozenset({
     # Noted while the model runs, or checked at each call of `generate()`.
     "generation_config", "warnings_issued", "_output_capturing_hooks_installed",
     # Of every tensor.
-    "_is_buffer", "_is_param", "persistent",
+    "_is_buffer", "_is_param", "persistent", "_dynamo_static_input_type",
     # How gradients are computed.
     "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
 })  # fmt: skip

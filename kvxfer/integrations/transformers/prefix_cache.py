@@ -115,7 +115,7 @@ class PrefixCache:
         else:
             axes = {}
             identity = Namespace(  # of the weights in memory, wherever they came from
-                model=type(model).__name__,
+                model=type(getattr(model, "_orig_mod", model)).__name__,  # a compiled one, too
                 revision=f"{revision} weights {self._weights.digest}".strip(),
                 dtype=str(model.dtype).removeprefix("torch."),
                 config_hash=hash_facts(config_facts(model.config)),
