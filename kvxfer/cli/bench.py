@@ -91,10 +91,7 @@ async def _measure(url: str, size: int, seconds: float) -> None:
 
 @contextlib.asynccontextmanager
 async def _removing(remove: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Remove at the end what was stored, even if a signal interrupts that.
-
-    An error of the context is raised, not one of the removal.
-    """
+    """Remove at the end what was stored; an error of the context is raised, not of its removal."""
     try:
         yield
     except BaseException:
@@ -105,6 +102,7 @@ async def _removing(remove: Callable[[], Awaitable[object]]) -> AsyncIterator[No
 
 
 async def _surely(remove: Callable[[], Awaitable[object]]) -> None:
+    """Remove what was stored; begin anew if a signal interrupts that."""
     try:
         await remove()
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -121,13 +119,12 @@ class _Batch:
         self.num_blocks, self.size, self._backend = num_blocks, size, backend
         self.source, self.target = (allocate_aligned(num_blocks * size) for _ in range(2))
         self.source[:] = np.frombuffer(np.random.default_rng().bytes(self.source.nbytes), np.uint8)
-        self._run = runtime.token_bytes(24)
 
     async def move(self) -> tuple[float, float]:
         """Store, look up, load and delete the blocks; return the seconds of store and load."""
         from kvxfer.storage.keys import make_block_key
 
-        keys = [make_block_key(self._run + runtime.token_bytes(8)) for _ in range(self.num_blocks)]
+        keys = [make_block_key(runtime.token_bytes(32)) for _ in range(self.num_blocks)]
         self.target[:] = 0
         async with _removing(functools.partial(self._backend.delete, keys)):
             stored = await self._call("stored", self._backend.store, keys, self.source)
@@ -227,9 +224,5 @@ def plain_objects(config: "ObjectConfig", source: "Buffer", target: "Buffer") ->
         found: Any = await (await obstore.get_async(client, names[number])).bytes_async()
         target[number] = np.frombuffer(found, np.uint8)
 
-    return Raw(
-        "plain client",
-        store,
-        lambda: each(get),
-        lambda: _surely(lambda: each(lambda n: obstore.delete_async(client, names[n]))),
-    )
+    remove = functools.partial(each, lambda n: obstore.delete_async(client, names[n]))
+    return Raw("plain client", store, functools.partial(each, get), remove)
