@@ -364,11 +364,14 @@ TABLE = """
 @@ files 150 files of other namespaces count as ours
 -        return [key_in(file) for file in files if file.startswith(self._namespace)]
 +        return [key_in(file) for file in files]
---- backends/file/folders/namespace_folder.py
-@@ files 10 a descriptor of a text is not closed
-         finally:
--            disk.close(fd)
-+            pass
+--- backends/file/io/file_io.py
+@@ files 10 a descriptor is not closed at the end of its context
+-        yield fd
+-    finally:
+-        runtime.disk().close(fd)
++        yield fd
++    finally:
++        pass
 --- backends/file/folders/process_claim.py
 @@ files 500 a claim that cannot be locked stays open
 -            except BaseException:
