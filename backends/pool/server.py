@@ -270,8 +270,7 @@ class PoolSession(Session):
         if self._pidfd < 0:
             await asyncio.sleep(GRACE_S)
             return
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._pidfd, ended.set)
         try:
             await ended.wait()
@@ -392,7 +391,8 @@ class PoolServer:
             refusal = wire.Refusal(field=exc.field, ours=str(exc.ours), theirs=str(exc.theirs))
         if isinstance(exc, EOFError):
             return  # such as `remove_abandoned`, which connects only to see whether we listen
-        level = logging.WARNING if self.is_ready else logging.DEBUG  # engines ask every second
+        asks_again = isinstance(exc, BackendUnavailableError) and not self.is_ready  # in a second
+        level = logging.DEBUG if asks_again else logging.WARNING
         logger.log(level, "refused an engine: %s", printable(exc, MAX_LINE_CHARACTERS))
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, wire.encode(refusal))

@@ -119,9 +119,13 @@ def test_engines_that_a_pool_refuses_until_it_is_ready_fill_no_log(
         monkeypatch.setattr(PoolServer, "is_ready", property(lambda _: False), raising=False)
         with attached(path) as engine:
             assert not engine.is_attached
+        assert "it is not ready yet" in caplog.text  # at the engine
+        assert "refused an engine" not in caplog.text
+        monkeypatch.setattr(backend, "PROTOCOL_VERSION", 7)
+        with pytest.raises(NamespaceMismatchError, match="protocol_version"):
+            attach(path)
+        assert "refused an engine: namespaces differ in protocol_version" in caplog.text
         monkeypatch.undo()
-    assert "it is not ready yet" in caplog.text  # at the engine
-    assert "refused an engine" not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["", "pool.sock", "/" + "x" * 107])
