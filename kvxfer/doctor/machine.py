@@ -167,8 +167,8 @@ def check_locked_memory(
     shown = "unlimited" if limit == math.inf else format_size(int(limit))
     if not has_active_port(ports):
         return ok(f"{shown}; no network card here reads memory")
-    may_lock = int(_read_own(root, "status", "CapEff:"), 16) >> CAP_IPC_LOCK & 1
-    if limit == math.inf or 0 < needed_bytes <= limit or may_lock:
+    is_enough = limit == math.inf or 0 < needed_bytes <= limit
+    if is_enough or int(_read_own(root, "status", "CapEff:"), 16) >> CAP_IPC_LOCK & 1:
         return ok(f"{shown}, for a network card that reads memory")
     return warning(
         f"at most {shown} of locked memory, and a network card that reads memory",

@@ -129,6 +129,7 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
     [
         (locks(GIB, "none"), limited("65536"), OK, []),
         (locks(GIB), limited("65536"), WARNING, ["64.0 KiB"]),
+        (locks(GIB), limited("unlimited") | {"proc/self/status": ""}, OK, ["unlimited"]),
         (check_cpus, grouped(**IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}", FIRST_CPUS]),
         (runs("²"), grouped(**ENOUGH), OK, []),
         (runs(NUM_CPUS), grouped(**ENOUGH), OK, []),
