@@ -131,7 +131,7 @@ class LocalNode:
         sockets, which cannot read such memory.
         """
         if self._is_open:
-            raise InvalidArgumentError("memory", regions, "memory attached before any other call")
+            raise InvalidArgumentError("memory", "attached late", "any attached before other calls")
         transport = self.config.transport
         added = [region for region in regions if not self._has(region)]
         memory = self.memory.extend(added)

@@ -102,7 +102,9 @@ async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory
 
 async def test_memory_that_is_attached_after_the_first_call_is_refused_by_name() -> None:
     async with open_pair() as pair:
-        with pytest.raises(InvalidArgumentError, match=r"(?s)^memory is .*before any other call$"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"^memory is 'attached late'; expected any .*calls$"
+        ):
             pair.client.attach(memory_regions(pair.memory.caches))
         assert (await load(pair, KEYS))[0] == [DONE] * 4
 
