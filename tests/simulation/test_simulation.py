@@ -17,6 +17,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from kvxfer import configuration, runtime
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.testing.simulation import (
     Scenario,
     SimulatedRuntime,
@@ -381,3 +382,9 @@ def test_a_wrong_argument_of_a_campaign_is_named_without_a_traceback(
         main([Written(lambda *_: None)], [wrong])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--seconds=1"], ["--seed=1"]])
+def test_a_campaign_of_no_scenario_neither_passes_nor_runs_for_ever(arguments: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^scenarios is \[\]; expected at least one"):
+        main([], arguments)

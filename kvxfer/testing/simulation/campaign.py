@@ -171,10 +171,8 @@ def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> in
         num_failed += bool(ended.violations)
         if is_traced:
             _say("\n".join(ended.trace))
-        if ended.violations:
-            _say(_report(scenario, ended))
-        else:
-            _say(f"{scenario.name}, seed {seed}: no violation, digest {ended.digest}")
+        passed = f"{scenario.name}, seed {seed}: no violation, digest {ended.digest}"
+        _say(_report(scenario, ended) if ended.violations else passed)
     return int(num_failed > 0)
 
 
@@ -250,7 +248,8 @@ def _quietly() -> Iterator[None]:
 
 def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [each.name for each in scenarios]
+    if not (names := [each.name for each in scenarios]):
+        raise InvalidArgumentError("scenarios", scenarios, "at least one scenario")
     parser.add_argument("--scenario", default="", choices=names, help="all by default")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
     parser.add_argument("--first", type=int, default=0, help="first seed")
