@@ -28,6 +28,8 @@ FIRST_BACKOFF_S = 0.1
 LIST_CHUNK = 1000
 """Names in one answer to a list, as with S3."""
 
+AFTER_HEAD = "DELETE after HEAD"
+
 T = TypeVar("T")
 
 
@@ -203,12 +205,12 @@ class Bucket:
             elif deadline.has_passed():
                 raise failed
             try:
-                await self._ask("DELETE", lambda: self._store.delete_async(path), deadline)
+                await self._ask(AFTER_HEAD, lambda: self._store.delete_async(path), deadline)
             except FileNotFoundError:  # somebody else removed it, which only S3 does not report
                 break
             except RequestFailedError as exc:
                 failed = exc
-                await self._wait_to_retry("DELETE", exc, deadline)
+                await self._wait_to_retry(AFTER_HEAD, exc, deadline)
             else:
                 return True
         return failed is not None  # an attempt removed it, and its answer was lost
@@ -223,10 +225,8 @@ class Bucket:
         ask = self._store.list_with_delimiter_async
         found = await self._request("LIST", lambda: ask(prefix or None))
         names = (str(each["path"]) for each in found["objects"])
-        return (
-            [str(name).removeprefix(prefix) for name in found["common_prefixes"]],
-            [name.removeprefix(prefix) for name in names],
-        )
+        folders = [str(name).removeprefix(prefix) for name in found["common_prefixes"]]
+        return folders, [name.removeprefix(prefix) for name in names]
 
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.
@@ -345,8 +345,8 @@ class Bucket:
 
     def _note_failure(self, what: str, failed: RequestFailedError, probe: int) -> None:
         is_late = failed.outcome.status is Status.TIMED_OUT and not probe
-        # Loads may succeed where changes fail: each DELETE follows a HEAD.
-        is_change = what in {"PUT", "DELETE"} and (failed.answered or is_late)
+        # Loads may succeed where these fail; a DELETE alone shows whether the server is there.
+        is_change = what in {"PUT", AFTER_HEAD} and (failed.answered or is_late)
         if what == "PUT" and is_change and failed.transient:
             self.stores.record(str(failed))
         if failed.answered or not is_change:  # a server that refuses a request for good is not gone

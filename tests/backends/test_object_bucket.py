@@ -168,6 +168,29 @@ async def test_an_object_that_cannot_be_removed_is_told_when_all_others_are(
     await asyncio.to_thread(collect)
 
 
+async def test_a_collection_ends_soon_where_no_delete_is_answered() -> None:
+    memory, keys, store = BlockMemory([[4096]], num_blocks=60), make_keys(60), MemoryStore()
+    num_asked = 0
+    async with open_in_memory(memory.namespace(), store) as backend:
+        await store_generated(backend, keys, memory.describe(0, range(60)))
+
+    async def hang(_: str) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.Event().wait()
+
+    def collect() -> None:
+        config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=6)
+        with contextlib.closing(BucketStore(config)) as opened:
+            opened.bucket._store = store
+            plant(opened.bucket, delete_async=hang)
+            with pytest.raises(BackendUnavailableError, match="DELETE"):
+                GarbageCollection(opened, capacity_bytes=0).run()
+
+    await asyncio.to_thread(collect)
+    assert num_asked < 20
+
+
 async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_time(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
