@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     what = "a request by the engine's id or a part of it, or keys of blocks in hexadecimal digits"
     add("what", nargs="+", metavar="REQUEST_ID | KEY", help=what)
-    folder = "folder of the journal; default: KVXFER_JOURNAL"
-    add("--journal", default="", metavar="FOLDER", help=folder)
+    journal = "folder of the journal; default: KVXFER_JOURNAL"
+    add("--journal", default="", metavar="FOLDER", help=journal)
     add("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
 

@@ -349,7 +349,7 @@ class Reports:
         *,
         cause: Cause = Cause.REQUEST,
     ) -> list[Outcome]:
-        """Make a store or a load, and report how it ended, even by an error or a cancellation."""
+        """Make a store or a load; unless it is refused, report its end, even by a cancellation."""
         began, outcomes = runtime.monotonic(), list[Outcome]()
         try:
             outcomes = list(await move(keys, blocks))

@@ -403,7 +403,7 @@ class Journal:
             first: list[Record] = [began, *self._sources.values()]
         data = b"".join(map(encode_record, first))
         path = self._path(self._part)
-        new = path.with_name(f"{path.name}.new")  # which no `_has_ended` opens: it may be stopped
+        new = path.with_name(f"{path.name}.new")  # no `_has_ended` opens it, and keeps its lock
         file = new.open("x+b", buffering=0)
         try:
             with contextlib.suppress(OSError):  # not every file system has locks

@@ -52,7 +52,7 @@ class ProcessClaim:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             try:
-                # Not locked, it looks dead: one that is stopped may lock it, or have removed it.
+                # Unlocked, it looks like a dead one: others may have locked or removed it.
                 with contextlib.suppress(BlockingIOError):
                     runtime.disk().flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if has_name(self.fd):

@@ -75,8 +75,8 @@ class BlockCheck:
     """Check of single files, whose headers tell their integrity; blocks; thread-safe.
 
     Args:
-        secret: Secret of `integrity=keyed` or `sealed`, or several of the latter, without which
-            such files cannot be verified. With one, files of the other integrities are refused.
+        secret: Secret of `integrity=keyed` or `sealed`, or several of the latter; files without
+            theirs cannot be verified. With any, files of the other integrities are refused.
         tenant: Tenant whose sealed files are verified.
 
     Raises:
