@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_106,
     "kvxfer/storage": 4_726,
     "kvxfer/telemetry": 1_531,
-    "kvxfer/testing": 6_033,
+    "kvxfer/testing": 6_030,
     "kvxfer/tiering": 1_615,
     "kvxfer/transfer": 1_995,
 }

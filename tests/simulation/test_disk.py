@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def answers(root: Path) -> list[object]:
     note(disk.mkdir, "b", dir_fd=folder)
     note(disk.open, "none", os.O_RDONLY, dir_fd=folder)
     create = os.O_CREAT | os.O_EXCL | os.O_RDWR
-    fds["file"] = disk.open("file", create, 0o600, dir_fd=folder)
+    fds["file"] = disk.open("file", create, mode=0o600, dir_fd=folder)
     note(disk.open, "file", create, 0o600, dir_fd=folder)
     note(disk.open, "file", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
     note(disk.open, "b", os.O_WRONLY, dir_fd=folder)
@@ -78,6 +79,13 @@ def test_the_disk_of_a_simulation_answers_as_that_of_the_machine(tmp_path: Path)
     found: list[list[object]] = []
     run_simulated(lambda _: found.append(answers(Path("/root"))), 1)
     assert found == [answers(tmp_path)]
+
+
+@pytest.mark.parametrize("name", ["dup2", "mkdir", "open", "posix_fadvise", "stat", "statvfs"])
+def test_a_call_of_the_simulated_disk_takes_no_argument_that_the_machine_refuses(name: str) -> None:
+    calls = (getattr(disk, name) for disk in (Simulation(1).runtime.files, runtime.disk()))
+    simulated, real = (inspect.signature(each).parameters for each in calls)
+    assert simulated.keys() <= real.keys()
 
 
 def test_a_damaged_inode_can_be_neither_read_nor_removed_until_faults_end() -> None:

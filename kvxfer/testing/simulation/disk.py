@@ -1,6 +1,6 @@
 """Disk of a simulation: files and folders in memory, with faults, kills and power cuts."""
 
-# ruff: noqa: D102 - the calls are those of `kvxfer.runtime.Disk`
+# ruff: noqa: ARG002, D102 - the calls are those of `kvxfer.runtime.Disk`
 
 import ctypes
 import errno
@@ -30,6 +30,7 @@ CALLS = (*READS, *WRITES, "look", "open")
 """Kinds of calls that a fault may hit."""
 
 _Name: TypeAlias = "str | bytes | os.PathLike[str]"
+_Folder: TypeAlias = int | None  # its descriptor; None for the root
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +193,7 @@ class SimulatedDisk:
 
     # The calls of `kvxfer.runtime.Disk`.
 
-    def open(self, path: _Name, flags: int, *_: int, dir_fd: int | None = None) -> int:
+    def open(self, path: _Name, flags: int, mode: int = 0o777, *, dir_fd: _Folder = None) -> int:
         self._begin("open", path)
         folder, name = self._find(path, dir_fd)
         node = folder.names.get(name) if name else folder
@@ -223,7 +224,7 @@ class SimulatedDisk:
         self._get(fd)
         self._drop(fd)
 
-    def dup2(self, fd: int, fd2: int, **_: object) -> int:
+    def dup2(self, fd: int, fd2: int, *, inheritable: bool = True) -> int:
         opened = self._get(fd)
         if fd2 in self._opened:
             self._drop(fd2)
@@ -250,7 +251,9 @@ class SimulatedDisk:
     def fstat(self, fd: int) -> os.stat_result:
         return _status(self._get(fd).node)
 
-    def stat(self, path: _Name, *, dir_fd: int | None = None, **_: object) -> os.stat_result:
+    def stat(
+        self, path: _Name, *, dir_fd: _Folder = None, follow_symlinks: bool = True
+    ) -> os.stat_result:
         self._begin("look", path)
         return _status(self._existing(path, dir_fd))
 
@@ -265,7 +268,6 @@ class SimulatedDisk:
         return names
 
     def makedirs(self, name: _Name, mode: int = 0o777, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - as in `os`
-        del mode
         self._begin("name", name)
         node, parts = self._root, _parts(name)
         for each in parts:
@@ -276,14 +278,14 @@ class SimulatedDisk:
         if not (exist_ok and node.is_folder):
             _fail(errno.EEXIST, name)
 
-    def mkdir(self, path: _Name, *_: int, dir_fd: int | None = None) -> None:
+    def mkdir(self, path: _Name, mode: int = 0o777, *, dir_fd: _Folder = None) -> None:
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         if not name or name in folder.names:
             _fail(errno.EEXIST, path)
         self._change(folder, {name: self._make(is_folder=True)})
 
-    def rmdir(self, path: _Name, *, dir_fd: int | None = None) -> None:
+    def rmdir(self, path: _Name, *, dir_fd: _Folder = None) -> None:
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         node = self._existing(path, dir_fd)
@@ -293,7 +295,7 @@ class SimulatedDisk:
             _fail(errno.ENOTEMPTY, path)
         self._change(folder, {name: None})
 
-    def unlink(self, path: _Name, *, dir_fd: int | None = None) -> None:
+    def unlink(self, path: _Name, *, dir_fd: _Folder = None) -> None:
         self._begin("name", path)
         folder, name = self._find(path, dir_fd)
         if self._existing(path, dir_fd).is_folder:
@@ -301,12 +303,7 @@ class SimulatedDisk:
         self._change(folder, {name: None})
 
     def rename(
-        self,
-        src: _Name,
-        dst: _Name,
-        *,
-        src_dir_fd: int | None = None,
-        dst_dir_fd: int | None = None,
+        self, src: _Name, dst: _Name, *, src_dir_fd: _Folder = None, dst_dir_fd: _Folder = None
     ) -> None:
         """See `os.rename`, for files."""
         self._begin("name", src)
@@ -323,12 +320,12 @@ class SimulatedDisk:
         self._change(source, {old: None}, is_whole=False)
         self.when_changed()
 
-    def utime(self, path: _Name, *, dir_fd: int | None = None, **_: object) -> None:
+    def utime(self, path: _Name, *, dir_fd: _Folder = None, follow_symlinks: bool = True) -> None:
         """See `os.utime`; sets the current time."""
         self._begin("name", path)
         self._existing(path, dir_fd).used = self._scheduler.now
 
-    def statvfs(self, *_: "_Name | int") -> os.statvfs_result:
+    def statvfs(self, path: "_Name | int") -> os.statvfs_result:
         self._begin("look")
         free = max(0, self.size_bytes - self._num_bytes()) // FRAGMENT_BYTES
         total = self.size_bytes // FRAGMENT_BYTES
@@ -396,7 +393,7 @@ class SimulatedDisk:
         for node in nodes:
             node.sync()
 
-    def posix_fadvise(self, fd: int, *_: int) -> None:
+    def posix_fadvise(self, fd: int, offset: int, length: int, advice: int, /) -> None:
         self._get(fd)
 
     def _begin(self, kind: str, path: "_Name | None" = None) -> None:
@@ -519,7 +516,7 @@ class SimulatedDisk:
             _fail(errno.EISDIR)
         return node
 
-    def _existing(self, path: _Name, dir_fd: int | None) -> _Node:
+    def _existing(self, path: _Name, dir_fd: _Folder) -> _Node:
         folder, name = self._find(path, dir_fd)
         node = folder.names.get(name) if name else folder
         _require_readable(node, path)
@@ -527,7 +524,7 @@ class SimulatedDisk:
             _fail(errno.ENOENT, path)
         return node
 
-    def _find(self, path: _Name, dir_fd: int | None) -> tuple[_Node, str]:
+    def _find(self, path: _Name, dir_fd: _Folder) -> tuple[_Node, str]:
         """Find the folder of a path, and the name in it; empty for the folder itself."""
         node = self._root if dir_fd is None else self._get(dir_fd).node
         parts = _parts(path)
