@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from threading import TIMEOUT_MAX
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -21,12 +21,10 @@ from kvxfer.checks import (
 )
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
-from kvxfer.units import MAX_DURATION_S, ByteSize
+from kvxfer.units import ByteSize
 
 NUMBER = "a number, 0 or more"
 LONGEST_S = (2**31 - 1) / 1000  # 24 days: the longest timeout of a socket, milliseconds in a C int
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
-"""Type of a duration that msgspec decodes, for structs that are decoded only."""
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

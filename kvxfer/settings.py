@@ -5,16 +5,18 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 from urllib.parse import unquote
 
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError, code_of
 from kvxfer.text import did_you_mean
-from kvxfer.units import decode_size
+from kvxfer.units import MAX_DURATION_S, decode_size
 
 S = TypeVar("S", bound=msgspec.Struct)
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
+"""Type of a duration in a struct that `convert_settings` makes."""
 
 VARIABLES = tuple(
     f"KVXFER_{each}" for each in ("BACKEND", "CONFIG", "JOURNAL", "METRICS", "SECRET", "TRACE")

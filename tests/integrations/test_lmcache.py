@@ -503,7 +503,11 @@ SECRET_MAPPING = {"type": "s3", "address": "bucket", "secret_access_key": "TOPSE
         ({"backend": None}, "backend"),
         ({"revision": ""}, "revision"),
         ({"backend": "nowhere://"}, "nowhere"),
-        *(({"timeout_s": value}, "timeout_s") for value in (0, 1e300, float("inf"), float("nan"))),
+        *(
+            ({name: value}, f"{name} is .*; expected a number [<>]")
+            for name in ("timeout_s", "pause_s", "close_timeout_s")
+            for value in (0, 1e300, float("inf"), float("nan"))
+        ),
         ({"piece": 1000}, "piece"),
         ({"staging": "1MiB"}, "staging"),
         ({"treshold": 1}, "treshold"),

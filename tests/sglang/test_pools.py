@@ -162,8 +162,10 @@ def test_heads_that_cannot_be_shared_are_divided_as_far_as_possible(tmp_path: Pa
         ({"revision": ""}, "revision"),
         ({"backend": "nowhere://"}, "backend"),
         ({"time_out_s": 3}, "time_out_s"),
-        ({"timeout_s": 0}, "timeout_s"),
-        ({"timeout_s": "soon"}, "timeout_s"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": "soon"}, "timeout_s is 'soon'"),
+        ({"pause_s": -1}, "pause_s is -1"),
+        ({"pause_s": float("inf")}, "pause_s is inf"),
         ({"staging": "much"}, "staging"),
     ],
 )

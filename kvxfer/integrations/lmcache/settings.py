@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.configuration import Seconds
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.settings import convert_settings
+from kvxfer.settings import Seconds, convert_settings
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.units import ByteSize
 

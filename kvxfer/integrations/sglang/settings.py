@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import msgspec
 
 from kvxfer.checks import require_text
-from kvxfer.configuration import Seconds
 from kvxfer.connect import require_revision
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.settings import convert_settings
+from kvxfer.settings import Seconds, convert_settings
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering import TierTimeouts
 from kvxfer.units import MAX_DURATION_S, ByteSize
