@@ -239,7 +239,7 @@ class Scheduler:
 
     def wake(self, on: object) -> None:
         """Wake the threads that wait for an object."""
-        for thread in [] if self.is_over else self._threads:
+        for thread in self._threads:
             if thread.waits_for is on:
                 self._make_ready(thread)
 
