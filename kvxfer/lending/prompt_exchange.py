@@ -22,7 +22,7 @@ from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentE
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
 from kvxfer.lending.handover import Handover, reachable_host
-from kvxfer.lending.reader import Fetched
+from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.runtime import run_aside, wait_despite_cancel
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -242,19 +242,19 @@ class PromptExchange:
         prompt = PromptKeys(tokens, scope=scope)
         first = require_integer("first_token", first_token, maximum=prompt.num_tokens)
         ids = self._require_blocks(block_ids, prompt.num_tokens)
-        reader = self._handover.reader
+        reader, null = self._handover.reader, self._null_block_id
+        wanted: Wanted | None = None
         try:
-            found = await self._run(reader.ask(endpoint, lease, prompt, self._windows))
-            wanted = found.wanted(
-                prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
-            )
             try:
+                found = await self._run(reader.ask(endpoint, lease, prompt, self._windows))
+                wanted = found.wanted(prompt, first, prompt.num_tokens, ids, null_block_id=null)
                 return await self._run(reader.fetch(endpoint, wanted, waits_for=lease))
-            except asyncio.CancelledError:  # which cannot report unsafe blocks
+            finally:
+                await self._run_if_open(reader.leave(endpoint, lease))
+        except asyncio.CancelledError:  # which cannot report unsafe blocks
+            if wanted is not None:
                 await self._run_if_open(reader.drain(wanted))
-                raise
-        finally:
-            await self._run_if_open(reader.leave(endpoint, lease))
+            raise
 
     async def release(self, ticket: str) -> None:
         """Tell the other engine that its blocks are no longer needed.

@@ -633,7 +633,7 @@ TABLE = """
 @@ lending 1000 a fetch that is cancelled does not wait for late reads
 -                await self._run_if_open(reader.drain(wanted))
 @@ lending 40 a fetch keeps what it has asked for
--            await self._run_if_open(reader.leave(endpoint, lease))
+-                await self._run_if_open(reader.leave(endpoint, lease))
 --- kvxfer/lending/handover.py
 @@ lending 150 a ticket that is offered again ends with its first end
 -            self._ended.remove(ticket)

@@ -102,8 +102,9 @@ async def test_blocks_of_a_device_are_lent_once_it_has_computed_them(
         assert (memory >= 0).all()
 
 
+@pytest.mark.parametrize("cancelled", [1, 2])
 async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_any_more(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, cancelled: int
 ) -> None:
     """Also after a fetch whose result would have said that a read goes on."""
     submitted: list[Future[Any]] = []
@@ -113,18 +114,18 @@ async def test_a_fetch_that_is_cancelled_ends_when_nothing_touches_its_blocks_an
         submitted.append(Future())
         return submitted[-1]
 
-    found = SimpleNamespace(wanted=lambda *_, **__: None)
+    found = SimpleNamespace(wanted=lambda *_, **__: SimpleNamespace())
     async with opened(caches()[0]) as exchange:
         monkeypatch.setattr(exchange._handover, "submit", submit)
         ticket = "127.0.0.1:9/0123456789abcdef"
         fetching = asyncio.ensure_future(exchange.fetch(ticket, TOKENS, [[3, 1, 4, 15, 9, 2]]))
         for number, result in enumerate((found, Fetched([], memory_safe=False), None, None)):
             await yield_to_loop(5)
-            if number == 1:
+            if number == cancelled:
                 fetching.cancel()
                 await yield_to_loop(5)
             assert not fetching.done()
-            submitted[number].set_result(result)  # of the question, the fetch, the wait, the end
+            submitted[number].set_result(result)  # of the question, the fetch, the end, the wait
         with pytest.raises(asyncio.CancelledError):
             await fetching
 
