@@ -86,7 +86,7 @@ class PromptExchange:
         for group, described in enumerate(description.groups):
             if described.has_states:
                 raise InvalidArgumentError("caches", f"states in group {group}", "tokens only")
-        self._proves_peers = config.proves_peers
+        self._listen, self._proves_peers = config.listen, config.proves_peers
         self._timeout_s = config.timeout_s
         self._rank = shard.rank
         self._null_block_id = caches.null_block_id
@@ -157,7 +157,7 @@ class PromptExchange:
         """
         if not self._handover.port:
             rule = "HOST:PORT to lend blocks; with port 0, offer inside `async with`"
-            raise InvalidArgumentError("listen", self._host, rule)
+            raise InvalidArgumentError("listen", self._listen, rule)
         prompt = PromptKeys(tokens, scope=scope)
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
