@@ -105,8 +105,8 @@ def require_sequence(name: str, value: Any, expected: str = "a sequence") -> Non
     """
     if isinstance(value, (list, tuple)):
         return
-    is_other = isinstance(value, (str, bytes, bytearray, memoryview, Mapping, AbstractSet))
-    if is_other or not hasattr(value, "__getitem__") or not _has_elements(value):
+    others = (str, bytes, bytearray, memoryview, Mapping, AbstractSet, np.dtype)
+    if isinstance(value, others) or not hasattr(value, "__getitem__") or not _has_length(value):
         raise InvalidArgumentError(name, value, expected)
 
 
@@ -165,9 +165,9 @@ def _with_article(kind: type) -> str:
     return f"{article} {kind.__name__}"
 
 
-def _has_elements(value: Any) -> bool:
-    try:  # a data type of numpy has a length of 0, and cannot be read
-        return len(value) >= 0 and iter(value) is not None
+def _has_length(value: Any) -> bool:
+    try:
+        return len(value) >= 0
     except TypeError:
         return False
 
