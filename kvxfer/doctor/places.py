@@ -1,5 +1,6 @@
 """Checks of places for blocks: stores in files, buckets, peers, pools and Mooncake Store."""
 
+import errno
 import os
 import socket
 import tempfile
@@ -54,7 +55,8 @@ def check_folder(config: FileConfig) -> Finding:
             pass
     except OSError as exc:
         found = f"{folder} cannot be written to: {exc.strerror}"
-        return error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
+        room, own = f"df -h {folder}; df -i {folder}", f"install -d -m 700 -o $(id -un) {path}"
+        return error(found, why=why, mend=room if exc.errno == errno.ENOSPC else own)
     if folder != path:
         return ok(f"will be made in {folder}")
     return ok(f"can be written to, namespaces: {len([*BlockTree(path).namespaces()])}")
@@ -101,9 +103,7 @@ def check_inodes(config: FileConfig) -> Finding:
         return ok("the file system makes as many as are needed")
     path, needed = Path(config.path), MIN_FREE_FILES
     namespaces = BlockTree(path).namespaces() if path.is_dir() else ()
-    sizes = [
-        each.chunk_size_bytes(group) for each in namespaces for group in range(len(each.groups))
-    ]
+    sizes = [size for each in namespaces for size in each.chunk_sizes]
     if sizes:
         missing_bytes = config.capacity - (read_count(path) or 0)
         needed = max(needed, missing_bytes * len(sizes) // sum(sizes))

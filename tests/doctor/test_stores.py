@@ -83,6 +83,13 @@ def test_a_folder_that_cannot_be_used_is_one_error_and_no_more(tmp_path: Path) -
             assert {each.severity for each in others} == {OK}
 
 
+def test_a_disk_without_inodes_is_not_called_a_folder_of_another_user() -> None:
+    with mounted("-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs") as folder:
+        config = parse_backend(f"file://{folder}?capacity=1MiB")[1]
+        assert isinstance(config, FileConfig)
+        assert check_folder(config).mend == f"df -h {folder}; df -i {folder}"
+
+
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "kv")
     for name in ("link", "link/store"):
