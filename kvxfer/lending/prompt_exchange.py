@@ -170,13 +170,16 @@ class PromptExchange:
             named = zip(prompt.block_keys(group, size, end), ids[group], strict=False)
             pairs += [pair for pair in named if pair[1] != self._null_block_id]
         keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
-        is_complete = stop == prompt.num_tokens
+
+        async def lend() -> None:
+            await self._handover.lend(lease, keys, blocks, is_complete=stop == prompt.num_tokens)
+            self._lent.add(lease)  # not before: earlier ends do not count
+
         async with asyncio.timeout(self._timeout_s):
             await wait_for_mark(self._handover.reader.mark())
         was_lent = lease in self._lent
-        self._lent.add(lease)
         try:
-            await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
+            await self._run(lend())
         except BaseException:
             if not was_lent:
                 self._lent.discard(lease)
@@ -271,14 +274,13 @@ class PromptExchange:
 
         Has no effect on a ticket that `take_ended` has returned.
         """
-        lease = self._read(ticket)[1]
-        if lease in self._lent:
-            self._handover.give_up([lease])
+        with contextlib.suppress(ClosedError):  # closing ends every ticket
+            self._handover.give_up([self._read(ticket)[1]])
 
     def take_ended(self) -> list[str]:
         """Return our tickets that have ended since the last call; their blocks may be reused."""
-        told = dict.fromkeys(self._handover.take_ended())  # twice if given up just as it ended
-        ended = [lease for lease in told if lease in self._lent]
+        lent, told = self._lent.copy(), dict.fromkeys(self._handover.take_ended())
+        ended = [lease for lease in told if lease in lent]  # twice told if given up as it ended
         self._lent.difference_update(ended)
         return [self._ticket(lease) for lease in ended]
 

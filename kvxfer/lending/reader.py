@@ -494,14 +494,13 @@ class Reader:
     async def _find_workers(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
         """Ask an engine for its description; remember its workers, for the end of tickets."""
         engine = self._matching(await self._exchange.peer(endpoint).describe())
-        workers = engine.workers(endpoint)
         self._workers.pop(endpoint, None)
         if len(self._workers) >= MAX_ENGINES:
             kept = {at for at, _ in self._keepers}
             for oldest in [at for at in self._workers if at not in kept][:1]:
                 del self._workers[oldest]
-        self._workers[endpoint] = workers
-        return engine, workers
+        self._workers[endpoint] = engine.workers(endpoint)
+        return engine, self._workers[endpoint]
 
     async def _hold(
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
@@ -525,13 +524,12 @@ class Reader:
     def _match(self, description: bytes) -> PeerEngine:
         """Find out how another engine's groups become ours; errors as `ask`."""
         ours, engine = self._description, PeerEngine(description)
-        theirs = engine.description
         if self._our_blocks is not None:
-            engine.groups = match_caches(self._our_blocks.caches, ours, theirs)
+            engine.groups = match_caches(self._our_blocks.caches, ours, engine.description)
             self._require_room(engine)
             self._require_reach(engine)
             return engine
-        map_peers(ours, theirs)
+        map_peers(ours, engine.description)
         return engine
 
     def _require_room(self, engine: PeerEngine) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -201,6 +202,31 @@ async def test_no_ticket_names_a_port_that_nobody_listens_at() -> None:
         await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
     await lender.aclose()
     assert lender.take_ended() == []
+
+
+async def test_a_ticket_that_is_offered_again_does_not_end_with_its_first_end() -> None:
+    """Even if its end is asked for before it is lent; it is told later, once."""
+    async with opened(caches()[0]) as lender:
+        ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
+        offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
+        await yield_to_loop(3)
+        offering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await offering
+        while not lender._handover._ended:  # noqa: ASYNC110 - until the blocks are free again
+            await asyncio.sleep(0.001)
+        submit, told = lender._handover.submit, list[list[str]]()
+
+        def submit_late(call: Coroutine[Any, Any, Any]) -> Future[Any]:
+            told.append(lender.take_ended())
+            return submit(call)
+
+        with patch.object(lender._handover, "submit", submit_late):
+            assert await lender.offer(TOKENS, ids, ticket=ticket) == ticket
+        lender.give_up(ticket)
+        while not (ended := lender.take_ended()):  # noqa: ASYNC110 - as an engine does
+            await asyncio.sleep(0.001)
+        assert [*told, ended] == [[], [ticket]]
 
 
 async def test_arguments_of_no_use_are_refused_by_name() -> None:
