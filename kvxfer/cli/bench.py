@@ -102,11 +102,11 @@ async def _removing(remove: Callable[[], Awaitable[object]]) -> AsyncIterator[No
 
 
 async def _surely(remove: Callable[[], Awaitable[object]]) -> None:
-    """Remove what was stored; begin anew if a signal interrupts that."""
+    """Remove what was stored; begin anew if a signal interrupts that, which ends the command."""
     try:
         await remove()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        await remove()
+        await asyncio.gather(remove(), return_exceptions=True)  # files may be gone already
         raise
 
 

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -111,22 +112,31 @@ def test_the_cause_of_a_failure_is_shown_though_nothing_can_be_removed(
     assert said.endswith(": No space left on device\n")
 
 
+@pytest.mark.parametrize("removed", ["blocks", "plain files"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_a_removal_leaves_no_block(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+def test_a_signal_during_a_removal_leaves_no_block_and_is_the_status(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    removed: str,
 ) -> None:
-    remove, signals = NamespaceFolder.remove, iter([number])
+    remove: Any = shutil.rmtree if removed == "plain files" else NamespaceFolder.remove
+    signals = iter([number])
 
-    def remove_and_signal(folder: NamespaceFolder, *arguments: Any) -> int | None:
+    def remove_and_signal(*arguments: Any) -> Any:
         for each in signals:
             os.kill(os.getpid(), each)
-        return remove(folder, *arguments)
+        return remove(*arguments)
 
-    monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
+    if removed == "plain files":
+        monkeypatch.setattr(shutil, "rmtree", remove_and_signal)
+    else:
+        monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         url = f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB"
-        assert run("bench", url, "--size", "4KiB", "--seconds", "0s")[0] == 130
+        assert run("bench", url, "--size", "2MiB", "--seconds", "0s")[0] == 130
     finally:
         signal.signal(signal.SIGINT, inherited)
     assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("kvxfer-bench-*")]
