@@ -91,6 +91,13 @@ def test_pages_of_vllm_are_read_and_continued(tmp_path: Path) -> None:
     assert len(list((tmp_path / "files").glob("*/namespace.json"))) == 1
 
 
+def test_a_compiled_model_finds_the_pages_of_vllm(tmp_path: Path) -> None:
+    model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
+    store_as_vllm(model, prompt, tmp_path / "files")
+    with open_shared(torch.compile(model, backend="eager"), tmp_path / "files") as cache:
+        assert num_loaded(cache, prompt) == 64
+
+
 @pytest.mark.slow
 def test_keys_called_vllm_are_those_of_an_engine_with_the_seed_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

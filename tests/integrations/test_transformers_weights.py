@@ -468,6 +468,15 @@ def test_a_compiled_model_finds_the_pages_of_the_plain_one(tmp_path: Path) -> No
         assert num_loaded(cache, prompt) == 32
 
 
+def test_a_hook_of_a_wrapper_around_a_compiled_model_is_noticed() -> None:
+    compiled: Any = torch.compile(make_model(*FAMILIES["llama"]), backend="eager")
+    model = Tuner(compiled)
+    found = weights.Weights(model)
+    assert found.find_change() == ""
+    model.register_forward_pre_hook(lambda *_: None)
+    assert found.find_change() is None
+
+
 def test_a_model_that_is_divided_among_devices_has_one_digest() -> None:
     """Found by its misses: hooks of accelerate note where tied weights lie in memory."""
     accelerate = pytest.importorskip("accelerate")

@@ -27,13 +27,13 @@ from kvxfer.integrations.transformers.module_code import Unknown, is_known, read
 HARMLESS = frozenset({
     # Of every module: weights and hooks, which are read elsewhere; but `training` counts.
     *vars(torch.nn.Module()).keys() - {"training"}, "_compiled_call_impl", "_is_torch_compile",
-    # How weights get to the model and are divided among devices, and the model's name.
+    # How weights get to the model, are divided among devices and compiled, and the model's name.
     "name_or_path", "loss_type", "loss_function", "hf_device_map", "all_tied_weights_keys",
     "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules",
     "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
     "_keys_to_ignore_on_save", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit",
-    "_use_kernels", "use_kernels", "kernel_config",
+    "_use_kernels", "use_kernels", "kernel_config", "dynamo_ctx", "get_compiler_config",
     # Noted while the model runs, or checked at each call of `generate()`.
     "generation_config", "warnings_issued", "_output_capturing_hooks_installed",
     # Of every tensor.

@@ -94,8 +94,8 @@ class PrefixCache:
         self._timeout_s = require_timeout("timeout_s", timeout_s)
         pool_bytes = require_positive("pool_bytes", pool_bytes)
         self._vllm: VLLMPages | None = None
-        self._model = model
         self._layers = find_layers(model)
+        self._model = model = dict(model.named_children()).get("_orig_mod", model)  # if compiled
         self._weights = Weights(model)
         self._change: str | None = ""  # of the model, as of the last call
         self._has_changed = False  # whether any call found a change
@@ -115,7 +115,7 @@ class PrefixCache:
         else:
             axes = {}
             identity = Namespace(  # of the weights in memory, wherever they came from
-                model=type(getattr(model, "_orig_mod", model)).__name__,  # a compiled one, too
+                model=type(model).__name__,
                 revision=f"{revision} weights {self._weights.digest}".strip(),
                 dtype=str(model.dtype).removeprefix("torch."),
                 config_hash=hash_facts(config_facts(model.config)),

@@ -38,7 +38,7 @@ class Weights:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = getattr(model, "_orig_mod", model)  # a compiled model computes the same
+        self._model = model
         self._threads = min(MAX_THREADS, runtime.num_cores())
         self._kind = self._find_kind()
         self._logged = ""
