@@ -251,10 +251,10 @@ def _require_known(module: Any) -> None:
         for hook in list(getattr(module, name).values()):  # another thread may add some
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
                 raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
-    _, _, adapter = type(module).__module__.partition("peft.tuners.")
-    variants = [type(each).__name__ for each in getattr(module, "lora_variant", {}).values()]
-    for kind in (adapter.partition(".")[0], *variants):
-        if kind not in ADAPTERS_BY_TOKEN | {""}:
+    adapter = type(module).__module__.partition("peft.tuners.")[2].partition(".")[0]
+    variants = [type(each).__name__ for each in vars(module).get("lora_variant", {}).values()]
+    for kind in filter(None, (adapter, *variants)):
+        if kind not in ADAPTERS_BY_TOKEN:
             raise Unknown(f"the adapter {kind!r}")
 
 
