@@ -347,6 +347,15 @@ def test_a_model_without_generate_or_weights_in_memory(tmp_path: Path) -> None:
         open_cache(model, tmp_path)
 
 
+def test_the_error_of_a_model_that_fails_is_named_if_it_has_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(*FAMILIES["llama"])
+    monkeypatch.setattr(model.model, "forward", Mock(side_effect=NotImplementedError))
+    with pytest.raises(InvalidArgumentError, match=r"LlamaForCausalLM, which fails: NotImpl"):
+        open_cache(model, tmp_path)
+
+
 PROMPT = torch.arange(10, 50)[None]
 MASK = torch.ones_like(PROMPT)
 PADDED = torch.cat((torch.ones((1, 3), dtype=torch.long), PROMPT), dim=1)

@@ -60,7 +60,7 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
             model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
     except Exception as exc:
         wanted = "a model that runs on tokens alone"
-        raise InvalidArgumentError("model", f"{kind}, which fails: {exc}", wanted) from exc
+        raise InvalidArgumentError("model", f"{kind}, which fails: {exc!r}", wanted) from exc
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
         raise InvalidArgumentError("model", found, "keys and values of only the prompt's tokens")
