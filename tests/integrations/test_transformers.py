@@ -386,9 +386,13 @@ def multimodal() -> Any:
         (torch.tensor([[3, 6, 5]]), None, r"\bimage_token_id 6 at 1"),
         (torch.tensor([[3, 4, 7, 5]]), None, r"vision_config\.image_token_id 7 at 2"),
         (torch.tensor([[3, 9, 5]]), None, r"sound\.speech_token_ids 9 at 1"),
-        (PROMPT, MASK.cumsum(1) // 4, "attention_mask is 'values besides 1'"),
-        (PROMPT, MASK * 2, "attention_mask is 'values besides 1'"),  # positions twice as far apart
-        (PROMPT, MASK / 2, "attention_mask is 'values besides 1'"),
+        (PROMPT, MASK.cumsum(1) // 4, "attention_mask is 'values other than 1'"),
+        (
+            PROMPT,
+            MASK * 2,
+            "attention_mask is 'values other than 1'",
+        ),  # positions twice as far apart
+        (PROMPT, MASK / 2, "attention_mask is 'values other than 1'"),
         (PROMPT, PROMPT.new_ones(1, 1, 40, 40), OTHER_SHAPE),  # each token sees every other one
         (PROMPT, PROMPT.new_ones(1, 39), OTHER_SHAPE),
     ],

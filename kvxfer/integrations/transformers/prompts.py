@@ -101,7 +101,7 @@ def require_text(tokens: list[int], settings: dict[str, Any], model: Any) -> Non
             found = f"of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
             raise InvalidArgumentError("attention_mask", found, wanted)
         if not bool((given == 1).all()):  # generate() sums it up to positions
-            raise InvalidArgumentError("attention_mask", "values besides 1", wanted)
+            raise InvalidArgumentError("attention_mask", "values other than 1", wanted)
     padding = _find_setting("pad_token_id", settings, model)
     ends = _as_tensor(_find_setting("eos_token_id", settings, model))
     ends = ends.flatten().tolist() if isinstance(ends, torch.Tensor) else [ends]
