@@ -473,6 +473,36 @@ async def test_a_call_that_waits_while_its_store_is_closed_says_what_is_closed(
         await closing
 
 
+async def test_a_delete_that_goes_on_without_its_caller_takes_no_block_stored_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, hung, go = one_page_memory(), hashed_keys(1), asyncio.Event(), threading.Event()
+    loop, removed = asyncio.get_running_loop(), asyncio.Event()
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        remove = backend._space.remove
+
+        def hang(*arguments: Any) -> Any:
+            loop.call_soon_threadsafe(hung.set)
+            go.wait()
+            try:
+                return remove(*arguments)
+            finally:
+                loop.call_soon_threadsafe(removed.set)
+
+        monkeypatch.setattr(backend._space, "remove", hang)
+        deleting = asyncio.ensure_future(backend.delete(keys))
+        await hung.wait()
+        deleting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+        storing = await begin(store(backend, keys, memory.describe(0, [0])), turns=50)
+        go.set()
+        await removed.wait()
+        await storing
+        assert await backend.lookup(keys) == [True]
+
+
 async def test_a_store_that_is_cancelled_while_its_backend_is_closed_is_cancelled(
     tmp_path: Path,
 ) -> None:
