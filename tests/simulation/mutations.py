@@ -105,9 +105,6 @@ TABLE = """
 @@ tiers 160 a close does not wait for what is written back
 -            await asyncio.wait([self._settling], timeout=self._close_s)
 --- kvxfer/storage/key_locks.py
-@@ files 150 a call that goes on without its caller keeps no lock
--        return await outlive_caller(calling)
-+        return await calling
 @@ tiers 20 turns of keys are ignored
 -                while before := turn.find_before(key):
 -                    await before.wait()
@@ -301,7 +298,7 @@ TABLE = """
 -        return entry.there if now - entry.at < ttl_s else None
 +        return entry.there if ttl_s else None
 --- backends/object/backend.py
-@@ objects 100 a close does not wait for deletes
+@@ objects 250 a close does not wait for deletes
 -                await self._deletes.wait_for_others()  # those whose callers were cancelled
 @@ objects 60 a corrupt object stays
 -            if version is None or not await self._bucket.remove(name, version):
@@ -335,7 +332,7 @@ TABLE = """
 -        if self._num_losses != begun.num_losses or self._added < begun.added:
 +        if self._num_losses < begun.num_losses:
 --- backends/file/space.py
-@@ files 150 memory is short while the room of files is given back
+@@ files 600 memory is short while the room of files is given back
 -            with contextlib.suppress(OSError, MemoryError):
 -                with self
 +            with contextlib.suppress(OSError):
@@ -412,7 +409,7 @@ TABLE = """
 @@ peers 250 memory of late reads is called safe
 -        if not self._held:
 +        if blocks.num_blocks:
-@@ lending 40 a late read is not in quarantine
+@@ lending 80 a late read is not in quarantine
 -            late(asyncio.wrap_future(flight.done), ours)
 @@ lending 40 generations are read and not compared
 -np.frombuffer(words, "<u8") == fences.generations
@@ -496,7 +493,7 @@ TABLE = """
 @@ lending 10 a lease goes on after its release where another reader holds it
 -return [] if entry is None else self._withdraw(ticket, entry)
 +return [] if entry is None or entry.holders else self._withdraw(ticket, entry)
-@@ lending 20 a ticket has ended although its blocks are pinned
+@@ lending 60 a ticket has ended although its blocks are pinned
 -block in self._pins and block not in self._offers for _
 +block in self._pins and block not in self._pins for _
 --- kvxfer/integrations/vllm/prefill_decode/decode.py
@@ -615,13 +612,13 @@ TABLE = """
 -        holds = [asyncio.ensure_future(hold(*pair)) for pair in zip(workers, keys, strict=True)]
 +        pairs, peer = zip(workers, keys, strict=True), self._exchange.peer
 +        holds = [asyncio.ensure_future(peer(at).hold(ticket, names)) for at, names in pairs]
-@@ lending 100 a fetch is said to be safe while a read goes on
+@@ lending 400 a fetch is said to be safe while a read goes on
 -        fetched.memory_safe = is_quiet() or all(map(is_quiet, self._blocks(wanted)))
 +        fetched.memory_safe = True
 --- kvxfer/storage/leases/cache_lender.py
 @@ lending 40 blocks have the same generation when their lease is over
 -        self._generations.change(slots)
-@@ lending 20 a block is unpinned before it is read
+@@ lending 60 a block is unpinned before it is read
 -            yield self._locate(wanted.keys, slots, fenced=fenced)
 +            located = self._locate(wanted.keys, slots, fenced=fenced)
 +            self.book.unpin(found)
@@ -655,7 +652,7 @@ TABLE = """
 @@ pool 60 a pool is not told that an engine has given its connection up
 -                    if attachment.error or attachment is not self._attachment:
 +                    if attachment is not self._attachment:
-@@ pool 60 the rest of a message is never sent to a pool that goes on
+@@ pool 150 the rest of a message is never sent to a pool that goes on
 -                runtime.start_thread(self._send_rest, name="kvxfer-pool-bye")
 +                self._socket.close()
 @@ pool 40 an engine unpins before it has read
