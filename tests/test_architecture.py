@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 420,
     "kvxfer/integrations": 9_997,
     "kvxfer/kvcache": 5_308,
-    "kvxfer/lending": 1_438,
+    "kvxfer/lending": 1_437,
     "kvxfer/pages": 2_041,
     "kvxfer/replay": 1_564,
     "kvxfer/runtime": 1_106,

@@ -183,8 +183,9 @@ class Handover:
         is_complete: bool = True,
     ) -> None:
         """Lend blocks as `offer` does, but raise errors; after an error none of them is lent."""
-        if not self._lend(ticket, keys, block_ids, is_complete=is_complete):
+        if self._lender is None:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
+        self._lend(ticket, keys, block_ids, is_complete=is_complete)
 
     def revoke(self, tickets: Sequence[str]) -> None:
         """End tickets whose blocks are about to change; return once no reader finds these blocks.
@@ -221,8 +222,9 @@ class Handover:
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
     ) -> None:
         try:
-            is_lent = self._lend(ticket, keys, block_ids, is_complete=is_complete)
-            if is_complete and not is_lent:  # nobody can read the blocks
+            if self._lender is not None:
+                self._lend(ticket, keys, block_ids, is_complete=is_complete)
+            elif is_complete:  # without `listen` nobody can read the blocks
                 self._ended.append(ticket)
         except Exception:  # of any kind: the engine waits for the end of the ticket
             logger.exception("hand-over: cannot lend the blocks of ticket %s", ticket)
@@ -231,17 +233,14 @@ class Handover:
 
     def _lend(
         self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *, is_complete: bool
-    ) -> bool:
-        """Lend blocks; return False without `listen`."""
-        if self._lender is None:
-            return False
+    ) -> None:
+        assert self._lender is not None
         self.reader.require_caches_in_place()
         keys = worker_keys(self._description, keys)
         self._lender.offer(ticket, keys, block_ids, complete=is_complete)
         with suppress(ValueError):  # an end of this ticket before that nobody has taken
             self._ended.remove(ticket)
         self._watch_soon()
-        return True
 
     def _give_up(self, ticket: str) -> None:
         """Revoke a ticket, known or not; it has ended once none of its blocks is pinned."""
