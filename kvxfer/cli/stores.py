@@ -69,7 +69,7 @@ def ls(argv: Sequence[str]) -> int:
                     if not (block.quarantined or block.misplaced):
                         print(fingerprint, block.key.hex())
         if store.num_skipped:
-            text = f"{store.num_skipped} files or folders cannot be read; kvxfer fsck names them"
+            text = f"files and folders that cannot be read: {store.num_skipped}; see kvxfer fsck"
             sys.stderr.write(f"kvxfer ls: {text}\n")
     return 0
 

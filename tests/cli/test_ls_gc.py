@@ -72,7 +72,7 @@ def test_a_list_says_how_much_it_could_not_read(
     path = store.path(store.fill(), store.keys[3]).parent
     fail_to(monkeypatch, "open", path.name, PermissionError(errno.EACCES, "denied", path.name))
     status, _, said = run("ls", store.root, *form)
-    told = "kvxfer ls: 1 files or folders cannot be read; kvxfer fsck names them\n"
+    told = "kvxfer ls: files and folders that cannot be read: 1; see kvxfer fsck\n"
     assert (status, said) == (0, told)
 
 
