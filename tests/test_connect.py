@@ -11,24 +11,16 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
+from kvxfer import Namespace, TieredBackend, exchange, make_block_key
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import S3Config
-from kvxfer.connect import (
-    BACKENDS,
-    complete_namespace,
-    connect,
-    exchange,
-    open_backend,
-    parse_backend,
-)
+from kvxfer.connect import BACKENDS, complete_namespace, connect, open_backend, parse_backend
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.replay import plan_tiers
 from kvxfer.settings import convert_settings
-from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 from tests.tiering.opened_tiers import settle
 

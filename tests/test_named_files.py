@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer import named_files
-from kvxfer.doctor import is_comparable, read_backends
-from kvxfer.doctor.sharing import compare
+from kvxfer.doctor import compare, is_comparable, read_backends
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.pages.texts import load_namespace

@@ -9,14 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer import CanonicalKVCaches, Descriptors, TransferEngine, describe, make_block_key
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvxfer.kvcache.describer import describe
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from kvxfer.storage.backend import DONE
-from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.transfer import TransferEngine
 
 PAGE_BYTES = 16 << 10
 STRIDE_BYTES = 48 << 20

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Namespace, Outcome, Status, make_block_key, runtime
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.backends.file.io import FileIO, UringFileIO
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache import Descriptors
 from kvxfer.pages.namespace_format import GroupFormat
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
+from kvxfer.storage import StoredTensor
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize

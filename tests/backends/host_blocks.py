@@ -1,8 +1,7 @@
 """Stored blocks of a host backend, in its memory."""
 
+from kvxfer import BlockKey, Descriptors
 from kvxfer.backends.host import HostBackend
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
 

@@ -19,8 +19,7 @@ from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
 from kvxfer.errors import PeerError
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import BlockKey, Status
 from kvxfer.storage.leases import CacheLender, Held
 from kvxfer.storage.lending import BlockParts, LendingBackend, LentBlocks, ReservedBlocks
 from kvxfer.testing import BlockMemory

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import Backend, BlockKey, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import assert_done_are, make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

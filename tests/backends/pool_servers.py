@@ -9,8 +9,7 @@ from pathlib import Path
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.runtime import LoopThread
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Backend, Namespace
 from kvxfer.units import ByteSize
 
 LIMIT_S = 30.0

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace, Status
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.file_store import (
     capacity_of,

@@ -14,8 +14,7 @@ from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.pages.maintenance import GarbageCollection
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import BlockKey, Status
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     ENGINES,

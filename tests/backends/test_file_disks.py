@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import xxhash
 
-from kvxfer import runtime
+from kvxfer import Outcome, Status, TransferEngine, runtime
 from kvxfer.backends.file import backend as file_backend
 from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
@@ -31,11 +31,10 @@ from kvxfer.backends.file.io import FileIO, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.pages.maintenance import GarbageCollection
-from kvxfer.storage.backend import PAUSED, Outcome, Status
+from kvxfer.storage.backend import PAUSED
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import begin
-from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
     ENGINES,

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer import runtime
+from kvxfer import BlockKey, Status, runtime
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.pages.names import LEDGER_NAME
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     bytes_on_disk,

@@ -14,15 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvxfer import runtime
+from kvxfer import Descriptors, GroupIdentity, Namespace, Status, runtime
 from kvxfer.backends.file import Integrity
 from kvxfer.backends.file.io import EngineName, probe_direct
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, BlockHeader
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
+from kvxfer.storage import StoredTensor
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import describe_buffer, read_payloads, write_payloads
 from tests.backends.file_store import (

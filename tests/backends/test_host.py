@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Namespace, Outcome, Status, make_block_key, runtime
 from kvxfer.backends.host import (
     HostBackend,
     HostConfig,
@@ -39,8 +39,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     NamespaceMismatchError,
 )
-from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.backend import DONE
 from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory

@@ -11,8 +11,7 @@ from safetensors.numpy import load as load_tensors
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace, Status
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BackendTests
 from kvxfer.testing.conformance.suite import (

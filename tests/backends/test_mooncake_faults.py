@@ -11,8 +11,7 @@ import pytest
 from kvxfer.backends.mooncake import CallFailedError, MooncakeBackend, MooncakeConfig, StoreClient
 from kvxfer.backends.mooncake.backend import ABANDONED_AFTER_S, Code
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import BlockKey, Status
 from kvxfer.storage.observer import Gauge
 from kvxfer.testing.conformance.suite import (
     assert_done_are,

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.test_host import capacity_for

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer import runtime
+from kvxfer import BlockKey, Descriptors, Status, runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, exchange, reads
 from kvxfer.backends.nixl.connection import MAX_PLACES, Places
@@ -21,10 +21,7 @@ from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
-from kvxfer import runtime
+from kvxfer import Backend, KVXferError, Namespace, Status, runtime
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
     Connection,
@@ -36,13 +36,10 @@ from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
     InvalidArgumentError,
-    KVXferError,
     PeerClosedError,
 )
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated

@@ -13,18 +13,15 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import Exchange, NixlConfig, Transport
-from kvxfer.backends.nixl.agents import NixlAgent
-from kvxfer.backends.nixl.agents.socket import MAX_LINES
-from kvxfer.backends.nixl.client import Client
+from kvxfer.backends.nixl import Client, Exchange, NixlConfig, Transport
+from kvxfer.backends.nixl.agents import MAX_LINES, NixlAgent
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.regions import MAX_REGIONS, AgentMetadata
 from kvxfer.errors import KVXferError, PeerClosedError
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import BlockKey, Status
 from kvxfer.storage.leases import MAX_TICKET_CHARACTERS
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -9,8 +9,7 @@ import pytest
 
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.connect import open_backend
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace, Status
 from kvxfer.testing import BackendTests
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from tests import needs

@@ -10,14 +10,12 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError
 from obstore.store import MemoryStore
 
+from kvxfer import Descriptors, Status, make_block_key
 from kvxfer.backends import object as objects
 from kvxfer.backends.object import BucketStore
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck, gc
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads

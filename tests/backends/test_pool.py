@@ -17,6 +17,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from kvxfer import Backend, BlockKey, Namespace, TieredBackend, make_block_key
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
@@ -36,10 +37,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     NamespaceMismatchError,
 )
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory, DictBackend
-from kvxfer.tiering import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 from tests.backends.pool_servers import OwnPoolBackend, running_pool

@@ -24,8 +24,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferE
 from kvxfer.extras import MissingExtraError
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockHeader
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage import Backend, BlockKey, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -9,9 +9,8 @@ from typing import Any
 
 import xxhash
 
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, group_of, make_block_key
+from kvxfer.kvcache import Descriptors
+from kvxfer.storage import BlockKey, Namespace, Outcome, Status, group_of, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.testing.simulation.world import WatchedMemory

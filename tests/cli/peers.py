@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.storage.backend import Backend, Outcome
-from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.storage import Backend, Namespace, Outcome, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 

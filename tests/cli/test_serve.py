@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import Namespace, TieredBackend, make_block_key
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
@@ -29,10 +30,8 @@ from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import PeerClosedError
-from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
-from kvxfer.tiering import TieredBackend
 from kvxfer.tiering.tiered_backend import preload
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit

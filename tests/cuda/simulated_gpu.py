@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from kvxfer import Namespace, make_block_key
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
 from kvxfer.errors import DeviceLostError
-from kvxfer.kvcache.canonical import canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.spec import FullAttentionSpec
+from kvxfer.kvcache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, canonicalize
 from tests.cuda.gpu import Gpu
 
 SOURCE = Path(__file__).with_name("simulated_driver.c")

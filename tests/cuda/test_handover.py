@@ -15,11 +15,10 @@ from kvxfer.errors import BackendUnavailableError, DeviceUnavailableError
 from kvxfer.kvcache import WorkerShard
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import describe_caches
+from kvxfer.lending import Fetched
 from kvxfer.lending.handover import Handover
-from kvxfer.lending.reader import Fetched
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Namespace, PromptKeys
 from kvxfer.storage.leases import CacheLender
-from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FakeNixlAgent
 from tests.cuda.simulated_gpu import Compute, EngineCaches, SimulatedGpu
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvxfer.connect import connect, open_backend
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.eviction.retention import Retention, retain_in
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace, Outcome, Retention, Status
+from kvxfer.storage.eviction.retention import retain_in
 from kvxfer.storage.observer import Moved, Operation
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.testing import BlockMemory

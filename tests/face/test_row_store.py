@@ -10,22 +10,17 @@ from unittest.mock import AsyncMock, Mock, call
 import numpy as np
 import pytest
 
-from kvxfer import runtime
+from kvxfer import BlockKey, Descriptors, Outcome, TieredBackend, TransferEngine, runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
 from kvxfer.face.row_store import GRACE_S
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import begin_aside
-from kvxfer.storage.backend import Outcome
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend
 from kvxfer.tiering.tiered_backend import observe
-from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.clock import LIMIT_S, until
 

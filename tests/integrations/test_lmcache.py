@@ -35,14 +35,13 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
+from kvxfer import Backend, BlockKey, Descriptors, Namespace, Outcome, TieredBackend
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
 from kvxfer.integrations.lmcache.residents import Residents
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, Outcome, WrappingBackend
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.backend import WrappingBackend
 from kvxfer.storage.observer import (
     Added,
     Observable,
@@ -54,7 +53,7 @@ from kvxfer.storage.observer import (
 )
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
-from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering import TierTimeouts
 from kvxfer.tiering.tiered_backend import observe
 from kvxfer.units import ByteSize
 from tests.clock import LIMIT_S, until

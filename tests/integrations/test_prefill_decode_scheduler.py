@@ -28,10 +28,9 @@ from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, PrefillDecodeWorker, StepData
-from kvxfer.lending.reader import Fetched
-from kvxfer.storage.keys import group_of
+from kvxfer.lending import Fetched
+from kvxfer.storage import PromptKeys, group_of
 from kvxfer.storage.observer import LENT, Reports
-from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
 from tests.integrations.pd_engine import (
     BLOCK,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.describer import describe
-from kvxfer.kvcache.portable import WorkerShard, map_caches
+from kvxfer.integrations.vllm.common.kv_caches import convert_caches
+from kvxfer.integrations.vllm_connector import KVCacheHooks
+from kvxfer.kvcache import CanonicalKVCaches, WorkerShard, describe, map_caches
 
 pytest.importorskip("vllm.v1.kv_offload", reason="needs vLLM")
 
@@ -19,8 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker as offloading
 from vllm.v1.attention.backends import utils as backend_utils
 
-from kvxfer.integrations.vllm.common.kv_caches import convert_caches
-from kvxfer.integrations.vllm_connector import KVCacheHooks
 from tests.integrations import vllm_tensors
 from tests.integrations.vllm_tensors import (
     FULL,

@@ -10,11 +10,12 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, GroupIdentity, Namespace, make_block_key, runtime
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
+from kvxfer.integrations.vllm.offloading import interface, secondary_tier
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.payloads import make_payload
 from kvxfer.units import ByteSize
@@ -30,9 +31,6 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
-from kvxfer.integrations.vllm.offloading import interface, secondary_tier
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from tests.clock import Clock
 from tests.integrations.test_vllm import make_config
 

@@ -12,18 +12,20 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvxfer import BlockKey, Descriptors, Outcome, Status
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
+from kvxfer.integrations.vllm.offloading.interface import localities_of
+from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
+from kvxfer.storage.backend import DONE
 from kvxfer.storage.eviction.retention import NORMAL
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, Ended, Late, Moved, NotWrittenBack
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.tiering import TierTimeouts
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
-from kvxfer.transfer.load_or_compute import LoadOrCompute
+from kvxfer.transfer import LoadOrCompute
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
@@ -31,9 +33,6 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
-from kvxfer.integrations.vllm.offloading.interface import localities_of
-from kvxfer.integrations.vllm.offloading.manager import PrefillSpeed
 from tests.clock import Clock
 from tests.integrations.two_tiers import (
     HIT,

@@ -10,10 +10,11 @@ import pytest
 from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.storage.backend import Backend
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.storage import Backend, BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.storage.eviction.policies import LRU, RetainingPolicy
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -27,9 +28,6 @@ from kvxfer.testing.payloads import make_payload, write_payloads
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
-
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 
 NUM_SLOTS = 4
 PART_BYTES = 4096

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.models import MODELS
+from kvxfer import KVXferError, canonicalize
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
-from kvxfer.errors import KVXferError
-from kvxfer.kvcache.canonical import canonicalize
 from tests.kvcache.zoo_engines import AttentionEngine
 
 DOCS = Path(__file__).parents[2] / "docs"

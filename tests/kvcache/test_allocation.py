@@ -7,24 +7,23 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.allocation import (
+from kvxfer.kvcache import (
     AllocationCondition,
     AllocationRefusedError,
     AttentionLayout,
-    allocate_canonical,
-    why_not_canonical,
-)
-from kvxfer.kvcache.canonical import attest
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.describer import describe
-from kvxfer.kvcache.layout import KVLayout
-from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
     KVCacheSpec,
+    KVLayout,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    allocate_canonical,
+    attest,
+    describe,
+    why_not_canonical,
 )
 
 NHD = AttentionLayout("kv block token head dim", "block layer kv token head dim")

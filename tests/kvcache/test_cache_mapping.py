@@ -15,34 +15,29 @@ from numpy.typing import NDArray
 
 from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, PageMappingError
-from kvxfer.kvcache.canonical import (
+from kvxfer.kvcache import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    canonicalize,
-)
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.portable import (
-    PageFragments,
-    PageMapping,
-    WorkerShard,
-    compile_mapping,
-    map_caches,
-    payload_boxes,
-    verify_mappings,
-)
-from kvxfer.kvcache.spec import (
+    Descriptors,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
     KVCacheSpec,
     KVQuantization,
     MambaSpec,
     MLASpec,
+    PageMapping,
     UniformTypeKVCacheSpecs,
+    WorkerShard,
+    canonicalize,
+    map_caches,
+    verify_mappings,
 )
-from kvxfer.storage.backend import Backend
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.portable import PageFragments, compile_mapping, payload_boxes
+from kvxfer.storage import Backend
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples

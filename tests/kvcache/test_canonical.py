@@ -14,35 +14,34 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvxfer import KVXferError, Namespace
 from kvxfer.connect import complete_namespace
 from kvxfer.errors import (
     AmbiguousLayoutError,
     AttestationError,
     InvalidArgumentError,
-    KVXferError,
     LayoutError,
     OverlapError,
     PageBoundsError,
     UnknownLayoutError,
 )
-from kvxfer.kvcache.allocation import AttentionLayout, allocate_canonical
-from kvxfer.kvcache.canonical import (
+from kvxfer.kvcache import (
+    AttentionLayout,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    attest,
-    canonicalize,
-    memory_regions,
-)
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.spec import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
     MLASpec,
     UniformTypeKVCacheSpecs,
+    allocate_canonical,
+    attest,
+    canonicalize,
 )
-from kvxfer.storage.keys import Namespace
+from kvxfer.kvcache.canonical import memory_regions
 
 
 def engine_view(

@@ -13,16 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import (
-    BlockIdError,
-    DuplicateError,
-    InvalidArgumentError,
-    KVXferError,
-    UnknownGroupError,
-)
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvxfer.kvcache.describer import BlockDescriber, describe
-from kvxfer.kvcache.descriptors import Descriptors, overlap
+from kvxfer import CanonicalKVCaches, Descriptors, KVXferError, describe
+from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
+from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import overlap
 from kvxfer.testing.payloads import read_payloads
 
 MAX_PAGE_BYTES = 24

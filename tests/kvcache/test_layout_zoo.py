@@ -8,12 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, canonicalize, describe
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
-from kvxfer.kvcache.canonical import attest, canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.describer import describe
-from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec, UniformTypeKVCacheSpecs
+from kvxfer.kvcache import AttentionSpec, UniformTypeKVCacheSpecs, attest
 from tests.examples import examples
 from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, layout_page
 from tests.kvcache.zoo_engines import ZOO, AttentionEngine, named, with_kernel_blocks

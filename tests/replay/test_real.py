@@ -7,11 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
-from kvxfer import replay
+from kvxfer import Namespace, make_block_key, replay
 from kvxfer.backends.host import PoolShape
 from kvxfer.connect import connect
 from kvxfer.storage.eviction.policies import PolicyName
-from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from tests.replay.traces import trace_of

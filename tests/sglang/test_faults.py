@@ -20,8 +20,7 @@ from sglang.srt.runtime_context import get_context
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.integrations.sglang import KVXferStorage, pool_stores
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Backend, Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.object_memory import open_in_memory

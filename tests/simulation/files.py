@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Namespace, Outcome, Retention, Status, TransferEngine, runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.file_index import Victim
 from kvxfer.backends.file.folder_store import FolderStore
@@ -28,9 +28,6 @@ from kvxfer.pages.maintenance import (
     measure_usage,
 )
 from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, QUARANTINE, file_name
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.disk import CALLS, NO_MEMORY, READS, WRITES
@@ -44,7 +41,6 @@ from kvxfer.testing.simulation.world import (
     World,
     draw_parts,
 )
-from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.tiers import (
     Mirror,

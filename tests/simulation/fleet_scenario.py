@@ -9,17 +9,9 @@ from random import Random
 from typing import Any, ClassVar, Protocol
 
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing.simulation.engine_scenario import (
-    CLOSE_TIMEOUT_S,
-    LOOK_S,
-    MOST_S,
-    SLACK_S,
-    EngineRun,
-    EngineScenario,
-)
-from kvxfer.testing.simulation.process import ProcessRun
-from kvxfer.testing.simulation.scenario import Simulation, Step
+from kvxfer.storage import BlockKey, Namespace
+from kvxfer.testing.simulation import EngineRun, EngineScenario, ProcessRun, Simulation, Step
+from kvxfer.testing.simulation.engine_scenario import CLOSE_TIMEOUT_S, LOOK_S, MOST_S, SLACK_S
 from kvxfer.testing.simulation.world import History, Part, World
 
 DRAIN_S = 2.0

@@ -3,10 +3,8 @@
 import asyncio
 from random import Random
 
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
-from kvxfer.testing.simulation import EngineRun, FaultyTier, Opened, Simulation, Step
-from kvxfer.testing.simulation.faults import TierFault
+from kvxfer.storage import Backend, Namespace
+from kvxfer.testing.simulation import EngineRun, FaultyTier, Opened, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
 from tests.simulation.tiers import (
     HASHING,

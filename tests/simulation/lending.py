@@ -18,11 +18,10 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.lending import Fetched, PromptExchange, handover, prompt_exchange
 from kvxfer.lending.handover import CLOSE_S, Handover
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Namespace, PromptKeys
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, LentBlocks
-from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
+from kvxfer.testing import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
 from kvxfer.units import ByteSize
 from tests.transfer import handover_engines

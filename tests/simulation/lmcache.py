@@ -14,7 +14,7 @@ from unittest.mock import Mock, patch
 import torch
 from lmcache.v1.distributed.api import ObjectKey
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Descriptors, Namespace, Outcome, Status, runtime
 from kvxfer.backends.host import HostBackend, MemoryIntegrity
 from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.integrations.lmcache import KVXferL2Adapter
@@ -22,12 +22,9 @@ from kvxfer.integrations.lmcache.answers import GRACE_S
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
 from kvxfer.integrations.lmcache.object_store import HEADER
 from kvxfer.integrations.lmcache.residents import DELIVERY_S
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, PARTIAL, Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.backend import MISSING, PARTIAL
 from kvxfer.storage.observer import Observable, Observer, Reports
-from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step
-from kvxfer.testing.simulation.faults import TierFault
+from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.tiering import TieredBackend
 from kvxfer.tiering.tiered_backend import observe
 from tests.simulation.polled import carry_out_on_threads, draw_faults

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 import xxhash
 
+from kvxfer import BlockKey, Namespace, TransferEngine
 from kvxfer.backends.host import HostBackend, scrubber
 from kvxfer.kvcache.descriptors import view_blocks
-from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.world import World
-from kvxfer.transfer import TransferEngine
 from tests.simulation.polled import BY_LINE
 from tests.simulation.tiers import (
     LARGEST_CHUNK_BYTES,

@@ -10,17 +10,16 @@ from math import inf
 from random import Random
 from typing import Any, ClassVar
 
+from kvxfer import Backend, BlockKey, Namespace, Outcome, Status, TransferEngine
 from kvxfer.backends.object import S3Backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.pages.names import key_in_name
-from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
 from kvxfer.testing.simulation.world import Batch, History, Part, World, draw_parts
-from kvxfer.transfer import TransferEngine
 from tests.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
 from tests.simulation.tiers import ROOM, join, leftovers_of_all, of_process, open_host
 

@@ -10,16 +10,14 @@ from unittest.mock import patch
 
 from vllm.v1.kv_offload.base import Medium
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Namespace, TieredBackend, runtime
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading import manager as manager_module
-from kvxfer.integrations.vllm.offloading.offloading_spec import KVXferOffloadingSpec
-from kvxfer.storage.backend import Backend
+from kvxfer.storage import group_of
 from kvxfer.storage.index import BlockState
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.testing.dict_backend import DictConfig
+from kvxfer.testing import DictConfig
 from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
-from kvxfer.tiering import TieredBackend
 from kvxfer.transfer.mover import Slices
 from tests.simulation.tiers import PurgeableDict, leftovers_of_tiers
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes

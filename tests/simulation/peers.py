@@ -6,17 +6,16 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from kvxfer import Namespace, TransferEngine
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery, reads
 from kvxfer.backends.nixl import client as nixl_client
 from kvxfer.backends.nixl import server as nixl_server
 from kvxfer.backends.nixl.client import ASKED_AT_A_PEER
 from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.backends.nixl.server import MAX_REQUESTS
-from kvxfer.storage.keys import Namespace
-from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
+from kvxfer.testing import FakeNixlAgent
 from kvxfer.testing.simulation import Opened, ProcessRun, Simulation, Step
 from kvxfer.testing.simulation.world import draw_parts
-from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.simulation.etcd import EtcdFault, SimulatedEtcd
 from tests.simulation.fleet_scenario import FleetScenario

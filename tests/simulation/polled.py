@@ -7,14 +7,12 @@ from itertools import compress
 from random import Random
 from typing import Any, ClassVar
 
-from kvxfer import runtime
+from kvxfer import Namespace, Outcome, TransferEngine, runtime
 from kvxfer.errors import ClosedError
 from kvxfer.runtime import DaemonThreads
-from kvxfer.storage.backend import Outcome
-from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
-from kvxfer.transfer import JobId, TransferEngine
+from kvxfer.transfer import JobId
 from kvxfer.transfer.mover import Slices
 from tests.simulation.tiers import COPIES_S, ROOM, TiersScenario, late_copies, open_host
 

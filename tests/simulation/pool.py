@@ -9,15 +9,12 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from kvxfer import Backend, BlockKey, Namespace, TieredBackend, TransferEngine
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step, TierFault
 from kvxfer.testing.simulation.faults import CALLS
-from kvxfer.tiering import TieredBackend
-from kvxfer.transfer import TransferEngine
 from tests.simulation.fleet_scenario import FleetScenario
 from tests.simulation.memory import flip_bit
 from tests.simulation.tiers import (

@@ -8,19 +8,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvxfer import runtime
+from kvxfer import BlockKey, TieredBackend, TransferEngine, runtime
 from kvxfer.errors import ClosedError
 from kvxfer.face import RowPool, RowStore
 from kvxfer.face.row_store import GRACE_S
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step
-from kvxfer.testing.simulation.faults import TierFault
+from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import History
-from kvxfer.tiering import TieredBackend
-from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.simulation.polled import carry_out_on_threads, draw_faults
 from tests.simulation.tiers import MOVE_S, TiersScenario

@@ -6,21 +6,17 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import AsyncMock
 
-from kvxfer import runtime
+from kvxfer import Backend, BlockKey, Descriptors, Namespace, TieredBackend, TransferEngine, runtime
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import Copy
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend
 from kvxfer.storage.index import StorePlan
-from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Gauge, Observer, Removed, Reports
 from kvxfer.storage.staging_memory import StagingMemory
-from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK, NUM_KEYS, PAGE_SIZES_BYTES
-from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.transfer import TransferEngine
+from kvxfer.tiering import TierTimeouts
 from kvxfer.transfer.staged_backend import StagedBackend
 from kvxfer.units import ByteSize
 from tests.simulation.storms import OpenedTiers, StormScenario

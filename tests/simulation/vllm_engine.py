@@ -38,8 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvxfer import runtime
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer import Descriptors, runtime
 from kvxfer.testing.simulation import Simulation
 from tests.integrations.pd_engine import MODEL
 from tests.integrations.vllm_tensors import plan

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import kvxfer
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.portable import PageMapping
+from kvxfer.kvcache import CanonicalKVCaches, PageMapping
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 HEADS, DIM, TOKENS, PAGE = 4, 8, 64, 16

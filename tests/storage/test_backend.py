@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvxfer import runtime
+from kvxfer import GroupIdentity, Namespace, Status, make_block_key, runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.copy_engine.engine import Copy
@@ -16,13 +16,11 @@ from kvxfer.storage.backend import (
     Begun,
     CopySource,
     Purgeable,
-    Status,
     WrappingBackend,
     can_purge_all,
 )
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import begin_call, call_backend, poll_begun, wait_for_begun
-from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.simulation import Simulation

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import runtime
+from kvxfer import BlockKey, Retention, make_block_key, runtime
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy, RetainingPolicy
-from kvxfer.storage.eviction.retention import NORMAL, Retention
+from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import BlockKey, make_block_key
 from tests.clock import Clock
 
 NUM_SLOTS = 4

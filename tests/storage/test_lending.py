@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
+from kvxfer import BlockKey, CanonicalKVCaches, Descriptors, Status
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import (
@@ -20,12 +21,9 @@ from kvxfer.errors import (
     LengthMismatchError,
     UnknownGroupError,
 )
-from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import Status
 from kvxfer.storage.integrity import checksum_blocks
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.leases.book import LONGEST_S
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender

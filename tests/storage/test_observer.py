@@ -9,9 +9,7 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage import observer
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Backend, Namespace, Status, observer
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed
 from kvxfer.telemetry.renamed_keys import RenamedKeys

@@ -29,14 +29,12 @@ from kvxfer import (
 )
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.kvcache import KVQuantization
+from kvxfer.kvcache import AttentionSpec, KVQuantization, PageMapping
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.portable import PageMapping
-from kvxfer.kvcache.spec import AttentionSpec
+from kvxfer.storage import BlockKey
 from kvxfer.storage.backend import Purgeable
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
 from tests.storage.portable_workers import (
     DIM,

@@ -19,8 +19,7 @@ import pytest
 from prometheus_client import start_http_server
 
 from kvxfer.endpoint import free_ports
-from kvxfer.storage import observer
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage import Outcome, Status, observer
 from kvxfer.storage.observer import Gauge
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys

@@ -17,9 +17,8 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvxfer import runtime
+from kvxfer import make_block_key, runtime
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry.journal import Began, Journal, Lost, Noted, Record, Source, list_files

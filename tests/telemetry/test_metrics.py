@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvxfer import Backend, Outcome, Status, TieredBackend, TransferEngine
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import ENGINE, Gauge, Moved, Reports
 from kvxfer.telemetry.metrics import GAUGES, PREFIX, WORST_FIRST, Metrics
 from kvxfer.testing import BlockMemory, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.tiering import TierTimeouts
 from tests.tiering.opened_tiers import open_dict, open_host, settle
 
 KEYS = make_keys(8)

@@ -8,12 +8,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from kvxfer import Namespace, TransferEngine
 from kvxfer.connect import connect
-from kvxfer.storage.keys import Namespace
 from kvxfer.telemetry.spans import Spans
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.transfer.engine import TransferEngine
 
 KEYS = make_keys(3)
 

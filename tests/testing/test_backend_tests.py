@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvxfer import Backend, BlockKey, Descriptors, Namespace, Outcome, Status, make_block_key
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status, WrappingBackend
+from kvxfer.storage.backend import DONE, MISSING, WrappingBackend
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage import Backend, BlockKey, Namespace, Status
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import read_payloads

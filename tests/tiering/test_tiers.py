@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import Backend, BlockKey, Namespace, TieredBackend
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -16,7 +15,6 @@ from kvxfer.testing import (
     FaultyBackend,
     WrapperTests,
 )
-from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of
 from tests.examples import examples

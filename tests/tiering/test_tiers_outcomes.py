@@ -8,11 +8,10 @@ from unittest.mock import AsyncMock, patch
 
 import pytest
 
-from kvxfer import runtime
+from kvxfer import Descriptors, runtime
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome, Status
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage import BlockKey, GroupIdentity, Namespace, Outcome, Status, make_block_key
+from kvxfer.storage.backend import DONE
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.testing.simulation import Simulation

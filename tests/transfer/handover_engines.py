@@ -24,8 +24,7 @@ from kvxfer.kvcache.portable import describe_caches
 from kvxfer.lending import Fetched, reader
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found
-from kvxfer.storage import Namespace
-from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage import Namespace, PromptKeys
 from tests.backends.processes import ObedientProcess, answer
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from kvxfer.errors import (
     PeerTimeoutError,
 )
 from kvxfer.kvcache import (
+    Descriptors,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -35,14 +36,11 @@ from kvxfer.kvcache import (
     WorkerShard,
     canonicalize,
 )
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe_caches
 from kvxfer.lending import reader
 from kvxfer.lending.handover import Handover
-from kvxfer.storage import Namespace
-from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage import BlockKey, Namespace, PromptKeys
 from tests.transfer.handover_engines import (
     HND,
     LIMIT_S,

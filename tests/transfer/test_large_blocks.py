@@ -7,8 +7,7 @@ import pytest
 
 from kvxfer.backends.nixl import NixlBackend
 from kvxfer.connect import connect
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage import Namespace, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import SENTINEL, make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvxfer import BlockKey, Descriptors, FinishedJob
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Begun
-from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer import PolledEngine
-from kvxfer.transfer.job import Direction, FinishedJob
+from kvxfer.transfer.job import Direction
 from kvxfer.transfer.mover import Slices
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import kvxfer
+from kvxfer import Backend, BlockKey, FullAttentionSpec, KVCacheConfig, KVCacheGroup, Retention
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
-from kvxfer.kvcache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.eviction.retention import NORMAL, Retaining, Retention
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.eviction.retention import NORMAL, Retaining
 from kvxfer.testing.conformance.suite import make_keys
 
 NUM_BLOCKS = 8

@@ -11,14 +11,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from kvxfer import Backend, BlockKey, Descriptors, Namespace, Outcome, Status
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import ClosedError, DeviceError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.backend import DONE, MISSING
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
