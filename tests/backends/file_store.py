@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,16 @@ def config(path: Path, **fields: object) -> FileConfig:
 
 def open_store(path: Path, namespace: Namespace, **fields: Any) -> FileBackend:
     return FileBackend(config(path, **fields), namespace)
+
+
+@contextlib.asynccontextmanager
+async def indexed_store(
+    path: Path, namespace: Namespace, **fields: Any
+) -> AsyncIterator[FileBackend]:
+    """Open a store, and wait until it knows all of its files."""
+    async with open_store(path, namespace, **fields) as backend:
+        await backend.wait_indexed()
+        yield backend
 
 
 def secret_of(root: Path, *names: str) -> Path:

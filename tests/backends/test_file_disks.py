@@ -43,6 +43,7 @@ from tests.backends.file_store import (
     fail_to,
     flip_bit,
     hashed_keys,
+    indexed_store,
     load_verified,
     mounted,
     one_page_memory,
@@ -100,8 +101,7 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
     blocks, target = memory.describe(0, range(4)), memory.describe(0, range(4, 8))
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys, blocks)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         with monkeypatch.context() as patched:
             pattern = keys[3].hex()[: 2 if call == "open" else None] + "*"
             fail_to(patched, call, pattern, OSError(number, os.strerror(number)))
@@ -173,8 +173,7 @@ async def test_no_store_waits_for_a_walk_that_puts_its_files_in_order(
         is_locked.append(backend._ledger._lock.locked())
         return file_ids(*given)
 
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         assert statuses(await store(backend, keys, memory.describe(0, range(2)))) == [DONE] * 2
         monkeypatch.setattr(file_index, "file_ids", look)
         await asyncio.wrap_future(backend._space.begin_scan())
@@ -197,8 +196,7 @@ async def test_others_have_the_count_while_much_is_evicted_or_removed_or_found(
 
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:10], memory.describe(0, range(10)))
-    async with open_store(tmp_path, memory.namespace(), capacity=3 * FILE_BYTES) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), capacity=3 * FILE_BYTES) as backend:
         monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
         monkeypatch.setattr(file_index, "FILES_PER_STEP", 1)
         monkeypatch.setattr(Ledger, "locked", locked)
@@ -227,8 +225,7 @@ async def test_a_walk_that_counts_while_a_store_finds_no_count_makes_room_for_it
         self._next_scan = math.inf  # as after a slow walk
         return fitting
 
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         os.truncate(tmp_path / "usage.ledger", 0)
         monkeypatch.setattr(Space, "_reserve", reserve_before_a_walk_ends)
         (outcome,) = await store(backend, hashed_keys(1), memory.describe(0, [0]))
@@ -264,8 +261,7 @@ async def test_what_did_not_fit_is_given_back_when_an_eviction_fails(
     def fail(*_: Any, **_more: Any) -> int:
         raise MemoryError
 
-    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
         monkeypatch.setattr(FileIO, "write", lambda *_: full)
         monkeypatch.setattr(backend._space, "evict", fail)
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
@@ -281,8 +277,7 @@ async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
         backend._space.reserve(keys, [FILE_BYTES])
         backend._space.settle(keys, stored=[False])
 
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         backend.observe(Reports([recorder]))
         async with open_store(tmp_path, memory.namespace()) as other:
             await store(other, keys, memory.describe(0, [0]))
@@ -300,8 +295,7 @@ async def test_files_are_evicted_where_there_can_be_no_more_of_them(engine: str)
     memory, keys = one_page_memory(), hashed_keys(600)
     with mounted("-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs") as folder:
         for _ in range(2):  # the second call finds everything full
-            async with open_store(folder, memory.namespace(), engine=engine) as backend:
-                await backend.wait_indexed()
+            async with indexed_store(folder, memory.namespace(), engine=engine) as backend:
                 for first in range(0, len(keys), 20):
                     chosen = keys[first : first + 20]
                     outcomes = await store(backend, chosen, memory.describe(0, range(20)))
@@ -332,8 +326,7 @@ async def test_a_store_is_opened_on_a_full_disk_and_keeps_most_blocks(
     memory = one_page_memory()
     monkeypatch.setattr(file_backend, "ROOM_BYTES", 5 * FILE_BYTES)
     async with full_disk() as folder:
-        async with open_store(folder / "store", memory.namespace(model="another")) as backend:
-            await backend.wait_indexed()
+        async with indexed_store(folder / "store", memory.namespace(model="another")) as backend:
             (outcome,) = await store(backend, hashed_keys(1), memory.describe(0, [0]))
             assert outcome.done
         assert len(list(FolderStore(folder / "store").blocks())) == 15 + 1
@@ -364,8 +357,7 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
     memory, keys = one_page_memory(), hashed_keys(2 + 2 * NUM_TOLERATED)
     path_of(tmp_path, memory.namespace(), keys[0]).mkdir(parents=True)
     blocks = memory.describe(0, [0])
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         for _ in range(2 * NUM_TOLERATED):
             (outcome,) = await store(backend, keys[:1], blocks)
             assert outcome.status is FAILED
@@ -448,8 +440,7 @@ async def test_a_call_that_waits_while_its_store_is_closed_says_what_is_closed(
         go.wait()
         return keys
 
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         owner, name = {
             "store": (backend._files, "have_files"),  # asks for what another process stores
             "delete": (backend._space, "remove"),
@@ -506,8 +497,7 @@ async def test_a_store_that_is_cancelled_while_its_backend_is_closed_is_cancelle
     tmp_path: Path,
 ) -> None:
     memory, keys, go = one_page_memory(), hashed_keys(2), threading.Event()
-    async with open_store(tmp_path, memory.namespace(), write_threads=1) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), write_threads=1) as backend:
         backend._writers.start(go.wait)
         storing = await begin(store(backend, keys, memory.describe(0, range(2))), turns=50)
         closing = await begin(backend.aclose(), turns=50)
@@ -586,8 +576,7 @@ async def test_a_store_whose_file_server_was_started_again_goes_on_and_is_closed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_back: bool
 ) -> None:
     memory, keys, root, mounted = one_page_memory(), hashed_keys(8), tmp_path / "a", tmp_path / "b"
-    async with open_store(root, memory.namespace(), engine="posix") as backend:
-        await backend.wait_indexed()
+    async with indexed_store(root, memory.namespace(), engine="posix") as backend:
         await store(backend, keys[:4], memory.describe(0, range(4)))
         EndedServer(root, monkeypatch)
         root.rename(mounted)
@@ -621,8 +610,7 @@ async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved
         tmp_path / "old",
     )
     capacity = ByteSize(4 * FILE_BYTES)
-    async with open_store(root, memory.namespace(), capacity=capacity) as ours:
-        await ours.wait_indexed()
+    async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
         await store(ours, keys[:4], memory.describe(0, range(4)))
         root.rename(old)
         for path in old.rglob("*"):
@@ -658,8 +646,7 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
     ages = [200, 400, 100, -7200]  # negative: a clock was ahead
     for key, age in zip(keys, ages, strict=False):
         os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
-    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), **fields) as backend:
         await load_verified(backend, keys[3:4], memory.describe(0, [4]))
         used = os.stat(path_of(tmp_path, memory.namespace(), keys[3])).st_mtime  # noqa: PTH116
         assert abs(used - time.time()) < 60
@@ -676,8 +663,7 @@ async def test_a_block_that_is_only_stored_again_is_not_collected_as_unused(tmp_
         await store(backend, keys, memory.describe(0, range(2)))
     for key in keys:
         os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - 9000,) * 2)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:1], memory.describe(0, [0]))
         removed = GarbageCollection(FolderStore(tmp_path), max_age_s=4000.0).run()
         assert removed.num_old == 1
@@ -736,8 +722,7 @@ async def test_files_of_a_dead_namespace_make_room(
         await store(backend, keys[:4], memory.describe(0, range(4)))
         flip_bit(path_of(tmp_path, dead, keys[0]), 8 * 4100)
         await load_verified(backend, keys[:1], memory.describe(0, [5]))
-    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
         with monkeypatch.context() as patched:
             fail_to(patched, "open", tmp_path.name, OSError(errno.EMFILE, "no descriptors"))
             assert statuses(await store(backend, keys[:1], memory.describe(0, [0]))) == [FAILED]
@@ -758,8 +743,7 @@ async def test_files_that_may_not_be_removed_are_passed_over_and_counted(
     theirs = memory.namespace(model="another user's")
     async with open_store(tmp_path, theirs, capacity=capacity) as backend:
         await store(backend, keys[:2], memory.describe(0, range(2)))
-    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
         for key in keys[:2]:
             refused = OSError(number, os.strerror(number))
             fail_to(monkeypatch, "unlink", f"{key.hex()}*", refused)
@@ -776,8 +760,7 @@ async def test_a_store_looks_once_at_each_of_many_files_that_may_not_be_removed(
     theirs = memory.namespace(model="another user's")
     async with open_store(tmp_path, theirs, capacity=capacity) as backend:
         await store(backend, keys[:6], memory.describe(0, range(6)))
-    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
         monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
         refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
         with monkeypatch.context() as patched:
@@ -795,8 +778,7 @@ async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_st
     number: int,
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(10)
-    async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
         for key in keys[:2]:
             await store(backend, [key], memory.describe(0, [0]))
             flip_bit(path_of(tmp_path, memory.namespace(), key), 8 * 5000)

@@ -19,6 +19,7 @@ from tests.backends.file_store import (
     GIB,
     flip_bit,
     hashed_keys,
+    indexed_store,
     listed,
     load_verified,
     one_page_memory,
@@ -33,8 +34,7 @@ NAMESPACE = MEMORY.namespace()
 
 
 async def fill(root: Path) -> Path:
-    async with open_store(root, NAMESPACE) as backend:
-        await backend.wait_indexed()
+    async with indexed_store(root, NAMESPACE) as backend:
         (outcome,) = await store(backend, hashed_keys(1), MEMORY.describe(0, [0]))
         assert outcome.done, outcome
     return path_of(root, NAMESPACE, hashed_keys(1)[0]).parent

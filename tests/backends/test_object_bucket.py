@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError
@@ -12,7 +13,6 @@ from obstore.store import MemoryStore
 
 from kvxfer import Descriptors, Status, make_block_key
 from kvxfer.backends import object as objects
-from kvxfer.backends.object import BucketStore
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck, gc
@@ -20,7 +20,13 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import listed
-from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
+from tests.backends.object_memory import (
+    MemoryConfig,
+    hang,
+    open_in_memory,
+    opened_bucket,
+    plant,
+)
 from tests.clock import Clock
 
 DONE = Status.DONE
@@ -128,8 +134,7 @@ async def test_the_texts_of_a_live_namespace_come_back_when_it_was_empty(clock: 
         return {each["path"].rpartition("/")[2] for found in store.list() for each in found}
 
     def collect() -> int:
-        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
-            opened.bucket._store = store
+        with opened_bucket(store) as opened:
             return GarbageCollection(opened, capacity_bytes=0).run().num_folders
 
     async with open_in_memory(memory.namespace(), store) as backend:
@@ -156,8 +161,7 @@ async def test_an_object_that_cannot_be_removed_is_told_when_all_others_are(
         await store.delete_async(path)
 
     def collect() -> None:
-        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
-            opened.bucket._store = store
+        with opened_bucket(store) as opened:
             plant(opened.bucket, delete_async=delete)
             with pytest.raises(PermissionError, match=stays):
                 GarbageCollection(opened, capacity_bytes=0).run()
@@ -168,25 +172,18 @@ async def test_an_object_that_cannot_be_removed_is_told_when_all_others_are(
 
 async def test_a_collection_ends_soon_where_no_delete_is_answered() -> None:
     memory, keys, store = BlockMemory([[4096]], num_blocks=60), make_keys(60), MemoryStore()
-    num_asked = 0
+    asked = Mock(side_effect=hang)
     async with open_in_memory(memory.namespace(), store) as backend:
         await store_generated(backend, keys, memory.describe(0, range(60)))
 
-    async def hang(_: str) -> None:
-        nonlocal num_asked
-        num_asked += 1
-        await asyncio.Event().wait()
-
     def collect() -> None:
-        config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=6)
-        with contextlib.closing(BucketStore(config)) as opened:
-            opened.bucket._store = store
-            plant(opened.bucket, delete_async=hang)
+        with opened_bucket(store, timeout_s=0.1, max_requests=6) as opened:
+            plant(opened.bucket, delete_async=asked)
             with pytest.raises(BackendUnavailableError, match="DELETE"):
                 GarbageCollection(opened, capacity_bytes=0).run()
 
     await asyncio.to_thread(collect)
-    assert num_asked < 20
+    assert asked.call_count < 20
 
 
 async def test_a_bucket_that_is_too_large_to_be_listed_is_not_listed_all_the_time(
@@ -251,8 +248,7 @@ async def test_a_server_that_is_gone_is_no_damage_of_a_namespace() -> None:
         await store_generated(backend, make_keys(1), memory.describe(0, [0]))
 
     def check() -> None:
-        with contextlib.closing(BucketStore(MemoryConfig(address="memory"))) as opened:
-            opened.bucket._store = store
+        with opened_bucket(store) as opened:
             checked = StoreCheck(opened, BlockCheck())
             assert list(checked.namespace_problems()) == []
             opened.bucket._breaker.trip("the server is gone")
@@ -264,9 +260,6 @@ async def test_a_server_that_is_gone_is_no_damage_of_a_namespace() -> None:
 
 async def test_closing_waits_for_a_silent_server_no_longer_than_twice_its_time() -> None:
     config, keys = MemoryConfig(address="memory", close_timeout_s=1.0), make_keys(2)
-
-    async def hang(*_: object, **_fields: object) -> None:
-        await asyncio.Event().wait()
 
     backend = objects.ObjectBackend(config, PAGES.namespace())
     calls = ("put_async", "get_async", "head_async", "delete_async", "list_with_delimiter_async")
@@ -284,13 +277,13 @@ async def test_blocks_are_loaded_and_found_while_stores_and_deletes_hang() -> No
     config = MemoryConfig(address="memory", max_requests=4, close_timeout_s=0.1)
     keys, hanging = make_keys(16), asyncio.Semaphore(0)
 
-    async def hang(*_: object, **_fields: object) -> None:
+    async def hang_visibly(*_: object, **_fields: object) -> None:
         hanging.release()
-        await asyncio.Event().wait()
+        await hang()
 
     async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
         await store_generated(backend, keys[:8], PAGES.describe(0, range(8)))
-        plant(backend._bucket, put_async=hang, delete_async=hang)
+        plant(backend._bucket, put_async=hang_visibly, delete_async=hang_visibly)
         backend._presence.forget()
         async with asyncio.TaskGroup() as tasks:
             blocks = PAGES.describe(0, range(8))
@@ -310,9 +303,6 @@ async def test_stores_that_are_not_answered_pause_stores_and_no_loads() -> None:
     config, blocks = MemoryConfig(address="memory", timeout_s=0.1), PAGES.describe(0, range(8))
     keys = make_keys(16)
 
-    async def hang(*_: object, **_fields: object) -> None:
-        await asyncio.Event().wait()
-
     async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
         await store_generated(backend, keys[:8], blocks)
         plant(backend._bucket, put_async=hang)
@@ -323,9 +313,6 @@ async def test_stores_that_are_not_answered_pause_stores_and_no_loads() -> None:
 
 async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() -> None:
     config, keys = MemoryConfig(address="memory", timeout_s=0.1), make_keys(16)
-
-    async def hang(*_: object) -> None:
-        await asyncio.Event().wait()
 
     async with objects.ObjectBackend(config, PAGES.namespace()) as backend:
         blocks = PAGES.describe(0, range(8))
@@ -338,18 +325,17 @@ async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() ->
 
 async def test_of_a_batch_whose_stores_are_not_answered_the_rest_is_paused() -> None:
     config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=4)
-    memory, keys, num_asked = BlockMemory([[4096]], num_blocks=50), make_keys(50), 0
-
-    async def hang(*_: object, **_fields: object) -> None:
-        nonlocal num_asked
-        num_asked += 1
-        await asyncio.Event().wait()
-
+    memory, keys, asked = (
+        BlockMemory([[4096]], num_blocks=50),
+        make_keys(50),
+        Mock(side_effect=hang),
+    )
     async with objects.ObjectBackend(config, memory.namespace()) as backend:
         await store_generated(backend, keys[:1], memory.describe(0, [0]))
-        plant(backend._bucket, put_async=hang)
+        plant(backend._bucket, put_async=asked)
         outcomes = await backend.store(keys, memory.describe(0, range(50)))
-        assert [each.status for each in outcomes].count(Status.TIMED_OUT) == num_asked < 10
+        num_late = [each.status for each in outcomes].count(Status.TIMED_OUT)
+        assert num_late == asked.call_count < 10
         assert statuses(outcomes[:1]) == [DONE]
 
 
@@ -411,7 +397,7 @@ async def test_a_lookup_that_finds_the_server_back_takes_no_longer_than_others(
     async def answer(*_: object, **_fields: object) -> None:
         nonlocal hangs
         if hangs:
-            await asyncio.Event().wait()
+            await hang()
         hangs = True
         clock.now += 59.9
         raise FileNotFoundError
