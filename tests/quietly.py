@@ -18,7 +18,6 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit status."""
     log, title, *command = arguments
     return run(Path(log), title, command)
 

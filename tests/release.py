@@ -72,7 +72,6 @@ def require_clean(root: Path) -> None:
 
 
 def tagged_version(root: Path) -> str:
-    """Read the version of the tag at HEAD."""
     tags = _git(root, "tag", "--points-at", "HEAD", "v[0-9]*").split()
     if len(tags) != 1:
         wanted = "one tag such as v0.1.0: make release VERSION=0.1.0 makes it"

@@ -147,8 +147,6 @@ print(json.dumps(told))
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Environment with nothing but what was asked for."""
-
     python: Path
     wheel: Path
     is_linked: bool

@@ -29,7 +29,6 @@ def hello(name: bytes, namespace: Namespace | None = NAMESPACE, **fields: Any) -
 
 
 def local_hello(name: bytes, namespace: Namespace | None, **fields: Any) -> Hello:
-    """Make the greeting of this process."""
     boot_id, pid, pid_namespace = identify_host()
     host = {"boot_id": boot_id, "pid": pid, "pid_namespace": pid_namespace}
     return hello(name, namespace, **host | fields)

@@ -52,7 +52,6 @@ class Memory:
         return self
 
     def vector(self, *pieces: tuple[int, int]) -> IOVector:
-        """Make a vector of pieces from their offsets and lengths."""
         vector = np.array(pieces, np.uint64).reshape(-1, 2)
         vector[:, 0] += np.uint64(self.bytes.ctypes.data)
         return vector

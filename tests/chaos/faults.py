@@ -44,7 +44,6 @@ def begin_log() -> None:
 
 
 def report(kind: Kind, text: str, *, exc: BaseException | None = None) -> None:
-    """Report a fault."""
     logger.critical("%s: %s", kind, text.replace("\n", " | "), exc_info=exc)
 
 
@@ -59,7 +58,6 @@ def report_hang(what: str, loops: Iterable[AbstractEventLoop | None]) -> NoRetur
 
 
 def report_counts(counts: Counter[str]) -> None:
-    """Report the counts to the conductor, and reset them."""
     logger.info("%s%s", COUNTS, json.dumps(counts))
     counts.clear()
 

@@ -53,7 +53,6 @@ class Shape:
 
     @property
     def groups(self) -> range:
-        """KV-cache groups."""
         return range(len(self.page_sizes_bytes))
 
 
@@ -93,7 +92,6 @@ class Batch:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """The keys, in order."""
         return [chunk.key for chunk in self.chunks]
 
 

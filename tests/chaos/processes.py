@@ -43,11 +43,9 @@ class ChaosProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
         return not self._process.is_alive()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
         if not self.ended:
             assert self._process.pid is not None
             os.kill(self._process.pid, number)
@@ -55,7 +53,6 @@ class ChaosProcess:
             self.killed |= number is signal.SIGKILL
 
     def kill(self) -> None:
-        """Kill the process, even if it is stopped."""
         self.signal(signal.SIGKILL)
         self._process.join(20)
 

@@ -91,7 +91,6 @@ class Conductor:
         self._end()
 
     def print_table(self) -> None:
-        """Print the counts and faults."""
         for numbers in (self.counts, self._disturber.counts):
             print()
             for name, number in sorted(numbers.items()):
@@ -101,7 +100,6 @@ class Conductor:
         print(f"\n{self._summary()}")
 
     def close(self) -> None:
-        """Kill every process that still runs."""
         for process in [*self._disturber.workers, *self._disturber.holders]:
             process.kill()
 

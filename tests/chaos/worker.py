@@ -103,7 +103,6 @@ def open_engine(
 def connect(
     urls: str | list[str], memory: CheckedMemory, shape: Shape, **options: Any
 ) -> TransferEngine:
-    """Open an engine over tiers."""
     size = shape.blocks_per_chunk
     return kvxfer.connect(
         urls, memory.caches, namespace=shape.namespace, blocks_per_chunk=size, **options
@@ -111,7 +110,6 @@ def connect(
 
 
 def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
-    """Draw the URL of a tier."""
     if tier == "host":
         return f"host://?capacity={rng.choice((3, 8))}MiB&eviction={rng.choice(('lru', 'arc'))}"
     if tier == "file":
@@ -201,7 +199,6 @@ class User:
             report(Kind.EXCEPTION, f"a lookup of {len(keys)} keys gave {found}")
 
     def _tell(self) -> None:
-        """Tell the conductor that this process is alive."""
         if time.monotonic() > self._reported + COUNTS_EVERY_S:
             self._reported = time.monotonic()
             report_counts(self._counts)

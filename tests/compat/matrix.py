@@ -37,7 +37,6 @@ def span(releases: Iterable[str]) -> str:
 
 
 def listed(releases: Iterable[str], last: str = ", ") -> str:
-    """Format single releases."""
     *others, end = sorted(releases, key=Version)
     return last.join(filter(None, (", ".join(others), end)))
 
@@ -64,7 +63,6 @@ def of_readme() -> list[str]:
 
 
 def of_vllm() -> list[str]:
-    """Make the rows of the page about vLLM."""
     whole = "Llama, Gemma 3, gpt-oss, Qwen3-Next, MLA; tensor parallel 2"
     return [
         f"| {WHOLE_VLLM} | {whole} | yes |",
@@ -93,6 +91,5 @@ def written(page: str, text: str) -> str:
 
 
 def write(root: Path) -> None:
-    """Write the tables of all pages."""
     for page in TABLES:
         (root / page).write_text(written(page, (root / page).read_text()))

@@ -155,7 +155,6 @@ def opened(
     methods: MethodTable = NEVER,
     kernel: FragmentKernel | None = None,
 ) -> Iterator[CudaCopyEngine]:
-    """Open a copy engine over a pool."""
     engine = CudaCopyEngine(0, methods, kernel)
     engine.attach([pool] if pool else [])
     yield engine

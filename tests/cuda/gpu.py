@@ -23,7 +23,6 @@ class Gpu:
         ]
 
     def release(self) -> None:
-        """Free all allocations."""
         for device_index, address in self._allocated:
             with self._current(device_index):
                 self._call("cuMemFree", address)
@@ -51,12 +50,10 @@ class Gpu:
         )
 
     def write(self, address: int, data: bytes) -> None:
-        """Write memory of a device."""
         with self._current(0):
             self._call("cuMemcpyHtoD", address, data, len(data))
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Read memory of a device."""
         data = bytearray(num_bytes)
         with self._current(0):
             self._call("cuMemcpyDtoH", data, address, num_bytes)

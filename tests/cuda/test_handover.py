@@ -89,7 +89,6 @@ def start_pair(
 
 
 def hand_over(prefill: Side, decode: Side) -> Fetched:
-    """Lend a prompt, ask for it, and load it."""
     keys = PromptKeys(TOKENS)
     prefill.get(prefill.handover.lend("ticket", keys.block_keys(0, 16, len(TOKENS)), THEIRS))
     at, reader = Endpoint("127.0.0.1", prefill.handover.port), decode.handover.reader

@@ -283,7 +283,6 @@ def engine(
 
 
 def poll(engine: TransferEngine, job_id: JobId) -> FinishedJob:
-    """Poll as the loop of an engine does."""
     while not (finished := engine.get_finished()):
         pass
     [job] = finished

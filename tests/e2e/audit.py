@@ -24,7 +24,6 @@ class Log:
         self._path = Path(os.environ[DIRECTORY], f"{name}-{os.getpid()}.jsonl")
 
     def write(self, event: str, **values: Any) -> None:
-        """Append an event."""
         with self._path.open("a") as file:
             file.write(json.dumps({"event": event, **values}) + "\n")
 
@@ -40,14 +39,11 @@ class Forwarding:
 
 
 class Hook(enum.Enum):
-    """Fault to inject."""
-
     FLIP_LOADED_BIT = "flip-loaded-bit"
     """Flip the top bit of an exponent in a device page after each load, before the audit."""
 
 
 def hooks() -> frozenset[Hook]:
-    """Faults to inject in this process."""
     return frozenset(Hook(name) for name in os.environ.get(HOOKS, "").split(",") if name)
 
 
@@ -104,7 +100,6 @@ def lines_of(directory: Path, name: str) -> Iterator[Any]:
 
 
 def read(directory: Path) -> Audit:
-    """Read the reports of all processes of one engine."""
     audit = Audit()
     for line in lines_of(directory, "rank"):
         if line["event"] == "load":

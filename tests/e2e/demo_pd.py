@@ -110,7 +110,6 @@ def _prompts(tokenizer_file: Path) -> list[list[int]]:
 def _run_alone(
     folder: Path, dtype: str, prompts: Sequence[Sequence[int]], step: Step
 ) -> oracle.Reference:
-    """Run the prompts in one engine without a connector."""
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,

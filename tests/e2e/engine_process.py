@@ -136,7 +136,6 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the engine and wait until it is ready."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close
         self._pipe, theirs = Pipe()
         multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing))}

@@ -75,7 +75,6 @@ class _AuditedReader(Forwarding):
         self._audit = audit
 
     def fetch(self, endpoint: Endpoint, wanted: Wanted, **how: Any) -> Any:
-        """See `Reader.fetch`."""
         return self._audit(self._inner.fetch(endpoint, wanted, **how), wanted)
 
 
@@ -99,7 +98,6 @@ class AuditedHandover(Forwarding):
     def offer(
         self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], **how: Any
     ) -> None:
-        """See `Handover.offer`."""
         groups = list(map(group_of, keys))
         blocks = [
             (key.hex(), self._sizes[group], self._digest(group, block))

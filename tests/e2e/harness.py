@@ -60,7 +60,6 @@ class AuditedEngine(EngineProcess):
         super().__init__(config)
 
     def audit(self) -> audit.Audit:
-        """Read the results of the audit so far."""
         return audit.read(self._directory)
 
     def computed(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Generation]:

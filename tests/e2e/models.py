@@ -249,7 +249,6 @@ def _quiet() -> Iterator[None]:
 
 
 def main() -> None:
-    """Make the models named on the command line, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")

@@ -20,8 +20,6 @@ EXACT_TOKENS = frozenset({"float32"})
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Results of prompts without kvxfer."""
-
     computed: list[Generation]
     device_hits: list[Generation]
 

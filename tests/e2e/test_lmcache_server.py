@@ -60,7 +60,6 @@ class Server:
         self.process.wait()
 
     def ask(self, path: str) -> Any:
-        """Ask its HTTP interface."""
         with urllib.request.urlopen(f"http://{self.address}{path}", timeout=10) as page:
             return json.load(page)
 
@@ -99,7 +98,6 @@ class Server:
         return [int(each) for each in found]
 
     def has_stored(self) -> bool:
-        """Whether the adapter has all objects."""
         status = self.ask("/status")["storage_manager"]["l2_adapters"][0]
         assert status["is_healthy"]
         return int(status["num_objects"]) >= NUM_REQUESTS * CHUNKS

@@ -16,7 +16,6 @@ Ask = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Switch the journal on."""
     folder = tmp_path / "journal"
     monkeypatch.setenv("KVXFER_JOURNAL", str(folder))
     return folder

@@ -67,13 +67,11 @@ def batches(memory: BlockMemory) -> Iterator[tuple[list[BlockKey], Descriptors]]
 
 
 def payloads(keys: Sequence[BlockKey], blocks: Descriptors) -> list[bytes]:
-    """Make up the bytes of blocks."""
     sizes = zip(keys, blocks.block_sizes.tolist(), strict=True)
     return [hashlib.shake_128(key).digest(size) for key, size in sizes]
 
 
 async def store_all(open_backend: Callable[[], Backend]) -> None:
-    """Open a backend, store every block, and close it."""
     memory = make_memory()
     async with open_backend() as backend:
         for keys, blocks in batches(memory):
@@ -82,7 +80,6 @@ async def store_all(open_backend: Callable[[], Backend]) -> None:
 
 
 async def load_all(backend: Backend) -> list[Status]:
-    """Load every block, and check its bytes."""
     memory, statuses = make_memory(), []
     for keys, blocks in batches(memory):
         outcomes = await backend.load(keys, blocks)
@@ -94,7 +91,6 @@ async def load_all(backend: Backend) -> list[Status]:
 
 
 def open_folder(root: Path, integrity: Integrity) -> FileBackend:
-    """Open the store in a folder."""
     config = FileConfig(
         path=str(root),
         capacity=ByteSize(1 << 30),
@@ -169,7 +165,6 @@ def codec(role: handshake.Role, serial: int | None) -> frames.FrameCodec:
 
 
 def values_of(thing: object) -> Any:
-    """Values of a message or record, as JSON has them."""
     return msgspec.to_builtins(thing, str_keys=True, enc_hook=str)
 
 
@@ -202,13 +197,11 @@ def read_pool(records: dict[str, Any]) -> list[Any]:
 
 
 def read_description(records: dict[str, Any]) -> CacheDescription:
-    """Read the description of caches."""
     [told] = records["description"]
     return CacheDescription.decode(bytes.fromhex(told["bytes"]))
 
 
 def read_announcement(records: dict[str, Any]) -> Announcement:
-    """Read the announcement of a holder."""
     [told] = records["announcement"]
     return decode_announcement(ENDPOINT, bytes.fromhex(told["bytes"]))[1]
 
@@ -240,7 +233,6 @@ def make_records() -> dict[str, Any]:
 
 
 def prompt_keys() -> list[str]:
-    """Make keys of a prompt's blocks, and of a state."""
     prompt = PromptKeys(range(40), scope=b"scope")
     return [key.hex() for key in (*prompt.block_keys(1, 16, 40), prompt.state_key(0, 7))]
 
@@ -253,7 +245,6 @@ def _told(samples: Sequence[Any], encode: Any) -> list[dict[str, Any]]:
 
 
 def classes_of(union: Any) -> set[type]:
-    """Classes of a union of messages."""
     return {union} if isinstance(union, type) else set(typing.get_args(union))
 
 
@@ -279,7 +270,6 @@ def write_set(folder: Path, secrets: Path) -> None:
 
 
 def read_bucket(folder: Path) -> MemoryStore:
-    """Read the objects of a set."""
     bucket = MemoryStore()
     for path in folder.rglob("*"):
         if path.is_file():

@@ -232,8 +232,6 @@ class FakeHandover:
 
 
 class Engine:
-    """Engine whose steps are made by the test."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any) -> None:
         monkeypatch.setattr(connector_module, "Handover", lambda *_: FakeHandover())
         monkeypatch.setattr(connector_module, "describe_worker", lambda *_: describe(len(specs)))

@@ -588,8 +588,6 @@ class PartlyAway(DictBackend):
 
 
 class PartlyAwayAdapter(KVXferL2Adapter):
-    """Adapter over such a backend."""
-
     backend: PartlyAway
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
@@ -646,8 +644,6 @@ class LateMisses(WrappingBackend):
 
 
 class LateMissesAdapter(KVXferL2Adapter):
-    """Adapter over such a backend."""
-
     late: LateMisses
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
@@ -733,8 +729,6 @@ def test_stores_that_wait_for_a_buffer_suspend_no_backend_that_answers(
 
 
 class ThreeTiersAdapter(KVXferL2Adapter):
-    """Adapter over three tiers that inject faults."""
-
     tiers: list[FaultyBackend]
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:

@@ -73,7 +73,6 @@ def section(entry: EngineLayout) -> str:
 
 
 def in_pieces(entry: EngineLayout) -> str:
-    """Count the pieces of a block of the example, and their sizes."""
     model = EXAMPLE_LATENTS if entry.content == "latents" else EXAMPLE
     (form,) = model.spec.cache_tensors
     pieces = entry.runs_per_block(

@@ -274,7 +274,6 @@ class EngineOptions:
 
     @property
     def span(self) -> int:
-        """Count the tokens of a block of all workers."""
         return self.tokens_per_block * self.shard.num_token_shares
 
     def can_be_mapped(self, tokens_per_page: int) -> bool:

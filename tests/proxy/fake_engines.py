@@ -33,8 +33,6 @@ PARAMS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """One request that an engine got."""
-
     method: str
     path: str
     headers: Mapping[str, str]
@@ -131,7 +129,6 @@ class Routed:
             return response.status, json.loads(await response.read())
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Get something; returns status and body."""
         async with self.session.get(self.url + path) as response:
             return response.status, await response.text()
 

@@ -11,8 +11,6 @@ from tests.clock import Clock
 
 
 class Seeded(Runtime):
-    """Runtime with given random numbers."""
-
     def __init__(self, numbers: Random) -> None:
         self._random = numbers
 

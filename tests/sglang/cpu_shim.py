@@ -40,8 +40,6 @@ class Stream(torch.cpu.Stream):
 
 
 class DeviceModule(types.ModuleType):
-    """`torch.cpu` with these."""
-
     Event = Event
     Stream = Stream
 

@@ -67,7 +67,6 @@ class SimulatedEtcd:
 
     @property
     def now(self) -> float:
-        """Virtual time."""
         return self._simulation.now
 
     def own_loop(self) -> asyncio.AbstractEventLoop:
@@ -101,7 +100,6 @@ class SimulatedEtcd:
         self._wake()
 
     def end_faults(self) -> None:
-        """End all faults."""
         self._faults.clear()
 
     def draw_fault(self) -> EtcdFault | None:
@@ -115,7 +113,6 @@ class SimulatedEtcd:
     # Entries and leases.
 
     def compact(self) -> None:
-        """Forget former revisions."""
         self.compacted = self.revision
         self._changes.clear()
 
@@ -126,7 +123,6 @@ class SimulatedEtcd:
         return {key[len(prefix) :]: self._entries[key][0] for key in found}
 
     def put(self, key: bytes, value: bytes, lease: int) -> None:
-        """Put an entry under a lease."""
         self.expire()
         if lease not in self._leases:
             raise EtcdError("not_found: etcdserver: requested lease not found")
@@ -134,13 +130,11 @@ class SimulatedEtcd:
         self._change([(key, value)])
 
     def grant(self, ttl_s: int) -> int:
-        """Grant a lease."""
         self._num_leases += 1
         self._leases[self._num_leases] = _Lease(ttl_s, self.now + ttl_s)
         return self._num_leases
 
     def renew(self, lease: int) -> bool:
-        """Renew a lease, if it is there."""
         self.expire()
         if lease not in self._leases:
             return False

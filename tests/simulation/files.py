@@ -81,7 +81,6 @@ class FilesScenario(EngineScenario):
     num_faulty: ClassVar[int] = 0
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps = super().plan(random)
         some = steps[:: 1 + len(steps) // MOST_STEPS]
         is_calm = random.random() < 0.15  # every miscount is noticed
@@ -136,7 +135,6 @@ class FilesScenario(EngineScenario):
         )
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         _Store(self, simulation, steps).run()
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
@@ -145,7 +143,6 @@ class FilesScenario(EngineScenario):
         return Opened(backend=FileBackend(_draw_config(random), namespace))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
         left = leftovers_of_all(engine, opened)
         for each in opened.tiers or [opened.backend]:
             left += leftovers_of_files(each) if isinstance(each, FileBackend) else []

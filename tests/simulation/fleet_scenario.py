@@ -47,8 +47,6 @@ class _EngineLife:
 
 @dataclass(slots=True)
 class _HolderLife:
-    """Life of a holder."""
-
     process: ProcessRun
     holder: Holder
 
@@ -119,7 +117,6 @@ class FleetScenario(EngineScenario):
         """End the faults that only this scenario has."""
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         engines = range(random.randint(1, self.num_engines))
         steps = [
             replace(step, arguments={"engine": random.choice(engines), **step.arguments})
@@ -139,7 +136,6 @@ class FleetScenario(EngineScenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         simulation.run(_Fleet(self, simulation, steps).run())
 
 

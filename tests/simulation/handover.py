@@ -134,7 +134,6 @@ class _Life:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine makes no further step."""
         return self.has_closed.done()
 
 
@@ -143,7 +142,6 @@ class LendingEngine(ModelEngine):
 
     @property
     def handover(self) -> Any:
-        """Hand-over of its worker."""
         return self.worker._handover
 
     @property
@@ -263,7 +261,6 @@ class _Run:
         return agent
 
     async def run(self) -> None:
-        """Carry out the steps, then check what is left."""
         for name in "pd":
             await self._start(name)
         self._is_open.set()

@@ -48,7 +48,6 @@ class IsolationScenario(TiersScenario):
     share = 0.2
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         group = random.randrange(len(PAGE_SIZES_BYTES))
         kept, lost, renewed = (tuple(Part(group, 3 * i + of) for of in range(3)) for i in range(3))
         waiting = Part(group, NUM_KEYS - 1)

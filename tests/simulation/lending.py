@@ -217,7 +217,6 @@ class _Run:
         self._is_calm = all(step.what == "request" for step in steps)
 
     def make_agent(self) -> StuckAgent:
-        """Open the agent of a worker."""
         agent = StuckAgent()
         name = f"agent {len(self._agents)}"
         agent.delay_s = self._simulation.random(name).choice(DELAYS_S)
@@ -225,7 +224,6 @@ class _Run:
         return agent
 
     async def run(self) -> None:
-        """Carry out the steps, then check what is left."""
         for name in "pd":
             await self._start(name)
         self._mark(self._free["d"])

@@ -253,8 +253,6 @@ class _Object:
 
 
 class _Run:
-    """One run of the scenario."""
-
     def __init__(self, simulation: Simulation, kinds: set[str]) -> None:
         self._simulation = simulation
         self._random = random = simulation.random("lmcache")
@@ -327,7 +325,6 @@ class _Run:
         runtime.sleep(self._random.choice(self._delays))
 
     def carry_out(self, steps: Sequence[Step]) -> None:
-        """Carry out the steps of one thread."""
         for step in steps:
             runtime.sleep(max(0.0, self._began + step.at_s - self._simulation.now))
             given = {name: each for name, each in step.arguments.items() if name != "thread"}

@@ -137,7 +137,6 @@ def _choose(host: HostBackend, number: int) -> list[BlockKey]:
 
 
 def _whole(host: HostBackend, key: BlockKey) -> BlockParts:
-    """Describe all stored bytes of a block."""
     slot = host._index.slot_of(key)
     _, start, stop, _ = host.pool._tags[slot, 0].tolist()
     return BlockParts([key], [start], [stop - start])

@@ -763,7 +763,6 @@ class _Mutated(SourceFileLoader):
         self._mutation = mutation
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the text of the module with the fault in it."""
         del fullname
         text = Path(self.path).read_text().replace(self._mutation.old, self._mutation.new)
         return compile(text, self.path, "exec")
@@ -778,7 +777,6 @@ class _Finder:
         self._name = ".".join(("kvxfer", *parts) if parts[0] == "backends" else parts)
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
-        """See `importlib.abc.MetaPathFinder.find_spec`."""
         del path, target
         if fullname != self._name:
             return None

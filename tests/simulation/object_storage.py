@@ -146,7 +146,6 @@ class SimulatedBucket:
         return self._objects[name]
 
     def find(self, name: str) -> _Object | None:
-        """Look for an object."""
         return self._objects.get(name)
 
     def put(self, name: str, data: bytes, mode: str | Mapping[str, str]) -> dict[str, Any]:

@@ -237,8 +237,6 @@ class _Process:
 
 
 class _EngineRun(EngineRun):
-    """Engine of one process."""
-
     def __init__(
         self,
         scenario: EngineScenario,

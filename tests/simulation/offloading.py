@@ -171,8 +171,6 @@ class OffloadingScenario(Scenario):
 
 
 class _Run:
-    """One run of the scenario."""
-
     def __init__(self, simulation: Simulation, tiers: _Tiers, steps: Sequence[Step]) -> None:
         self._simulation = simulation
         self._random = simulation.random("engine")
@@ -357,7 +355,6 @@ class _Mirror:
         self._told: dict[BlockKey, None] = {}
 
     def update(self) -> Iterable[Any]:
-        """Take the events that vLLM has not taken."""
         events = list(self._take())
         for event in events:
             if event.medium is not Medium.CPU or getattr(event, "ownership", None):
@@ -370,7 +367,6 @@ class _Mirror:
         return events
 
     def present(self) -> list[BlockKey]:
-        """List the chunks that may be read."""
         index = self._manager._index
         keys = index.keys()
         return [key for key in keys if index.state(key) is not BlockState.STORING]

@@ -35,8 +35,6 @@ BY_LINE = 0.02
 
 @dataclass(slots=True)
 class _Submitted:
-    """Job that a thread has submitted."""
-
     batch: Batch
     ends_at: float
     cancel_at: float | None
@@ -116,8 +114,6 @@ def carry_out_on_threads(
 
 
 class _Run:
-    """One run of the scenario."""
-
     def __init__(self, scenario: PolledScenario, simulation: Simulation) -> None:
         self._simulation = simulation
         self._world = World(simulation)
@@ -158,7 +154,6 @@ class _Run:
         self._left |= jobs
 
     def end(self) -> None:
-        """Close the engine, and check what is left."""
         began = self._simulation.now
         self._begin_close()
         closes = (lambda: runtime.run(self._engine.aclose()), self._engine.close)

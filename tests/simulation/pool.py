@@ -138,7 +138,6 @@ class PoolScenario(FleetScenario):
         return self._stays and len({step.arguments["engine"] for step in steps}) == 1
 
     def rot(self, holder: Any, number: int) -> BlockKey | None:
-        """See `FleetScenario.rot`."""
         assert isinstance(holder, PoolServer)
         return flip_bit(holder._tiers.host, number) if holder._tiers.is_open else None
 

@@ -135,15 +135,12 @@ class _Engine:
 
     @property
     def url(self) -> str:
-        """Address of the engine."""
         return f"http://{HOST}:{self.port}"
 
     def has(self, fault: str) -> bool:
-        """Whether a fault is active."""
         return self.faults.get(fault, 0.0) > self._run.now
 
     async def serve(self) -> None:
-        """Begin to serve."""
         application = web.Application()
         health, complete = self._health, self._complete
         application.add_routes([web.get("/health", health), web.post("/v1/completions", complete)])
@@ -158,7 +155,6 @@ class _Engine:
         self._server = await loop.create_server(self._runner.server, sock=listening)
 
     async def aclose(self) -> None:
-        """End."""
         self._server.close()
         await self._runner.cleanup()
 
@@ -235,8 +231,6 @@ class _Asked:
 
 
 class _Run:
-    """One run of the scenario."""
-
     def __init__(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         self._simulation = simulation
         self._network = simulation.runtime.network
@@ -262,7 +256,6 @@ class _Run:
 
     @property
     def now(self) -> float:
-        """Virtual time."""
         return self._simulation.now
 
     def random_of(self, leg: _Leg) -> Random:
@@ -272,7 +265,6 @@ class _Run:
         return self._simulation.random(f"{name} {self._num_of[name]}")
 
     async def run(self) -> None:
-        """Carry out the steps, then check what is left."""
         for engine in self._engines:
             await self._start(engine)
         self._process = ProcessRun(self._simulation, "proxy")

@@ -146,8 +146,6 @@ class _Rows(RowPool):
 
 
 class _Run:
-    """One run of the scenario."""
-
     def __init__(self, simulation: Simulation, *, has_faults: bool) -> None:
         self._simulation = simulation
         random = simulation.random("rows")
@@ -174,7 +172,6 @@ class _Run:
         self._purging: dict[int, None] = {}  # numbers of the purges in progress
 
     def carry_out(self, steps: Sequence[Step]) -> None:
-        """Carry out the steps of one thread."""
         for step in steps:
             runtime.sleep(max(0.0, step.at_s - self._simulation.now))
             given = {name: each for name, each in step.arguments.items() if name != "thread"}
@@ -194,7 +191,6 @@ class _Run:
                 self._simulation.fail("late", f"{step} took {took_s:.3f} s")
 
     def end(self) -> None:
-        """Close the store, and check what is left."""
         runtime.sleep(QUIET_S)
         if len(self._rows.canaries) != self._rows.num_rows:
             lost = self._rows.num_rows - len(self._rows.canaries)

@@ -135,7 +135,6 @@ class _Call:
         self._storage._num_running -= 1
 
     def keeps(self) -> bool:
-        """Whether the storage keeps a value."""
         return self._fault is not TierFault.FAILED or self._random.random() < 0.5
 
     def _pause(self) -> None:

@@ -80,7 +80,6 @@ class Prefixes:
         self.of_hash: dict[bytes, list[int]] = {}
 
     def note(self, request: Request) -> None:
-        """Note the hashes of the blocks of a request."""
         for at, block_hash in enumerate(request.block_hashes, 1):
             if bytes(block_hash) not in self.of_hash:
                 self.of_hash[bytes(block_hash)] = list(request.all_token_ids[: at * BLOCK])
@@ -167,13 +166,11 @@ class ModelEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether vLLM would make another step."""
         return bool(self.scheduler.has_requests())
 
     def add(
         self, name: str, prompt: Sequence[int], *, max_tokens: int = 1, params: Any = None
     ) -> None:
-        """Add a request."""
         request = Request(
             RequestId(name),
             list(prompt),
@@ -187,7 +184,6 @@ class ModelEngine:
         self._call("add", lambda: self.scheduler.add_request(request))
 
     def abort(self, name: str) -> None:
-        """Abort a request, if there is one."""
         status = RequestStatus.FINISHED_ABORTED
         self._call("abort", lambda: self.scheduler.finish_requests(RequestId(name), status))
         self.ended.setdefault(str(name), None)

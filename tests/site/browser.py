@@ -38,7 +38,6 @@ class Browser:
         return message
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
-        """Call a method of the protocol; return its result."""
         self._last_id += 1
         request = {"id": self._last_id, "method": method, "params": parameters}
         self._connection.send(json.dumps(request))

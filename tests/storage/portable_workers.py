@@ -41,7 +41,6 @@ class Worker:
         return values[:, :, first : first + heads]
 
     def connect(self, url: str) -> kvxfer.TransferEngine:
-        """Open an engine over its caches, whose pages it shares."""
         return kvxfer.connect(url, self.caches, namespace=NAMESPACE, mappings=self.mappings)
 
     def fill(self, values: torch.Tensor) -> None:

@@ -238,7 +238,6 @@ def vllm_events() -> Any:
 
 
 def publish(*events: Added | Removed, **how: Any) -> list[bytes]:
-    """Publish events; return the batches that a subscriber gets."""
     with (
         EventPublisher(ANY_PORT, replay=ANY_PORT, **how) as publisher,
         EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber,

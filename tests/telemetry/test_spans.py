@@ -18,8 +18,6 @@ KEYS = make_keys(3)
 
 
 class Exported:
-    """Program whose spans are kept in memory."""
-
     def __init__(self) -> None:
         self.provider = TracerProvider()
         self._exporter = InMemorySpanExporter()

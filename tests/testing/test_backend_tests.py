@@ -141,8 +141,6 @@ class Trusting(DictBackend):
 
 
 class NoGuard(CallGuard):
-    """Call guard that refuses nothing."""
-
     def check(self) -> None:
         pass
 

@@ -86,8 +86,6 @@ REFUSED = DeviceError(0, "cuMemcpyBatchAsync", "CUDA_ERROR_INVALID_VALUE")
 
 
 class ToldBackend(DictBackend):
-    """Backend that returns given outcomes."""
-
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())
         self.given: dict[BlockKey, Outcome] = {}

@@ -21,7 +21,6 @@ LOGS = REPOSITORY / "build" / "prefill-decode"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenarios named on the command line."""
     parser = argparse.ArgumentParser(prog="tests.e2e.prefill_decode", description=__doc__)
     parser.add_argument(
         "names",

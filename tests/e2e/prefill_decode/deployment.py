@@ -114,7 +114,6 @@ class Deployment:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End all engines."""
         for engine in self.engines:
             engine.close()
         for alone in self._alone.values():
@@ -176,7 +175,6 @@ class Deployment:
         max_tokens: int = MAX_TOKENS,
         **options: Any,
     ) -> Generation:
-        """Let D continue a prompt with the given parameters."""
         return await (engine or self.decodes[0]).complete(
             prompt, max_tokens=max_tokens, params=params, **options
         )
@@ -189,7 +187,6 @@ class Deployment:
         decode: Engine | None = None,
         **options: Any,
     ) -> Generation:
-        """Make both legs of a request."""
         first, second = self.pair()
         params = await self.prefill(prompt, engine=prefill or first, **options)
         return await self.decode(prompt, params, engine=decode or second, **options)
@@ -233,7 +230,6 @@ class Deployment:
         return handover_audit.read(self.engines[0].audit_directory)
 
     def forget_audit(self) -> None:
-        """Begin a new audit."""
         for path in self.engines[0].audit_directory.glob("*.jsonl"):
             path.unlink()
 

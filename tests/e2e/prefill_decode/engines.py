@@ -183,7 +183,6 @@ class Engine:
             )
 
     async def wait_ready(self) -> None:
-        """Wait until it answers."""
         deadline_s = time.monotonic() + START_LIMIT_S
         while not await self.is_healthy():
             if not self.is_running or time.monotonic() > deadline_s:
@@ -193,11 +192,9 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process runs."""
         return self._process is not None and self._process.poll() is None
 
     async def is_healthy(self) -> bool:
-        """Whether its server reports the engine as healthy."""
         try:
             status, _ = await self._ask("GET", f"{self.url}/health")
         except Failure:

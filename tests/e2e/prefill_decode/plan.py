@@ -118,7 +118,6 @@ def choose(names: Iterable[str]) -> dict[str, list[str]]:
 async def run(
     connector: str, chosen: Mapping[str, Sequence[str]], logs: Path
 ) -> AsyncIterator[Result]:
-    """Run scenarios, one deployment after the other."""
     for shape, names in chosen.items():
         deployment = Deployment(connector, SHAPES[shape][0], logs / connector / shape)
         try:

@@ -61,7 +61,6 @@ async def salt(deployment: Deployment) -> str:
 
 
 async def many(deployment: Deployment) -> str:
-    """Many requests, several at a time."""
     prompts = [deployment.prompt(deployment.chance.randrange(2, 1000)) for _ in range(NUM_MANY)]
     before = await deployment.counts()
     answers = await at_once([deployment.hand_over(prompt) for prompt in prompts])
