@@ -18,8 +18,12 @@ class Clock(Runtime):
         return self.now
 
 
-def until(holds: Callable[[], object]) -> None:
+def pause() -> None:
+    time.sleep(0.01)
+
+
+def until(holds: Callable[[], object], *, meanwhile: Callable[[], object] = pause) -> None:
     end = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end
-        time.sleep(0.01)
+        meanwhile()

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from tests.clock import Clock
+from tests.clock import Clock, until
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
@@ -77,10 +77,7 @@ class Tiers:
         self.settle()
 
     def settle(self) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while self.manager.has_pending_work():
-            self.step()
-            assert time.monotonic() < deadline
+        until(lambda: not self.manager.has_pending_work(), meanwhile=self.step)
 
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext([], ()))

@@ -24,6 +24,7 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.payloads import make_payload, write_payloads
+from tests.clock import until
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
@@ -100,10 +101,7 @@ class Scheduler:
             self.step()
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            self.step()
-            assert time.monotonic() < deadline
+        until(condition, meanwhile=self.step)
 
     def settle(self) -> None:
         """Step until every chunk is in the lower tier, and may be evicted."""

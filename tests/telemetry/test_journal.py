@@ -23,6 +23,7 @@ from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry.journal import Began, Journal, Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
+from tests.clock import until
 
 KEYS = make_keys(4)
 NESTED = msgspec.msgpack.encode(Noted(1.0, 0, "Added", None))[:-1] + b"\x91" * 100_000
@@ -245,10 +246,7 @@ def test_where_files_have_no_locks_those_of_the_last_day_are_kept(
     for file in list_files(tmp_path):
         os.utime(file.path, (1, 1))
     (path,) = (each.path for each in list_files(tmp_path) if each.began.process == alive._process)
-    deadline = time.monotonic() + 5
-    while path.stat().st_mtime == 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: path.stat().st_mtime != 1)
     last.observer()
     last.close()
     alive.close()

@@ -41,6 +41,7 @@ from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe
 from kvxfer.lending import reader
 from kvxfer.lending.handover import Handover
 from kvxfer.storage import BlockKey, Namespace, PromptKeys
+from tests.clock import until
 from tests.transfer.handover_engines import (
     HND,
     LIMIT_S,
@@ -275,10 +276,9 @@ def test_a_fetch_waits_for_the_worker_that_completes_a_ticket_last(
     found, workers = ours.ask(theirs.endpoint, TICKET, TOKENS), theirs.workers
     monkeypatch.setattr(Client, "hold", watched_hold)
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    theirs.workers, stop = workers[:1], time.monotonic() + LIMIT_S
+    theirs.workers = workers[:1]
     theirs.offer(TICKET, TOKENS, [THEIRS])
-    while not (True in told and told[told.index(True) :].count(False) > 1) and not loading.done():
-        assert time.monotonic() < stop
+    until(lambda: loading.done() or (True in told and told[told.index(True) :].count(False) > 1))
     theirs.workers = workers[1:]
     theirs.offer(TICKET, TOKENS, [THEIRS])
     assert get(loading).bad_blocks == [[]]
@@ -292,9 +292,7 @@ def test_an_engine_that_waits_for_a_ticket_asks_for_few_pages(
     asked = look_for_two(monkeypatch)
     worker, made = ours.workers[0], PromptKeys(TOKENS)
     asking = worker.submit(worker.reader.ask(theirs.endpoint, TICKET, made, waits=True))
-    stop = time.monotonic() + LIMIT_S
-    while len(asked) < 3:
-        assert time.monotonic() < stop
+    until(lambda: len(asked) > 2)
     theirs.lend(TICKET, TOKENS, [THEIRS])
     assert get(asking).num_tokens == len(TOKENS)
     assert asked == [len(THEIRS), *[2] * (len(asked) - 2), len(THEIRS)]
@@ -461,9 +459,7 @@ def test_a_prompt_goes_from_process_to_process_by_nixl(their_size: int, stack: E
     [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
     assert fetched.bad_blocks == [OURS[: their_size // 4]]
     ours.release(theirs.endpoint, TICKET)
-    stop = time.monotonic() + LIMIT_S
-    while theirs.call("take_ended") != [[TICKET]]:
-        assert time.monotonic() < stop
+    until(lambda: theirs.call("take_ended") == [[TICKET]])
 
 
 @pytest.mark.processes
@@ -477,9 +473,7 @@ def test_a_lender_that_dies_or_stops_during_a_fetch_ends_it(
     theirs.call("lend", TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
     found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    stop = time.monotonic() + LIMIT_S
-    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
-        assert time.monotonic() < stop
+    until(lambda: all(ours.good(TOKENS, [OURS])[0][0][:2]))
     theirs.signal(number)
     fetched = get(loading)
     assert set(fetched.bad_blocks[0]) >= set(OURS[2:])
