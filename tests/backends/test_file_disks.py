@@ -603,12 +603,8 @@ async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved
 
     Nothing may be created in the old folder, which may be read-only or being removed.
     """
-    memory, keys, root, old = (
-        one_page_memory(),
-        hashed_keys(8),
-        tmp_path / "store",
-        tmp_path / "old",
-    )
+    memory, keys = one_page_memory(), hashed_keys(8)
+    root, old = tmp_path / "store", tmp_path / "old"
     capacity = ByteSize(4 * FILE_BYTES)
     async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
         await store(ours, keys[:4], memory.describe(0, range(4)))
@@ -772,10 +768,7 @@ async def test_a_store_looks_once_at_each_of_many_files_that_may_not_be_removed(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
 async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_store(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    number: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(10)
     async with indexed_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:

@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer import runtime
 from kvxfer.backends.nixl import choose_carrier, has_active_port
-from kvxfer.backends.nixl.agents import (
-    MAX_LINES,
-    Fragments,
-    NixlAgent,
-    SocketAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import MAX_LINES, Fragments, NixlAgent, SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.messages import Hello

@@ -341,10 +341,7 @@ async def test_where_no_thread_can_be_started_blocks_fail_and_lookups_are_answer
         keys, opened = await require_served(client), Mock(side_effect=DataConnection.connect)
         [one] = client._exchange.clients.values()
         one.disconnect()
-        with (
-            runtime.use(NoDataThreads()),
-            patch.object(DataConnection, "connect", opened),
-        ):
+        with runtime.use(NoDataThreads()), patch.object(DataConnection, "connect", opened):
             for move, chosen in ((client.load, keys), (client.store, make_keys(4, first=20))):
                 outcomes = await move(chosen, MEMORY.describe(0, range(4)))
                 assert not any(outcome.done for outcome in outcomes)

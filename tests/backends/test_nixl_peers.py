@@ -20,12 +20,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import (
-    make_keys,
-    make_memory,
-    statuses,
-    store_generated,
-)
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client

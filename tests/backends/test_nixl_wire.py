@@ -336,10 +336,7 @@ async def test_who_does_not_know_the_same_secret_is_refused_and_offered_nothing(
 @pytest.mark.parametrize(
     "versions",
     [
-        {
-            "version": wire.PROTOCOL_VERSION + 1,
-            "oldest_version": wire.PROTOCOL_VERSION + 1,
-        },
+        {"version": wire.PROTOCOL_VERSION + 1, "oldest_version": wire.PROTOCOL_VERSION + 1},
         {"version": wire.OLDEST_VERSION - 1, "oldest_version": 1},
         {"version": wire.OLDEST_VERSION, "oldest_version": wire.OLDEST_VERSION + 1},
     ],

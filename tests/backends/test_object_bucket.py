@@ -20,13 +20,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import listed
-from tests.backends.object_memory import (
-    MemoryConfig,
-    hang,
-    open_in_memory,
-    opened_bucket,
-    plant,
-)
+from tests.backends.object_memory import MemoryConfig, hang, open_in_memory, opened_bucket, plant
 from tests.clock import Clock
 
 DONE = Status.DONE
@@ -325,11 +319,8 @@ async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() ->
 
 async def test_of_a_batch_whose_stores_are_not_answered_the_rest_is_paused() -> None:
     config = MemoryConfig(address="memory", timeout_s=0.1, max_requests=4)
-    memory, keys, asked = (
-        BlockMemory([[4096]], num_blocks=50),
-        make_keys(50),
-        Mock(side_effect=hang),
-    )
+    memory, keys = BlockMemory([[4096]], num_blocks=50), make_keys(50)
+    asked = Mock(side_effect=hang)
     async with objects.ObjectBackend(config, memory.namespace()) as backend:
         await store_generated(backend, keys[:1], memory.describe(0, [0]))
         plant(backend._bucket, put_async=asked)

@@ -115,11 +115,7 @@ def test_the_cause_of_a_failure_is_shown_though_nothing_can_be_removed(
 @pytest.mark.parametrize("removed", ["blocks", "plain files"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_a_removal_leaves_no_block_and_is_the_status(
-    tmp_path: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    removed: str,
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, removed: str
 ) -> None:
     remove: Any = shutil.rmtree if removed == "plain files" else NamespaceFolder.remove
     signals = iter([number])

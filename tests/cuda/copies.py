@@ -151,9 +151,7 @@ def filling(memory: Memory, byte: int, stream: CudaStream) -> Iterator[None]:
 
 @contextmanager
 def opened(
-    pool: MemoryRegion | None,
-    methods: MethodTable = NEVER,
-    kernel: FragmentKernel | None = None,
+    pool: MemoryRegion | None, methods: MethodTable = NEVER, kernel: FragmentKernel | None = None
 ) -> Iterator[CudaCopyEngine]:
     engine = CudaCopyEngine(0, methods, kernel)
     engine.attach([pool] if pool else [])

@@ -75,11 +75,8 @@ def test_an_engine_finds_in_the_host_pool_what_one_stored_that_was_killed(
 
 
 def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed(start: Start) -> None:
-    prompts, later, address = (
-        make_prompts(seed=40),
-        make_prompts(seed=41),
-        f"127.0.0.1:{free_ports()}",
-    )
+    prompts, later = make_prompts(seed=40), make_prompts(seed=41)
+    address = f"127.0.0.1:{free_ports()}"
     holder = start("llama", peers=f"nixl://?listen={address}&capacity=64MiB", **SIZES)
     reference = compute_and_store(holder, prompts)
     reference_later = compute_and_store(holder, later, num_chunks=2 * NUM_CHUNKS)

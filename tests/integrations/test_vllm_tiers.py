@@ -420,8 +420,7 @@ def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(
         plan([*keys_of(1), *keys_of(6, group=1)])  # of group 0 a window is kept
         if is_asynchronous:  # planned before the first one has ended; of two prompts
             plan(
-                keys_of(4, first=3, group=1),
-                [*keys_of(1, first=9), *keys_of(2, first=9, group=1)],
+                keys_of(4, first=3, group=1), [*keys_of(1, first=9), *keys_of(2, first=9, group=1)]
             )
             clock.now += 0.5
             speed.end_step()

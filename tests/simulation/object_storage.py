@@ -264,12 +264,7 @@ class SimulatedStore:
         return data
 
     async def put_async(
-        self,
-        path: str,
-        data: memoryview,
-        *,
-        mode: str | Mapping[str, str],
-        use_multipart: bool,
+        self, path: str, data: memoryview, *, mode: str | Mapping[str, str], use_multipart: bool
     ) -> dict[str, Any]:
         """See `obstore.put_async`; the bytes are read when they are sent, which may be late."""
         self.sent_bytes += len(data)
