@@ -297,10 +297,7 @@ def test_memory_that_cannot_be_drained_may_be_touched_though_the_end_comes_as_a_
 def test_memory_whose_drain_never_ends_may_still_be_touched_after_the_end(
     memory: BlockMemory,
 ) -> None:
-    class Hanging(DictBackend):
-        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
-
+    class Hanging(Broken):
         async def drain(self) -> None:
             await asyncio.Event().wait()
 
