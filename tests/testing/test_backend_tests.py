@@ -582,15 +582,9 @@ class Forgetful(Lazy):
         self._medium |= self._blocks
 
 
-@pytest.mark.parametrize(
-    ("backend_type", "test"),
-    [
-        (Lazy, "test_stored_blocks_outlive_a_persistent_backend"),
-        (Forgetful, "test_stored_blocks_outlive_a_persistent_backend"),
-    ],
-)
+@pytest.mark.parametrize("backend_type", [Lazy, Forgetful])
 async def test_the_suite_catches_a_wrong_persistent_backend(
-    backend_type: type[KeptBackend], test: str
+    backend_type: type[KeptBackend],
 ) -> None:
     shelf: dict[str, Blocks] = {}
 
@@ -599,7 +593,7 @@ async def test_the_suite_catches_a_wrong_persistent_backend(
             return backend_type(shelf, namespace)
 
     with pytest.raises(AssertionError):
-        await getattr(Wrong(), test)()
+        await Wrong().test_stored_blocks_outlive_a_persistent_backend()
 
 
 @pytest.mark.parametrize("field", Namespace.__struct_fields__)
