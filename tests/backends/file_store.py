@@ -209,9 +209,9 @@ async def load_verified(
     return [outcome.status for outcome in outcomes]
 
 
-def one_page_memory(num_blocks: int = 64) -> BlockMemory:
+def one_page_memory() -> BlockMemory:
     """Caches of one group whose block files are two pages: header and data."""
-    return BlockMemory([[PAGE_BYTES]], num_blocks=num_blocks)
+    return BlockMemory([[PAGE_BYTES]], num_blocks=64)
 
 
 @contextlib.contextmanager

@@ -39,11 +39,9 @@ FAST = Digester(Integrity.FAST)
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 
 
-def name_tensors(
-    num_tensors: int, shape: tuple[int, ...], dtype: str = "BF16"
-) -> tuple[StoredTensor, ...]:
+def name_tensors(num_tensors: int, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
     return tuple(
-        StoredTensor(name=f"layers.{index // 2}.{'kv'[index % 2]}", dtype=dtype, shape=shape)
+        StoredTensor(name=f"layers.{index // 2}.{'kv'[index % 2]}", dtype="BF16", shape=shape)
         for index in range(num_tensors)
     )
 

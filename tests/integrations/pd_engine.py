@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
@@ -68,16 +68,16 @@ FULL: dict[str, Any] = {
 }
 
 
-def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConnectorOutput:
+def ended_transfers(worker: KVXferConnector) -> KVConnectorOutput:
     """Ask a worker which transfers have ended or failed, as this release of vLLM does."""
     output = KVConnectorOutput()
     if HAS_TRANSFER_RESULTS:
-        results = worker.get_transfer_results(set(over))
+        results = worker.get_transfer_results(set())
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
         output.failed_recving = results.failed_recving
     else:
-        output.finished_sending, output.finished_recving = worker.get_finished(set(over))
+        output.finished_sending, output.finished_recving = worker.get_finished(set())
     output.invalid_block_ids = worker.get_block_ids_with_load_errors()
     return output
 

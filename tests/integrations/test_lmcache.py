@@ -94,10 +94,8 @@ class Memory:
         assert self._used <= len(self.buffer)
         return make_object(self.buffer[start : self._used], dtype=dtype)
 
-    def fill(
-        self, num_bytes: int, seed: int, *, dtype: torch.dtype = torch.uint8
-    ) -> TensorMemoryObj:
-        made = self.allocate(num_bytes, dtype=dtype)
+    def fill(self, num_bytes: int, seed: int) -> TensorMemoryObj:
+        made = self.allocate(num_bytes)
         random = torch.Generator().manual_seed(seed)
         made.raw_data.random_(0, 256, generator=random)
         return made

@@ -207,8 +207,8 @@ def write_adapter(folder: Path, weights: bytes = b"weights") -> str:
     return str(folder)
 
 
-def request_for(name: str, number: int, path: str, **fields: Any) -> Any:
-    return make_request(lora_request=LoRARequest(name, number, path, **fields))
+def request_for(path: str, **fields: Any) -> Any:
+    return make_request(lora_request=LoRARequest("a", 1, path, **fields))
 
 
 def test_what_changes_the_bytes_of_pages_changes_their_keys(tmp_path: Path) -> None:
@@ -246,34 +246,34 @@ def test_adapters_are_known_by_the_bytes_of_their_files(tmp_path: Path) -> None:
 
 
 def train_anew(prompts: Prompts, path: str, **how: Any) -> LoRARequest:
-    assert prompts.keys(request_for("a", 1, path)) is not None
+    assert prompts.keys(request_for(path)) is not None
     write_adapter(Path(path), b"other")
     return LoRARequest("a", 1, path, **how)
 
 
 def train_anew_before_one_is_handed_over(prompts: Prompts, path: str) -> LoRARequest:
     """VLLM's own cache has pages of the previous weights, under the same name and folder."""
-    prompts.note(request_for("a", 1, path))
+    prompts.note(request_for(path))
     write_adapter(Path(path), b"other")
     return LoRARequest("a", 2, path)
 
 
 def give_its_number_to_another(prompts: Prompts, path: str) -> LoRARequest:
-    assert prompts.keys(request_for("a", 1, path)) is not None
+    assert prompts.keys(request_for(path)) is not None
     return LoRARequest("b", 1, write_adapter(Path(path).with_name("other"), b"other"))
 
 
 def load_another_in_its_place(prompts: Prompts, path: str) -> LoRARequest:
     other = give_its_number_to_another(prompts, path).lora_path
-    assert prompts.keys(request_for("a", 1, other, load_inplace=True)) is not None
+    assert prompts.keys(request_for(other, load_inplace=True)) is not None
     return LoRARequest("a", 1, path)
 
 
 def ask_for_both_loads_at_once(prompts: Prompts, path: str) -> LoRARequest:
     """VLLM reads the files again only if the last of a step's requests says so."""
     other = give_its_number_to_another(prompts, path).lora_path
-    assert prompts.keys(request_for("a", 1, other, load_inplace=True)) is not None
-    assert prompts.keys(request_for("a", 1, other)) is None
+    assert prompts.keys(request_for(other, load_inplace=True)) is not None
+    assert prompts.keys(request_for(other)) is None
     return LoRARequest("a", 1, other, load_inplace=True)
 
 

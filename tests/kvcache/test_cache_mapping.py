@@ -325,8 +325,8 @@ CACHES = caches_of("kv block token head dim")
 CACHE = numbered(_shape("kv block token head dim", SPEC, 1))
 
 
-def describer(caches: CanonicalKVCaches = CACHES, **options: Any) -> BlockDescriber:
-    return BlockDescriber(caches, mappings=map_caches(caches, ALONE, **options))
+def describer(**options: Any) -> BlockDescriber:
+    return BlockDescriber(CACHES, mappings=map_caches(CACHES, ALONE, **options))
 
 
 def reference(block_ids: list[int], tokens_per_page: int) -> list[bytes]:
