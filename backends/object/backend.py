@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AsyncExitStack, aclosing
 from math import inf
 from typing import TypeVar
 
@@ -46,9 +46,8 @@ OTHERS = Outcome(
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Limit = AbstractAsyncContextManager[object]
-"""Limit that a call keeps to beside that of `Bucket.slots`: `Bucket.changes`, or none."""
-UNLIMITED: Limit = contextlib.nullcontext()
+Limits = Sequence[asyncio.Semaphore]
+"""Limits that a call keeps to beside that of `Bucket.slots`."""
 
 
 class ObjectBackend(TellsKept):
@@ -131,7 +130,7 @@ class ObjectBackend(TellsKept):
             try:
                 await self._texts.write()
                 await self._texts.read()
-                return await self._move_each(self._store, keys, blocks, self._bucket.changes)
+                return await self._move_each(self._store, keys, blocks, self._bucket.of_stores)
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
             finally:
@@ -149,11 +148,11 @@ class ObjectBackend(TellsKept):
         A cancelled call goes on, and stores of its keys wait for it.
         """
         self._guard.check_batch(keys)
-        names, limit = [self._pages.name(key) for key in keys], self._bucket.changes
+        names, limits = [self._pages.name(key) for key in keys], self._bucket.of_deletes
         await self._deletes.wait(keys)
         self._guard.check()  # the backend may have been closed meanwhile
         deleted = await self._deletes.hold_during(
-            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys), limit)
+            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys), limits)
         )
         pairs = list(zip(keys, deleted, strict=True))
         return {key for key, gone in pairs if gone}, {key for key, gone in pairs if gone is None}
@@ -205,7 +204,7 @@ class ObjectBackend(TellsKept):
         move: Callable[[BlockKey, str, Descriptors], Awaitable[Outcome]],
         keys: Sequence[BlockKey],
         blocks: Descriptors,
-        limit: Limit = UNLIMITED,
+        limits: Limits = (),
     ) -> list[Outcome]:
         """Store or load each block; its error, as when the backend closes, becomes its outcome."""
         names = [self._pages.name(key) for key in keys]
@@ -225,18 +224,20 @@ class ObjectBackend(TellsKept):
                 logger.warning("moving block %s failed", names[index], exc_info=exc)
                 return Outcome(Status.FAILED, reason=repr(exc))
 
-        return await self._each(move_one, len(keys), limit)
+        return await self._each(move_one, len(keys), limits)
 
     async def _each(
-        self, call: Callable[[int], Awaitable[T]], num_blocks: int, limit: Limit = UNLIMITED
+        self, call: Callable[[int], Awaitable[T]], num_blocks: int, limits: Limits = ()
     ) -> list[T]:
-        """Make a call for each block within `limit` and a slot, in at most `max_requests` tasks."""
+        """Make a call for each block within limits and a slot, in at most `max_requests` tasks."""
         results: dict[int, T] = {}
         indices = iter(range(num_blocks))
 
         async def work() -> None:
             for index in indices:
-                async with limit, self._bucket.slots:
+                async with AsyncExitStack() as held:
+                    for limit in (*limits, self._bucket.slots):
+                        await held.enter_async_context(limit)
                     results[index] = await call(index)
 
         async with asyncio.TaskGroup() as tasks:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,16 +65,16 @@ class Counts:
     received_bytes: int = 0
 
 
+@dataclass
 class _Deadline:
     """Deadline of a request and its retries, which is set when the request has its turn."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.backoff = Pause(FIRST_BACKOFF_S, inf)
-        self.ends_at = inf  # until its turn comes
-        self._timeout_s = timeout_s
+    timeout_s: float
+    ends_at: float = inf  # until its turn comes
+    backoff: Pause = field(default_factory=partial(Pause, FIRST_BACKOFF_S, inf))
 
     def begin(self) -> None:
-        self.ends_at = runtime.monotonic() + self._timeout_s
+        self.ends_at = runtime.monotonic() + self.timeout_s
 
     def has_passed(self, later_s: float = 0.0) -> bool:
         return runtime.monotonic() + later_s >= self.ends_at
@@ -84,13 +84,13 @@ class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
     After several failures in a row that show that the server is gone, requests fail at once for a
-    while. After several answers in a row that it cannot store, as with a full disk, only stores do.
-    A request that fails raises a `RequestFailedError`.
+    while. After several stores in a row that fail, as with a full disk, only stores do; so do
+    deletes. A request that fails raises a `RequestFailedError`.
 
     Attributes:
         slots: Limit of `max_requests`; hold one slot for each block.
-        changes: Limit of stores and deletes: if they hang, some slots are left for loads.
-        stores: Circuit breaker for requests that store.
+        of_stores, of_deletes: Limits of each: if they hang, slots are left for everything else.
+        stores, deletes: Circuit breakers for requests that store, and for `remove`.
 
     Raises:
         MissingExtraError: obstore is not installed.
@@ -105,12 +105,17 @@ class Bucket:
         self.place, pause_s = config.url, config.retry_after_s
         self._timeout_s = config.timeout_s
         self.slots = asyncio.Semaphore(config.max_requests)
-        self.changes = asyncio.Semaphore(max(1, config.max_requests * 3 // 4))
+        num = config.max_requests * 3 // 4
+        shares = num, num - 1, config.max_requests // 2
+        changes, stores, deletes = (asyncio.Semaphore(max(1, share)) for share in shares)
+        self.of_stores, self.of_deletes = (stores, changes), (deletes, changes)
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
         self._pacing = asyncio.Lock()
         self._breaker = CircuitBreaker(f"requests to {self.place}", pause_s=pause_s)
         self.stores = CircuitBreaker(f"storing to {self.place}", pause_s=pause_s)
+        self.deletes = CircuitBreaker(f"deleting from {self.place}", pause_s=pause_s)
+        self._changes = {"PUT": self.stores, AFTER_HEAD: self.deletes}
         self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
 
@@ -121,11 +126,10 @@ class Bucket:
 
     async def head(self, path: str, timeout_s: float | None = None) -> ObjectVersion | None:
         """Ask for the version of an object; None if there is no object."""
-        try:
-            found = await self._request("HEAD", lambda: self._store.head_async(path), timeout_s)
-        except FileNotFoundError:
-            return None
-        return ObjectVersion.of(found)
+        with contextlib.suppress(FileNotFoundError):
+            ask = partial(self._store.head_async, path)
+            return ObjectVersion.of(await self._request("HEAD", ask, timeout_s))
+        return None
 
     async def read_begin(
         self, path: str, num_bytes: int, timeout_s: float | None = None
@@ -183,11 +187,10 @@ class Bucket:
         """
         if await self.head(path) != version:
             return False
-        try:
+        with contextlib.suppress(FileNotFoundError):
             await self._request("COPY", lambda: self._store.copy_async(path, to))
-        except FileNotFoundError:
-            return False
-        return await self.remove(path, version)
+            return await self.remove(path, version)
+        return False
 
     async def remove(self, path: str, version: ObjectVersion) -> bool:
         """Remove an object; return whether that version of it was still there.
@@ -240,18 +243,12 @@ class Bucket:
         last: str | None = None
         firsts = set[str]()
 
-        def take(
-            answers: Iterator[Sequence[Any]] | None, offset: str | None
-        ) -> tuple[Iterator[Sequence[Any]], Sequence[Any] | None]:
-            if answers is None:
-                options: dict[str, Any] = {"offset": offset, "chunk_size": LIST_CHUNK}
-                answers = self._store.list(prefix=prefix, **options)
-            return answers, next(answers, None)
-
-        async def ask() -> Sequence[Any] | None:
+        async def ask() -> Sequence[Any]:
             nonlocal begun
-            answers, begun = begun, None  # until it has answered
-            begun, found = await self._lists.ask(take, answers, last)
+            answers = begun or self._store.list(prefix=prefix, offset=last, chunk_size=LIST_CHUNK)
+            begun = None  # until it has answered
+            found: Sequence[Any] = await self._lists.ask(next, answers, ())
+            begun = answers
             return found
 
         while True:
@@ -265,7 +262,7 @@ class Bucket:
                     ListedObject(str(e["path"]), int(e["size"]), e["last_modified"].timestamp())
                     for e in found
                 ]
-            if not found or len(found) < LIST_CHUNK:
+            if len(found) < LIST_CHUNK:
                 return
 
     async def aclose(self, timeout_s: float) -> None:
@@ -286,10 +283,6 @@ class Bucket:
             if mode == "create":
                 raise request_failure("PUT", exc) from None
             return False  # the version to replace is gone
-        except RequestFailedError as exc:
-            if exc.denied:
-                self.stores.trip(str(exc))
-            raise
         self.stores.record("")
         return True
 
@@ -314,16 +307,17 @@ class Bucket:
         if deadline.ends_at == inf:
             await self._pace()
             deadline.begin()
-        if not self._breaker.allows():
+        breaker = self.deletes if what == AFTER_HEAD else self._breaker  # which has let HEAD pass
+        if not breaker.allows():
             reason = f"{what}: requests to {self.place} are paused after repeated errors"
             raise RequestFailedError(reason, transient=True)
-        probe = self._breaker.probe
+        probe = breaker.probe
         try:
             async with asyncio.timeout(deadline.ends_at - runtime.monotonic()):
                 self.counts.requests += 1
                 answer = await ask()
         except (*self._is_there, FileNotFoundError) as exc:
-            self._breaker.record("")
+            breaker.record("")
             raise _meaning(what, exc) from None
         except TimeoutError:
             failed = RequestFailedError(
@@ -332,32 +326,35 @@ class Bucket:
         except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
             failed = request_failure(what, exc)
         except BaseException as exc:
-            self._breaker.abandon(probe)
+            breaker.abandon(probe)
             if isinstance(exc, ENDS):
                 raise
             # A panic of obstore, which is no Exception, and says nothing about the server.
             raise request_failure(what, exc) from None
         else:
-            self._breaker.record("")
+            breaker.record("")
             return answer
         self._note_failure(what, failed, probe)
         raise failed
 
     def _note_failure(self, what: str, failed: RequestFailedError, probe: int) -> None:
-        is_late = failed.outcome.status is Status.TIMED_OUT and not probe
+        is_late = failed.outcome.status is Status.TIMED_OUT and not (probe and what == "PUT")
         # Loads may succeed where these fail; a DELETE alone shows whether the server is there.
-        is_change = what in {"PUT", AFTER_HEAD} and (failed.answered or is_late)
-        if what == "PUT" and is_change and failed.transient:
-            self.stores.record(str(failed))
-        if failed.answered or not is_change:  # a server that refuses a request for good is not gone
-            self._breaker.record(str(failed) if failed.transient and not is_change else "")
+        is_change = what in self._changes and (failed.answered or is_late)
+        error = str(failed) if failed.transient else ""  # who refuses for good is not gone
+        if what == AFTER_HEAD or (is_change and error):
+            self._changes[what].record(error)
+        if what == "PUT" and failed.denied:
+            self.stores.trip(str(failed))
+        if failed.answered or not is_change:
+            self._breaker.record("" if is_change else error)
 
     async def _wait_to_retry(
         self, what: str, failed: RequestFailedError, deadline: "_Deadline"
     ) -> None:
         """Wait until a request may be retried; raise its failure if that is useless or too late."""
         backoff_s = deadline.backoff.next_s()
-        is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
+        is_paused = not (self._breaker.closed and self._changes.get(what, self._breaker).closed)
         if not failed.transient or is_paused or deadline.has_passed(backoff_s):
             raise failed
         await asyncio.sleep(backoff_s)

@@ -1,11 +1,12 @@
 """Store in a bucket, as maintenance sees it."""
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvxfer.backends.object.bucket import Bucket, ListedObject, ObjectVersion
@@ -78,28 +79,24 @@ class BucketStore(BlockStore):
             self._fingerprints = sorted(filter(self._has_objects, filter(is_fingerprint, found)))
         return self._fingerprints
 
-    @contextlib.contextmanager
-    def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
+    def namespace(self, fingerprint: str) -> AbstractContextManager[StoredNamespace]:
         """See `BlockStore.namespace`."""
-        yield _BucketNamespace(self, fingerprint)
+        return nullcontext(_BucketNamespace(self, fingerprint))
 
     def blocks(
-        self,
-        fingerprint: str = "",
-        *,
-        errors: list[OSError] | None = None,  # noqa: ARG002 - there are no folders to open
+        self, fingerprint: str = "", *, errors: list[OSError] | None = None
     ) -> Iterator[FoundBlock]:
         """See `BlockStore.blocks`."""
+        del errors  # there are no folders to open
         return (entry for _, entry in self._walk(fingerprint) if isinstance(entry, FoundBlock))
 
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
         """See `BlockStore.entries`."""
         return (entry for _, entry in self._walk())
 
-    @contextlib.contextmanager
-    def open_path(self, path: str) -> Iterator[OpenBlock]:
+    def open_path(self, path: str) -> AbstractContextManager[OpenBlock]:
         """See `BlockStore.open_path`."""
-        yield _OpenObject(self, self.prefix + path)
+        return nullcontext(_OpenObject(self, self.prefix + path))
 
     def open_count(self) -> "_Count":
         """See `BlockStore.open_count`."""
@@ -196,11 +193,10 @@ async def _take(answers: AsyncGenerator[list[ListedObject], None]) -> list[Liste
 class _Count:
     """Count of a bucket's bytes by one walk, since nobody keeps a count."""
 
-    def __init__(self) -> None:
-        self.used = 0
+    used = 0
 
-    def locked(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
+    def locked(self) -> nullcontext[None]:
+        return nullcontext()
 
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
@@ -237,24 +233,22 @@ class _BucketNamespace(StoredNamespace):
             return b""
         return bytes(head)
 
-    @contextlib.contextmanager
-    def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
-        name = self._store.prefix + block.path
-        yield _OpenObject(self._store, name, f"{self._folder}{QUARANTINE}/{file_name(block.key)}")
+    def open(self, block: FoundBlock) -> AbstractContextManager[OpenBlock]:
+        name, aside = self._store.prefix + block.path, f"{self._folder}{QUARANTINE}/"
+        return nullcontext(_OpenObject(self._store, name, aside + file_name(block.key)))
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | OSError]:
         stay = self._store.delete([self._store.prefix + block.path for block in blocks])
         return (why or each.num_bytes_on_disk for why, each in zip(stay, blocks, strict=True))
 
     def remove_empty(self) -> bool:
-        texts = dict[str, bytes]()
-        for name in self._names():
-            if name not in DESCRIPTIONS:
-                return False
-            try:
-                texts[name] = self._read_text(name)
-            except FileNotFoundError:
-                return False
+        names = list(itertools.islice(self._names(), len(DESCRIPTIONS) + 1))
+        if not DESCRIPTIONS.issuperset(names):
+            return False
+        try:
+            texts = {name: self._read_text(name) for name in names}
+        except FileNotFoundError:
+            return False
         stay = self._store.delete([self._folder + name for name in texts])
         if not any(stay) and next(self._names(), None) is None:
             return True
@@ -272,15 +266,15 @@ class _BucketNamespace(StoredNamespace):
         return bytes(self._store.get(path, bucket.read_begin(path, MAX_TEXT_BYTES))[1])
 
 
+@dataclass
 class _OpenObject(OpenBlock):
     """Object read in one request, or in pieces if it is large; `name_in_quarantine` if known."""
 
-    def __init__(self, store: BucketStore, name: str, name_in_quarantine: str = "") -> None:
-        self._store = store
-        self._name = name
-        self._name_in_quarantine = name_in_quarantine
-        self._version: ObjectVersion | None = None
-        self._begin = memoryview(b"")
+    _store: BucketStore
+    _name: str
+    _name_in_quarantine: str = ""
+    _version: ObjectVersion | None = None
+    _begin: memoryview | bytes = b""
 
     def read_header(self) -> tuple[bytes, int]:
         request = self._store.bucket.read_begin(self._name, PIECE_BYTES)

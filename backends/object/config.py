@@ -84,8 +84,7 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
             raise InvalidArgumentError("endpoint", shown(self.endpoint), wanted)
-        times = "timeout_s", "lookup_timeout_s", "list_timeout_s"
-        self._require_positive("max_requests", *times)
+        self._require_positive("max_requests", "timeout_s", "lookup_timeout_s", "list_timeout_s")
 
     @property
     def prefix(self) -> str:

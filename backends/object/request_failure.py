@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import BackendUnavailableError, KVXferError
@@ -76,25 +76,20 @@ def describe(exc: BaseException) -> str:
     of the error, the server's code for it, and the status are taken from it.
     """
     text = str(exc)
-    found: Sequence[str] = [
-        match[1]
-        for pattern in (r"<Code>(\w{1,40})</Code>", r"code: (\w{1,40})\)", r"status code: (\d{3})")
-        if (match := re.search(pattern, text))
-    ]
-    kind = re.search(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b", text)
-    words = [type(exc).__name__, *found, *([kind[1]] if kind and not found else [])]
-    return " ".join(words)
+    codes = r"<Code>(\w{1,40})</Code>", r"code: (\w{1,40})\)", r"status code: (\d{3})"
+    found = [match[1] for each in codes if (match := re.search(each, text))]
+    kinds = re.findall(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b", text)
+    return " ".join([type(exc).__name__, *(found or kinds[:1])])
 
 
 def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     """Translate an error of the client."""
     text = str(exc)
-    status = re.search(r"status code: (\d{3})", text)
-    code = re.search(r"code: AccessDenied\)", text)
+    status = next(iter(re.findall(r"status code: (\d{3})", text)), "")
     # A denied list is a `GenericError`, and a denied removal has only the code.
-    refused = status is not None and status[1] in ("401", "403")
-    denied = refused or code is not None or type(exc).__name__ in DENIED
-    passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
+    denied = status in ("401", "403") or "code: AccessDenied)" in text
+    denied |= type(exc).__name__ in DENIED
+    passes = status[:1] in ("", "5") or status in ("408", "429")
     transient = not denied and passes and type(exc).__name__ == "GenericError"
     transient |= any(answer in text for answer in RETRYABLE)
     return RequestFailedError(
@@ -102,6 +97,6 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
         status=Status.TIMED_OUT if "kind: Timeout" in text else Status.FAILED,
         denied=denied,
         transient=transient,
-        answered=status is not None,
-        is_empty=status is not None and status[1] == "416",
+        answered=bool(status),
+        is_empty=status == "416",
     )

@@ -11,7 +11,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError
 from obstore.store import MemoryStore
 
-from kvxfer import Descriptors, Status, make_block_key
+from kvxfer import Descriptors, Outcome, Status, make_block_key
 from kvxfer.backends import object as objects
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -315,6 +315,49 @@ async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() ->
         assert await backend.delete(keys[:8]) == [False] * 8
         assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
         assert statuses(await backend.store(keys[8:], blocks)) == [DONE] * 8
+
+
+async def test_of_a_batch_whose_deletes_are_not_answered_the_rest_stays_unasked() -> None:
+    config = MemoryConfig(address="memory", max_requests=4)
+    memory, keys, num_asked = BlockMemory([[4096]], num_blocks=50), make_keys(50), 0
+
+    async def hang(_: str) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, memory.namespace()) as backend:
+        await store_generated(backend, keys, memory.describe(0, range(50)))
+        client, timeout_s = backend._bucket._store, backend._bucket._timeout_s
+        backend._bucket._timeout_s = 0.1
+        plant(backend._bucket, delete_async=hang)
+        assert await backend.delete_or_keep(keys) == (set(), set(keys))
+        assert num_asked < 10
+        backend._bucket._store, backend._bucket._timeout_s = client, timeout_s
+        backend._bucket.deletes.record("")
+        assert await backend.delete(keys) == [True] * 50
+
+
+@pytest.mark.parametrize("hanging", ["put_async", "delete_async"])
+async def test_stores_and_deletes_go_on_while_the_others_hang(hanging: str) -> None:
+    config = MemoryConfig(address="memory", max_requests=8, close_timeout_s=0.1)
+    memory, keys, begun = BlockMemory([[4096]], num_blocks=32), make_keys(32), asyncio.Event()
+
+    async def hang(*_: object, **_fields: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with objects.ObjectBackend(config, memory.namespace()) as backend:
+        await store_generated(backend, keys[:16], memory.describe(0, range(16)))
+        plant(backend._bucket, **{hanging: hang})
+        store = backend.store(keys[16:], memory.describe(0, range(16)))
+        delete = backend.delete(keys[:16])
+        calls = (store, delete) if hanging == "put_async" else (delete, store)
+        hung = asyncio.ensure_future(calls[0])
+        await begun.wait()
+        async with asyncio.timeout(5.0):
+            assert await calls[1] in ([True] * 16, [Outcome(DONE)] * 16)
+        hung.cancel()
 
 
 async def test_of_a_batch_whose_stores_are_not_answered_the_rest_is_paused() -> None:
