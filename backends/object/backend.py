@@ -280,9 +280,10 @@ class ObjectBackend(TellsKept):
     async def _is_there(self, key: BlockKey, name: str, timeout_s: float) -> bool:
         """Whether there is a page that we can read: by its header if there may be others."""
         if not self._texts.has_others:
-            return await self._bucket.head(name, timeout_s) is not None
+            version = await self._bucket.head(name, timeout_s)
+            return version is not None and not self._presence.is_corrupt(key, version)
         found = await self._read_header(key, name, timeout_s)
-        if found is None:
+        if found is None or not found[1]:
             return False
         try:
             self._pages.require_readable(found[1])
@@ -294,8 +295,12 @@ class ObjectBackend(TellsKept):
     async def _read_header(
         self, key: BlockKey, name: str, timeout_s: float | None = None
     ) -> tuple[ObjectVersion, memoryview] | None:
+        """Read the version and the header of an object; no header if it is known to be corrupt."""
         size = self._pages.format(key).header_size_bytes
-        return await self._bucket.read_begin(name, size, timeout_s)
+        found = await self._bucket.read_begin(name, size, timeout_s)
+        if found is not None and self._presence.is_corrupt(key, found[0]):
+            return found[0], memoryview(b"")
+        return found
 
     def _meet_others(self) -> None:
         """Note a page that we cannot read; from now on, a listed name no longer proves anything."""
@@ -346,11 +351,7 @@ class ObjectBackend(TellsKept):
         return DONE
 
     async def _load(
-        self,
-        key: BlockKey,
-        name: str,
-        block: Descriptors,
-        version: ObjectVersion | None = None,
+        self, key: BlockKey, name: str, block: Descriptors, version: ObjectVersion | None = None
     ) -> Outcome:
         """Load a block.
 
@@ -383,7 +384,9 @@ class ObjectBackend(TellsKept):
             if now and not is_all and now == await self._version_of(name):
                 reason = f"the server sent {len(page)} bytes of an object of {now.size_bytes}"
                 return Outcome(Status.FAILED, reason=reason)
-            await self._remove_corrupt(key, name, exc, now)
+            self._presence.change(key, there=False)
+            if now:
+                await self._remove_corrupt(key, name, exc, now)
             return Outcome(Status.CORRUPT, reason=str(exc))
         self._presence.note(key, there=True, since=since)
         return outcome
@@ -394,17 +397,15 @@ class ObjectBackend(TellsKept):
         return None
 
     async def _remove_corrupt(
-        self, key: BlockKey, name: str, found: BlockFileError, version: ObjectVersion | None
+        self, key: BlockKey, name: str, found: BlockFileError, version: ObjectVersion
     ) -> None:
-        self._presence.change(key, there=False)
         try:
-            if version is None or not await self._bucket.remove(name, version):
-                return
+            if await self._bucket.remove(name, version):
+                logger.warning("removed corrupt block %s: %s", name, found)
+                self._reports.removed([key], Removal.CORRUPT)
         except RequestFailedError as exc:
+            self._presence.note_corrupt(key, version)
             logger.warning("cannot remove corrupt block %s (%s): %s", name, found, exc)
-        else:
-            logger.warning("removed corrupt block %s: %s", name, found)
-            self._reports.removed([key], Removal.CORRUPT)
 
     async def _delete(self, key: BlockKey, name: str) -> bool | None:
         """Remove a block; return whether it was there, None if it may still be."""

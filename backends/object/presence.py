@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvxfer import runtime
+from kvxfer.backends.object.bucket import ObjectVersion
 from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.storage.keys import BlockKey
 
@@ -29,6 +30,7 @@ class Presence:
     def __init__(self, config: ObjectConfig) -> None:
         self._found_ttl_s, self._missing_ttl_s = config.found_ttl_s, config.missing_ttl_s
         self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict()
+        self._corrupt: OrderedDict[BlockKey, tuple[ObjectVersion, float]] = OrderedDict()
         self._num_marks = 0
         self._all_listed_at = float("-inf")
         self._forgot = False
@@ -65,6 +67,17 @@ class Presence:
     def change(self, key: BlockKey, *, there: bool) -> None:
         """Note that this process has stored or removed an object."""
         self._put(key, _Entry(there, runtime.monotonic(), self.mark()))
+
+    def note_corrupt(self, key: BlockKey, version: ObjectVersion) -> None:
+        """Note that a version of an object is corrupt, and could not be removed."""
+        self._corrupt[key] = version, runtime.monotonic() + self._found_ttl_s
+        if len(self._corrupt) > MAX_KEYS:
+            self._corrupt.popitem(last=False)
+
+    def is_corrupt(self, key: BlockKey, version: ObjectVersion) -> bool:
+        """Whether this version of an object was corrupt a short time ago."""
+        corrupt, until = self._corrupt.get(key, (None, 0.0))
+        return version == corrupt and runtime.monotonic() < until
 
     def _put(self, key: BlockKey, entry: _Entry) -> None:
         self._entries[key] = entry

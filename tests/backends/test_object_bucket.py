@@ -17,7 +17,13 @@ from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck, gc
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.conformance.suite import (
+    load_done,
+    make_keys,
+    make_memory,
+    statuses,
+    store_generated,
+)
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import listed
 from tests.backends.object_memory import MemoryConfig, hang, open_in_memory, opened_bucket, plant
@@ -315,6 +321,25 @@ async def test_deletes_that_are_not_answered_pause_neither_loads_nor_stores() ->
         assert await backend.delete(keys[:8]) == [False] * 8
         assert statuses(await backend.load(keys[:8], blocks)) == [DONE] * 8
         assert statuses(await backend.store(keys[8:], blocks)) == [DONE] * 8
+
+
+async def test_a_corrupt_object_that_cannot_be_removed_is_not_loaded_again_but_replaced(
+    clock: Clock,
+) -> None:
+    keys, store, target = make_keys(1), MemoryStore(), PAGES.describe(0, [1])
+    async with open_in_memory(PAGES.namespace(), store) as backend:
+        payloads = await store_generated(backend, keys, PAGES.describe(0, [0]))
+        name = backend._pages.name(keys[0])
+        page = bytearray(store.get(name).bytes())
+        page[-1] ^= 1
+        store.put(name, bytes(page))
+        plant(backend._bucket, delete_async=raising(GenericError("status code: 403")))
+        assert statuses(await backend.load(keys, target)) == [Status.CORRUPT]
+        for _ in range(3):
+            clock.now += backend._config.missing_ttl_s
+            assert await backend.lookup(keys) == [False]
+        assert statuses(await backend.store(keys, PAGES.describe(0, [0]))) == [DONE]
+        assert await load_done(backend, keys, target) == payloads
 
 
 async def test_of_a_batch_whose_deletes_are_not_answered_the_rest_stays_unasked() -> None:

@@ -301,8 +301,8 @@ TABLE = """
 @@ objects 250 a close does not wait for deletes
 -                await self._deletes.wait_for_others()  # those whose callers were cancelled
 @@ objects 60 a corrupt object stays
--            if version is None or not await self._bucket.remove(name, version):
-+            if version is None or version:
+-            if await self._bucket.remove(name, version):
++            if version is None:
 @@ objects 60 a lookup waits for silent requests
 -await self._calls.wait_for(left_s, asking, outlives_caller=True)
 +await self._calls.wait_for(None, asking, outlives_caller=True)
