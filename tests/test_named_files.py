@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer import named_files
+from kvxfer.backends.nixl import NixlConfig, tls_contexts
 from kvxfer.doctor import compare, is_comparable, read_backends
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
@@ -46,6 +47,13 @@ def test_a_pipe_that_nobody_writes_to_is_named(pipe: Path, read: Callable[[str],
     assert is_comparable(str(pipe))
     with pytest.raises(InvalidArgumentError, match=f"{pipe}.*the pipe did not end within 0.2 s"):
         read(str(pipe))
+
+
+def test_a_pipe_is_no_certificate(pipe: Path) -> None:
+    path = str(pipe)
+    config = NixlConfig(address="127.0.0.1:1", tls_cert=path, tls_key=path, tls_ca=path)
+    with pytest.raises(InvalidArgumentError, match=f"{path}'; expected regular files"):
+        tls_contexts(config)
 
 
 def test_what_is_too_large_or_a_folder_is_an_error(

@@ -1,6 +1,7 @@
 """Configuration of the NIXL backend, and the TLS contexts that it describes."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
@@ -263,9 +264,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidArgumentError("advertise", self.advertise, "none without listen=HOST:PORT")
         if listen is not None and self.advertised(listen).host in ANY_HOSTS:
             wanted = "an address that others reach, here or as advertise=HOST:PORT"
-            raise InvalidArgumentError(
-                "advertise" if self.advertise else "listen", str(listen), wanted
-            )
+            argument = "advertise" if self.advertise else "listen"
+            raise InvalidArgumentError(argument, str(listen), wanted)
 
 
 class TLSContexts:
@@ -309,12 +309,10 @@ class TLSContexts:
         await asyncio.wait([reading], timeout=RENEW_S)
 
     def _read(self) -> None:
-        state = self._stat_files()  # before reading: a file that changes meanwhile is read again
-        if state == self._state:
+        if (state := self._stat_files()) == self._state:  # later changes are read the next time
             return
-        config = self._config
         try:
-            self._contexts = tls_contexts(config)
+            self._contexts = tls_contexts(self._config)
         except InvalidArgumentError as exc:
             if state != self._refused:
                 logger.warning("replaced TLS files cannot be used, keeping the old ones: %s", exc)
@@ -327,12 +325,10 @@ class TLSContexts:
         """Return what identifies the present version of each file, without reading it."""
         config, found = self._config, list[tuple[int, ...] | None]()
         for path in (config.tls_cert, config.tls_key, config.tls_ca) if config.uses_tls else ():
-            try:
+            found.append(None)
+            with contextlib.suppress(OSError, ValueError):
                 at = Path(path).stat()
-            except (OSError, ValueError):
-                found.append(None)
-            else:
-                found.append((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+                found[-1] = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
         return found
 
 

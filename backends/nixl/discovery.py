@@ -20,6 +20,7 @@ from collections.abc import (
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -345,6 +346,9 @@ def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, ke
         InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read or is not
             such a PEM file.
     """
+    for path in filter(None, (ca, cert, key)):
+        if Path(path).exists() and not Path(path).is_file():  # OpenSSL waits for a pipe to end
+            raise InvalidArgumentError(f"{name}_ca, {name}_cert, {name}_key", path, "regular files")
     try:
         if cert:
             context.load_cert_chain(cert, key, password="")  # without a prompt
