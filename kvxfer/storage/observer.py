@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from weakref import WeakMethod
 
 from kvxfer import runtime
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import Move
@@ -354,7 +354,7 @@ class Reports:
         try:
             outcomes = list(await move(keys, blocks))
         except BaseException as exc:
-            if not isinstance(exc, InvalidArgumentError):  # else nothing moved, and keys may be any
+            if not isinstance(exc, (InvalidArgumentError, ClosedError, ForkedError)):  # refused
                 cancelled = isinstance(exc, asyncio.CancelledError)
                 ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
                 outcomes = [ended] * len(keys)

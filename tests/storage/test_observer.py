@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.storage import Backend, Namespace, Status, observer
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed
@@ -107,6 +107,9 @@ async def test_a_batch_that_is_refused_is_named_in_the_error_and_not_told(
                 await move(KEYS[:1], None)  # type: ignore[arg-type]
             with pytest.raises(InvalidArgumentError, match="keys"):
                 await move(None, memory.describe(0, [0]))  # type: ignore[arg-type]
+    for move in (backend.store, backend.load):
+        with pytest.raises(ClosedError):
+            await move(None, None)  # type: ignore[arg-type]
     assert not recorder.of(observer.Moved)
 
 
