@@ -43,7 +43,7 @@ VARIABLE = "KVXFER_JOURNAL"
 Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
 """Seconds since the epoch, within the range of dates."""
 
-SUFFIX = ".journal"
+SUFFIX, UNFINISHED = ".journal", ".new"
 VERSION = 2
 LENGTH_BYTES = 4
 """Bytes of the length before each record, big-endian."""
@@ -153,8 +153,7 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
 
     Files that cannot be removed, such as those of another user, stay.
     """
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    last_parts = {path.name.rsplit(".", 2)[0]: path for path in paths}
+    last_parts = {path.name.rsplit(".", 2)[0]: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
     ended: list[tuple[float, str]] = []
     for name, path in last_parts.items():
         with contextlib.suppress(OSError):  # another process may remove it just now
@@ -164,6 +163,10 @@ def remove_ended(folder: Path, *, num_kept: int) -> None:
         for path in folder.glob(f"{name}.*{SUFFIX}*"):
             with contextlib.suppress(OSError):
                 path.unlink()
+    for path in folder.glob(f"*{SUFFIX}{UNFINISHED}"):  # of processes that were killed
+        with contextlib.suppress(OSError):
+            if runtime.wall_time() - path.stat().st_mtime > ALIVE_S:
+                path.unlink()
 
 
 def _has_ended(path: Path) -> bool:
@@ -171,10 +174,9 @@ def _has_ended(path: Path) -> bool:
     with path.open("r+b") as file:  # NFS locks only files that are open for writing
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            return runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S
+        except OSError as exc:  # locked, or a file system without locks
+            untouched_s = runtime.wall_time() - os.fstat(file.fileno()).st_mtime
+            return not isinstance(exc, BlockingIOError) and untouched_s > ALIVE_S
     return True
 
 
@@ -320,10 +322,8 @@ class Journal:
             if event is None:
                 records.append(self._sources[observer.number])
             else:
-                records += (
-                    Noted(at_s, observer.number, type(event).__name__, part)
-                    for part in self._shorten(observer.number, event)
-                )
+                kind, parts = type(event).__name__, self._shorten(observer.number, event)
+                records += (Noted(at_s, observer.number, kind, part) for part in parts)
         if lost.num_events:
             records.append(lost)
         if records and not self._write(records):
@@ -403,7 +403,7 @@ class Journal:
             first: list[Record] = [began, *self._sources.values()]
         data = b"".join(map(encode_record, first))
         path = self._path(self._part)
-        new = path.with_name(f"{path.name}.new")  # no `_has_ended` opens it, and keeps its lock
+        new = path.with_name(path.name + UNFINISHED)  # no `_has_ended` opens it, and keeps its lock
         file = new.open("x+b", buffering=0)
         try:
             with contextlib.suppress(OSError):  # not every file system has locks

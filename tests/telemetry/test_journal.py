@@ -200,6 +200,17 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
+def test_of_unfinished_files_those_of_the_last_day_are_kept(tmp_path: Path) -> None:
+    old, new = (tmp_path / f"{name}.000000.journal.new" for name in ("killed", "living"))
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    journal = Journal(str(tmp_path))
+    journal.observer()
+    journal.close()
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_a_process_that_stops_while_it_looks_at_new_files_ends_and_holds_up_no_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
