@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeAlias
 
 import msgspec
@@ -111,15 +111,20 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
         place = config.discover or f"nixl://?listen={config.listen}"
         yield Check("store-secret", place, partial(places.check_secret, config))
     match config:
-        case FileConfig():
-            url = f"file://{config.path}"
-            yield Check("store-folder", url, partial(places.check_folder, config))
-            yield Check("store-secret", url, partial(places.check_secret, config))
-            yield Check("store-space", url, partial(_in_folder, places.check_space, config))
-            yield Check("store-inodes", url, partial(_in_folder, places.check_inodes, config))
-            yield Check("store-medium", url, partial(_in_folder, places.check_medium, config))
-            yield Check("direct-io", url, partial(_in_folder, places.check_direct_io, config))
-            yield Check("io-uring", url, partial(places.check_io_uring, config))
+        case FileConfig() as store:
+            url, folder = f"file://{store.path}", cache(partial(places.check_folder, store))
+
+            def inside(check: Callable[[FileConfig], Finding]) -> list[Finding]:
+                """Run a check unless the folder has a fault, which this one would repeat."""
+                return [check(store)] if folder().severity is Severity.OK else []
+
+            yield Check("store-folder", url, folder)
+            yield Check("store-secret", url, partial(places.check_secret, store))
+            yield Check("store-space", url, partial(inside, places.check_space))
+            yield Check("store-inodes", url, partial(inside, places.check_inodes))
+            yield Check("store-medium", url, partial(inside, places.check_medium))
+            yield Check("direct-io", url, partial(inside, places.check_direct_io))
+            yield Check("io-uring", url, partial(places.check_io_uring, store))
         case NixlConfig() if config.discover:
             check = partial(places.check_discovery, config, timeout_s)
             yield Check("discovery", config.discover, check)
@@ -138,11 +143,6 @@ def _checks_of_backend(config: msgspec.Struct, timeout_s: float) -> Iterator[Che
             short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
             check = partial(places.check_mooncake, short)
             yield Check("mooncake", f"mooncake://{config.address}", check)
-
-
-def _in_folder(check: Callable[[FileConfig], Finding], config: FileConfig) -> list[Finding]:
-    """Run a check of a folder, unless `check_folder` names a fault that this one would repeat."""
-    return [check(config)] if places.check_folder(config).severity is Severity.OK else []
 
 
 def _collect(check: Check) -> list[Finding]:

@@ -4,13 +4,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvxfer.backends.file import FileConfig, Integrity
 from kvxfer.backends.nixl import SECRET_VARIABLE
 from kvxfer.connect import parse_backend
-from kvxfer.doctor import Finding, Severity, plan_checks, run_checks
+from kvxfer.doctor import Finding, Severity, places, plan_checks, run_checks
 from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
@@ -66,6 +67,15 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     file.touch()
     for path in (file, file / "store"):
         expect_of(check_folder, path, ERROR, f"{file} is no folder")
+
+
+def test_a_folder_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = Mock(wraps=check_folder)
+    monkeypatch.setattr(places, "check_folder", tried)
+    config = parse_backend(f"file://{tmp_path}?capacity=1MiB&min_free=1MiB")[1]
+    checks = [each for each in plan_checks([config], TIMEOUT_S) if str(tmp_path) in each.subject]
+    assert len(run_checks(checks, timeout_s=TIMEOUT_S)) == 7
+    assert tried.call_count == 1
 
 
 def test_a_folder_that_cannot_be_used_is_one_error_and_no_more(tmp_path: Path) -> None:
