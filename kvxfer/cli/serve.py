@@ -93,8 +93,7 @@ def main(argv: Sequence[str]) -> int:
         events = opened.enter_context(_publish_events(arguments)) if arguments.events else None
         observers = [each for each in (metrics, events) if each is not None]
         holder = _make_holder(arguments, observers)
-        pages = _make_pages(arguments, holder, metrics)
-        runtime.run(_serve(holder, pages, drain_timeout_s))
+        runtime.run(_serve(holder, _make_pages(arguments, holder, metrics), drain_timeout_s))
     return 0
 
 
@@ -136,8 +135,7 @@ def _require_for_pool(arguments: argparse.Namespace) -> None:
     """Refuse options that mean nothing to a host pool."""
     defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
     for name in ("lease", "timeout", *PEER_OPTIONS):
-        value = getattr(arguments, name)
-        if value != getattr(defaults, name):
+        if (value := getattr(arguments, name)) != getattr(defaults, name):
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
 
 
@@ -200,19 +198,22 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
 
 def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
     """Check the URL of a tier, which must not name this process, as it would wait for itself."""
+    from kvxfer.backends.file import FileConfig
     from kvxfer.backends.mooncake import MooncakeConfig
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.object import ObjectConfig
     from kvxfer.backends.pool import PoolConfig
     from kvxfer.connect import parse_backend
+    from kvxfer.doctor.places import existing_folder
 
     _, config = parse_backend(tier)
     if isinstance(config, ObjectConfig):
         require_extra("object", "obstore", what=f"{config.scheme}://")
     elif isinstance(config, MooncakeConfig):
         config.require_mooncake()
-    own: set[object] = {arguments.discover}
-    own |= {Path(arguments.pool).resolve()} if arguments.pool else set()
+    elif isinstance(config, FileConfig) and not (folder := existing_folder(config)).is_dir():
+        raise InvalidArgumentError("tier", tier, f"a folder, not {folder}")
+    own: set[object] = {arguments.discover, *(Path(at).resolve() for at in [arguments.pool] if at)}
     own |= {Endpoint.parse("address", at) for at in (arguments.listen, arguments.advertise) if at}
     named: set[object] = set()
     if isinstance(config, PoolConfig):
@@ -297,6 +298,5 @@ async def _serve(
             await ending
             await holder.drain(drain_timeout_s)
         else:  # nobody is served yet, so there is nothing to drain
-            starting.cancel()
-            await asyncio.wait([starting])
+            await runtime.end_tasks([starting])
     logger.info("kvxfer serve has ended")

@@ -283,6 +283,7 @@ POOL = ["--pool", "/nonexistent/pool.sock"]
             ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
             "tier is 'nixl://127.0.0.1:7000'; expected a process other than this one",
         ),
+        ([*PEER, "--tier", f"file://{__file__}/store?capacity=1MiB"], f"a folder, not {__file__}"),
         ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events as well"),
         ([*PEER, "--lease", "3s"], "lease is '3s'; expected from 4 s to "),
         ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),
