@@ -78,16 +78,14 @@ class PromptExchange:
             heads = [getattr(spec, "num_kv_heads", 1) for spec in caches.group_specs]
             shard = WorkerShard(num_kv_heads=max(heads, default=1))
         require_instance("shard", shard, WorkerShard)
-        advertise = require_text("advertise", advertise)
-        self._host = reachable_host(config, advertise, shard.num_workers)
+        self._host = reachable_host(config, require_text("advertise", advertise), shard.num_workers)
         if namespace.groups:
             raise InvalidArgumentError("namespace.groups", namespace.groups, "none")
         description = describe_caches(caches, shard)
         for group, described in enumerate(description.groups):
             if described.has_states:
                 raise InvalidArgumentError("caches", f"states in group {group}", "tokens only")
-        self._listen, self._proves_peers = config.listen, config.proves_peers
-        self._timeout_s = config.timeout_s
+        self._config = config
         self._rank = shard.rank
         self._null_block_id = caches.null_block_id
         self._sizes = [group.tokens_per_block for group in description.groups]
@@ -95,7 +93,7 @@ class PromptExchange:
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
         if self._handover.way:
             logger.info("exchange: %s", self._handover.way)
-        self._lent: set[str] = set()  # leases that `take_ended` has not returned
+        self._lent: dict[str, set[PromptKeys]] = {}  # leases that `take_ended` has not returned
         self._handover.observe(Reports(observers, "nixl"))
 
     async def __aenter__(self) -> Self:
@@ -130,10 +128,9 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
-        If the first offer of a ticket is cancelled, nothing is lent under it.
-
-        Blocks in GPU memory are lent once all work is done that was on the calling thread's current
-        stream before the call.
+        If the only offer of a ticket is cancelled, nothing is lent under it. Blocks in
+        GPU memory are lent once all work is done that was on the calling thread's current stream
+        before the call.
 
         Args:
             tokens: Token ids of the prompt, integers, `(num_tokens,)`.
@@ -157,33 +154,37 @@ class PromptExchange:
         """
         if not self._handover.port:
             rule = "HOST:PORT to lend blocks; with port 0, offer inside `async with`"
-            raise InvalidArgumentError("listen", self._listen, rule)
+            raise InvalidArgumentError("listen", self._config.listen, rule)
         prompt = PromptKeys(tokens, scope=scope)
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         ticket = require_text("ticket", ticket)
         lease = self._read(ticket)[1] if ticket else runtime.token_bytes(16).hex()
-        pairs: list[tuple[BlockKey, int]] = []
+        lent: dict[BlockKey, int] = {}
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
             named = zip(prompt.block_keys(group, size, end), ids[group], strict=False)
-            pairs += [pair for pair in named if pair[1] != self._null_block_id]
-        keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
+            lent.update((key, block) for key, block in named if block != self._null_block_id)
 
         async def lend() -> None:
-            await self._handover.lend(lease, keys, blocks, is_complete=stop == prompt.num_tokens)
-            self._lent.add(lease)  # not before: earlier ends do not count
+            is_complete = stop == prompt.num_tokens
+            await self._handover.lend(lease, [*lent], [*lent.values()], is_complete=is_complete)
+            self._lent.setdefault(lease, set()).add(prompt)  # not before: earlier ends do not count
 
-        async with asyncio.timeout(self._timeout_s):
+        async def take_back() -> None:
+            prompts = self._lent.get(lease, set())
+            prompts.discard(prompt)
+            if not prompts:
+                self._lent.pop(lease, None)
+                await self._handover.withdraw([lease])
+
+        async with asyncio.timeout(self._config.timeout_s):
             await wait_for_mark(self._handover.reader.mark())
-        was_lent = lease in self._lent
         try:
             await self._run(lend())
-        except BaseException:
-            if not was_lent:
-                self._lent.discard(lease)
-                await self._run_if_open(self._handover.withdraw([lease]))  # if it was cancelled
+        except BaseException:  # it was cancelled, perhaps once it had lent
+            await self._run_if_open(take_back())
             raise
         return self._ticket(lease)
 
@@ -279,9 +280,8 @@ class PromptExchange:
 
     def take_ended(self) -> list[str]:
         """Return our tickets that have ended since the last call; their blocks may be reused."""
-        lent, told = self._lent.copy(), dict.fromkeys(self._handover.take_ended())
-        ended = [lease for lease in told if lease in lent]  # twice told if given up as it ended
-        self._lent.difference_update(ended)
+        lent, told = self._lent.copy(), self._handover.take_ended()
+        ended = [lease for lease in told if lease in lent and self._lent.pop(lease, set())]
         return [self._ticket(lease) for lease in ended]
 
     def _ticket(self, lease: str) -> str:
@@ -308,7 +308,7 @@ class PromptExchange:
         except InvalidArgumentError as exc:
             rule = "HOST:PORT/LEASE, as `offer` returns it"
             raise InvalidArgumentError("ticket", ticket, rule) from exc
-        if not (endpoint.is_loopback or self._proves_peers):
+        if not (endpoint.is_loopback or self._config.proves_peers):
             rule = "a ticket with a loopback address, unless a secret or TLS proves peers"
             raise InvalidArgumentError("ticket", ticket, rule)
         return endpoint, require_ticket("ticket", lease)
@@ -317,11 +317,11 @@ class PromptExchange:
         self, block_ids: Sequence[ArrayLike], num_tokens: int = 0
     ) -> list[list[int]]:
         require_one_per_group("block_ids", block_ids, len(self._sizes), what="block ids")
-        found = []
-        for group, (each, size) in enumerate(zip(block_ids, self._sizes, strict=True)):
-            ids = require_integers(f"block_ids[{group}]", each).tolist()
+        found = [
+            require_integers(f"block_ids[{g}]", ids).tolist() for g, ids in enumerate(block_ids)
+        ]
+        for group, (ids, size) in enumerate(zip(found, self._sizes, strict=True)):
             if len(ids) * size < num_tokens:
                 rule = f"at least {-(-num_tokens // size)} for {num_tokens} tokens"
                 raise InvalidArgumentError(f"number of block_ids[{group}]", len(ids), rule)
-            found.append(ids)
         return found

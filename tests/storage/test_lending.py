@@ -192,6 +192,19 @@ def test_a_reader_that_never_leaves_keeps_a_ticket_for_a_stated_time(
     assert lender.take_ended() == ["u"]
 
 
+async def test_a_ticket_that_is_offered_again_does_not_end_before_its_earlier_readers(
+    lender: CacheLender, memory: BlockMemory
+) -> None:
+    part = BlockParts(KEYS[:1], [0], [memory.chunk_size_bytes(0)])
+    async with lender.lend(part, fenced=True):
+        lender.revoke("t")
+        lender.offer("t", KEYS[1:2], [1], complete=True)
+        assert await lender.lookup(KEYS[:2]) == [False, True]
+        lender.revoke("t")
+        assert lender.take_ended() == []
+    assert lender.take_ended() == ["t"]
+
+
 def test_the_null_block_is_not_offered() -> None:
     caches = make_memory().caches
     caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, null_block_id=0)

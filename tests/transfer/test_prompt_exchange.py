@@ -1,8 +1,10 @@
 """Exchanges of prompts: engines offer and fetch by tokens and blocks, on their own event loop."""
 
 import asyncio
-from collections.abc import Coroutine
+import threading
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,21 @@ def opened(
     listen = "listen=127.0.0.1:0&" if lends else ""
     url = f"nixl://?{listen}transport=socket&timeout_s=5{query}"
     return kvxfer.exchange(url, made, **{"namespace": MODEL} | options)
+
+
+@contextmanager
+def held_back(exchange: PromptExchange) -> Iterator[None]:
+    """Keep an exchange from doing anything that is asked of it meanwhile."""
+    may_go_on = threading.Event()
+
+    async def hold_back() -> None:
+        may_go_on.wait()
+
+    exchange._handover.submit(hold_back())
+    try:
+        yield
+    finally:
+        may_go_on.set()
 
 
 async def wait_until_ended(lender: PromptExchange, ticket: str) -> None:
@@ -208,9 +225,10 @@ async def test_a_ticket_that_is_offered_again_does_not_end_with_its_first_end() 
     """Even if its end is asked for before it is lent; it is told later, once."""
     async with opened(caches()[0]) as lender:
         ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
-        offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
-        await yield_to_loop(3)
-        offering.cancel()
+        with held_back(lender):
+            offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
+            await yield_to_loop(1)
+            offering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await offering
         while not lender._handover._ended:  # noqa: ASYNC110 - until the blocks are free again
@@ -229,6 +247,50 @@ async def test_a_ticket_that_is_offered_again_does_not_end_with_its_first_end() 
         assert [*told, ended] == [[], [ticket]]
 
 
+async def test_a_ticket_is_offered_again_as_soon_as_its_first_offer_was_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover, "LOOK_S", 60.0)  # nobody finds out that the first one has ended
+    async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
+        ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
+        with held_back(lender):
+            offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
+            await yield_to_loop(1)
+            offering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await offering
+        assert await lender.offer(TOKENS, ids, ticket=ticket) == ticket
+        assert await reader.ask(ticket, TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_an_offer_that_ends_early_takes_back_nothing_that_another_one_lent(
+    *, is_cancelled: bool
+) -> None:
+    """It is cancelled, or refused since the other one was the last of its ticket."""
+    async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
+        ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
+        num_computed = 8 if is_cancelled else len(TOKENS)
+        with held_back(lender):
+            offers = [
+                asyncio.ensure_future(
+                    lender.offer(TOKENS, ids, ticket=ticket, num_computed_tokens=end)
+                )
+                for end in (num_computed, len(TOKENS))
+            ]
+            await yield_to_loop(1)
+            if is_cancelled:
+                offers[0].cancel()
+        await asyncio.wait(offers)
+        early, other = offers if is_cancelled else reversed(offers)
+        assert other.result() == ticket
+        assert early.cancelled() is is_cancelled
+        assert is_cancelled or isinstance(early.exception(), InvalidArgumentError)
+        assert await reader.ask(ticket, TOKENS) == len(TOKENS)
+        await reader.release(ticket)
+        await wait_until_ended(lender, ticket)
+
+
 async def test_arguments_of_no_use_are_refused_by_name() -> None:
     async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
         ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
@@ -240,7 +302,7 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
             await reader.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
         with pytest.raises(InvalidArgumentError, match=r"block_ids\[0\] is 99"):
             await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 99]])
-        with pytest.raises(InvalidArgumentError, match="neither complete"):
+        with pytest.raises(InvalidArgumentError, match="new, open or over"):
             await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket)
 
 

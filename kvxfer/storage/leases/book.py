@@ -27,6 +27,7 @@ def require_ticket(name: str, value: object) -> str:
 
 @dataclass(slots=True)
 class _Ticket:
+    blocks: set[int] = field(default_factory=set)  # also those offered before it was over
     offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
     holders: dict[Hashable, int] = field(default_factory=dict)  # latest number of each holder
     is_complete: bool = False  # then its lease runs
@@ -52,15 +53,15 @@ class LeaseBook:
     3. is *over* when its lease has ended, or it was released or revoked: its blocks are no longer
        found, except under other tickets;
     4. has *ended* when it is over, is complete or was revoked, and none of its blocks is pinned,
-       except those still offered under other tickets. It is then forgotten, and its blocks may be
-       overwritten.
+       except those still offered under other tickets: it is forgotten, its blocks may change.
 
     If a ticket is released while it is open, it is over at once: later offers under it are ignored,
     and it ends when it is complete, because until then its blocks are still being computed. A block
     may have several keys, and its bytes are right for each: the last block of a prompt may be the
     beginning of the same block of a longer prompt. A release or hold of an unknown ticket, e.g.
     before its first offer, does nothing: that ticket ends with its lease. So the book only has
-    offered tickets that have not ended. Even held, a complete ticket is over after `LONGEST_S`.
+    offered tickets that have not ended. Even held, a complete ticket is over after `LONGEST_S`. An
+    offer under one that is complete and over opens it again, and its earlier pins still count.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -77,7 +78,7 @@ class LeaseBook:
         return len(self._tickets)
 
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
-        """Offer blocks under a new or open ticket; return those that were not offered before.
+        """Offer blocks under a ticket that is new, open, or over; return those not offered before.
 
         Blocks may be offered under several tickets, a key may have several blocks, and a block
         several keys. With the last offer, the ticket is `complete` and its lease begins.
@@ -85,7 +86,9 @@ class LeaseBook:
         ticket = require_ticket("ticket", ticket)
         entry = self._tickets.get(ticket, _Ticket())
         if entry.is_complete:
-            raise InvalidArgumentError("ticket", ticket, "a ticket neither complete nor revoked")
+            if not entry.is_over:
+                raise InvalidArgumentError("ticket", ticket, "a ticket that is new, open or over")
+            entry = _Ticket(entry.blocks)
         self._tickets[ticket] = entry
         added = [] if entry.is_over else self._add(ticket, entry, blocks)
         if complete:
@@ -153,9 +156,8 @@ class LeaseBook:
         self.num_expired += len(over)
         return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
 
-    def pin(self, blocks: Iterable[int]) -> None:
+    def pin(self, blocks: Collection[int]) -> None:
         """Pin offered blocks: until each is unpinned as often, its last ticket cannot end."""
-        blocks = list(blocks)
         for block in blocks:
             if block not in self._offers:
                 raise InvalidArgumentError("blocks", block, "a block that is offered")
@@ -191,6 +193,7 @@ class LeaseBook:
                 self._places.setdefault(key, {})[block] = None
             keys[key].add(ticket)
         entry.offers.update(dict.fromkeys(blocks.items()))
+        entry.blocks.update(blocks.values())
         return added
 
     def _withdraw(self, ticket: str, entry: _Ticket) -> list[int]:
@@ -218,6 +221,4 @@ class LeaseBook:
     def _has_ended(self, entry: _Ticket) -> bool:
         if not (entry.is_over and entry.is_complete):
             return False
-        return not any(
-            block in self._pins and block not in self._offers for _, block in entry.offers
-        )
+        return not (entry.blocks & self._pins.keys()) - self._offers.keys()

@@ -132,8 +132,8 @@ class CacheLender(Lender):
     ) -> None:
         """Offer blocks under a ticket; their bytes are final and stay until it has ended.
 
-        The ticket is new or open; `block_ids` are integers `(len(keys),)`, one block for each key.
-        With `complete`, these are its last blocks. An offer that is refused changes nothing.
+        The ticket is new, open or over; `block_ids` are integers, one for each key. With
+        `complete`, these are its last blocks. An offer that is refused changes nothing.
         """
         self._guard.check()
         self._expire()
@@ -267,8 +267,7 @@ class CacheLender(Lender):
                 expected = "a block with bytes of a prompt, not the null block"
                 raise InvalidArgumentError(f"block_ids[{index}]", block, expected)
             slots.append(group * self._slots_per_group + block)
-        if len(set(slots)) < len(slots):
-            repeated = find_repeated(slots)
+        if (repeated := find_repeated(slots)) is not None:
             raise DuplicateError("block_ids", ids[slots.index(repeated)])
         return slots
 
