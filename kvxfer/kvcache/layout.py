@@ -183,7 +183,7 @@ def fitting_readings(
     form: CacheTensorForm,
     num_blocks: int,
     *,
-    layout: str | KVLayout | None = None,
+    layout: KVLayout | None = None,
     num_layers: int | None = None,
     page_size_bytes: int | None = None,
 ) -> list[LayoutReading]:
@@ -224,7 +224,7 @@ def require_one(
     num_blocks: int,
     layer_name: str,
     *,
-    layout: str | KVLayout | None = None,
+    layout: KVLayout | None = None,
     num_layers: int | None = None,
 ) -> LayoutReading:
     """Return a tensor's only reading, or raise an error that shows all, or what would fit."""
@@ -246,10 +246,10 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def _candidates(
-    form: CacheTensorForm, layout: str | KVLayout | None, num_layers: int | None
+    form: CacheTensorForm, layout: KVLayout | None, num_layers: int | None
 ) -> list[KVLayout]:
     if layout is not None:
-        return [_readable(KVLayout.parse(layout), form, num_layers)]
+        return [layout]
     parsed = [KVLayout.parse(text) for text in form.layouts]
     fitting = [candidate for candidate in parsed if _names_every_axis(candidate, form, None)]
     if num_layers is None:
@@ -272,13 +272,17 @@ def _with_layer_axis(layout: KVLayout) -> list[KVLayout]:
     return layered
 
 
-def _readable(layout: KVLayout, form: CacheTensorForm, num_layers: int | None) -> KVLayout:
+def parse_layout_of(
+    form: CacheTensorForm, layout: str | KVLayout, *, name: str, num_layers: int | None = None
+) -> KVLayout:
+    """Parse a layout for tensors of one form; an error names the argument by `name`."""
+    layout = KVLayout.parse(layout, name=name)
     if not _names_every_axis(layout, form, num_layers):
         axes = [*form.axis_sizes, "block", *(["layer"] if num_layers is not None else [])]
-        raise InvalidArgumentError("layout", str(layout), f"exactly the axes {sorted(axes)}")
+        raise InvalidArgumentError(name, str(layout), f"exactly the axes {sorted(axes)}")
     if not SPLIT_AXES.issuperset(layout.outer_axes):
         expected = f"only {', '.join(map(repr, sorted(SPLIT_AXES)))} outside 'block'"
-        raise InvalidArgumentError("layout", str(layout), expected)
+        raise InvalidArgumentError(name, str(layout), expected)
     return layout
 
 

@@ -499,8 +499,16 @@ def refused() -> dict[str, Callable[[], Refused]]:
         "a layout that does not fit": lambda: word(SPLIT, unknown, SPLIT),
         "a layout under another layer": lambda: told(unknown, b=f"layer {NHD}"),
         "two layouts of a tensor": lambda: told(invalid, a=ALL_LAYERS[0], b=f"layer {NHD}"),
-        "tokens outermost": lambda: word("token block kv head dim", invalid, "outside 'block'"),
-        "too few axes": lambda: word("block token head dim", invalid, "exactly the axes"),
+        "tokens outermost": lambda: word(
+            "token block kv head dim", invalid, r"layouts\['a'\].*outside 'block'"
+        ),
+        "too few axes": lambda: word(
+            "block token head dim", invalid, r"layouts\['a'\].*exactly the axes"
+        ),
+        "no axis of blocks": lambda: word("kv token head dim", invalid, r"layouts\['a'\].*'block'"),
+        "too few axes of all layers": lambda: word(
+            "block layer kv token head", invalid, r"layouts\['a'\].*exactly the axes.*'layer'"
+        ),
         "more tokens than can be tried": lambda: ({"a": nhd()}, huge, {}, unknown, "got"),
         "a gap": lambda: of_states(first, second.as_strided(second.shape, second.stride(), 10)),
         "two allocations": lambda: of_states(

@@ -15,6 +15,7 @@ from kvxfer.kvcache.layout import (
     LayoutReading,
     describe_tensor,
     fitting_readings,
+    parse_layout_of,
     require_one,
 )
 from kvxfer.kvcache.spec import KVCacheSpec
@@ -67,7 +68,10 @@ def read_registered(
     cross_layer = _read_cross_layer(kv_caches, config, layouts)
     if cross_layer is not None:
         return [cross_layer]
-    _require_every_layer(kv_caches, config)
+    if missing := sorted(set(config.layer_names) - kv_caches.keys()):
+        raise InvalidArgumentError("kv_caches", list(kv_caches), f"also the layers {missing}")
+    if unknown := sorted(kv_caches.keys() - set(config.layer_names), key=str):
+        raise InvalidArgumentError("kv_caches", unknown, "only layers of the groups")
     return [
         _read_layer(kv_caches[name], LayerPlace(index, name), config, layouts)
         for index, group in enumerate(config.groups)
@@ -102,13 +106,6 @@ def _require_usable_tensors(kv_caches: KVCaches) -> None:
         raise InvalidArgumentError("kv_caches", sorted(map(str, devices)), "tensors on one device")
 
 
-def _require_every_layer(kv_caches: KVCaches, config: KVCacheConfig) -> None:
-    if missing := sorted(set(config.layer_names) - kv_caches.keys()):
-        raise InvalidArgumentError("kv_caches", list(kv_caches), f"also the layers {missing}")
-    if unknown := sorted(kv_caches.keys() - set(config.layer_names), key=str):
-        raise InvalidArgumentError("kv_caches", unknown, "only layers of the groups")
-
-
 def _read_layer(
     entry: torch.Tensor | Sequence[torch.Tensor],
     place: LayerPlace,
@@ -133,16 +130,21 @@ def _layouts_of_tensors(
     name: str,
     layout: str | KVLayout | Sequence[str | KVLayout] | None,
     forms: Sequence[CacheTensorForm],
-) -> Sequence[str | KVLayout | None]:
-    if layout is None or isinstance(layout, (str, KVLayout)):
-        if layout is not None and len({form.layouts for form in forms}) > 1:
-            raise InvalidArgumentError(f"layouts[{name!r}]", layout, "one per tensor: they differ")
-        return [layout] * len(forms)
-    expected = f"a layout, or one for each of {len(forms)} tensors"
-    require_sequence(f"layouts[{name!r}]", layout, expected)
-    if len(layout) != len(forms):
-        raise InvalidArgumentError(f"layouts[{name!r}]", layout, expected)
-    return layout
+) -> list[KVLayout | None]:
+    if layout is None:
+        return [None] * len(forms)
+    argument, expected = f"layouts[{name!r}]", f"a layout, or one for each of {len(forms)} tensors"
+    is_one = isinstance(layout, (str, KVLayout))
+    given: Any = [layout] * len(forms) if is_one else layout
+    require_sequence(argument, given, expected)
+    if len(given) != len(forms):
+        raise InvalidArgumentError(argument, layout, expected)
+    if is_one and len({form.layouts for form in forms}) > 1:
+        raise InvalidArgumentError(argument, layout, "one per tensor: they differ")
+    return [
+        None if each is None else parse_layout_of(form, each, name=argument)
+        for each, form in zip(given, forms, strict=True)
+    ]
 
 
 def _forms(
@@ -172,14 +174,17 @@ def _read_cross_layer(
     if len(spec.cache_tensors) != 1 or not _same_pages(spec, config):
         return None
     (tensor,), (form,) = as_tensors(entry), spec.cache_tensors
-    values: list[Any] = [*layouts.values()]
-    given = {KVLayout.parse(each) for each in values if isinstance(each, (str, KVLayout))}
-    several = any(not isinstance(each, (str, KVLayout)) and each is not None for each in values)
-    if several or any("layer" not in each.axes for each in given):
+    texts = {at: each for at, each in layouts.items() if each is not None}  # type: ignore[redundant-expr]
+    given = {" ".join(str(each).split()): at for at, each in texts.items()}
+    several = any(not isinstance(each, (str, KVLayout)) for each in texts.values())
+    if several or any("layer" not in each.split() for each in given):
         return None  # the layouts are those of single layers' tensors
     if len(given) > 1:
         raise InvalidArgumentError("layouts", layouts, "one layout for the tensor of all layers")
-    layout = next(iter(given), None)
+    layout = None
+    for text, at in given.items():
+        argument = f"layouts[{at!r}]"
+        layout = parse_layout_of(form, text, name=argument, num_layers=len(positions))
     found = fitting_readings(
         tensor,
         form,

@@ -4,14 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 
 import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
-from kvxfer.kvcache.layout import dense_strides
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
@@ -40,11 +38,6 @@ class PortableTensor:
         """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def strides_bytes(self) -> tuple[int, ...]:
-        """Bytes from one index to the next, per axis."""
-        return tuple(dense_strides(self.shape, self.dtype.itemsize))
-
 
 @dataclass(frozen=True, slots=True)
 class PortablePage:
@@ -66,12 +59,6 @@ class PortablePage:
     def shard_sizes(self) -> tuple[int, ...]:
         """Bytes of each shard."""
         return tuple(sum(tensor.num_bytes for tensor in shard) for shard in self.shards)
-
-    @property
-    def offsets_bytes(self) -> tuple[int, ...]:
-        """Offset of each tensor in the page, one shard after the other."""
-        sizes = [tensor.num_bytes for tensor in self.tensors]
-        return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
     @property
     def num_tokens(self) -> int | None:
@@ -111,7 +98,8 @@ def portable_page(
         same, box = parts[name], parts[name][0]
         sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
         sizes |= {"head": shard.total_heads(same), "token": num_tokens}
-        order = tuple(axes.get(box.part) or _usual_axes(box))
+        usual = sorted(box.axes, key=lambda axis: (axis != "head", axis != "token", axis))
+        order = tuple(axes.get(box.part) or usual)
         if sorted(order) != sorted(box.axes) or "head" in order[1:]:
             expected = f"the axes {box.axes}, heads first"
             raise InvalidArgumentError(f"axes of {box.part!r}", order, expected)
@@ -126,11 +114,6 @@ def portable_page(
         for index, share in enumerate(_share_heads(tensor, num_shards)):
             shards.setdefault(index, []).append(share)
     return PortablePage(tuple(map(tuple, shards.values())))
-
-
-def _usual_axes(box: PageBox) -> tuple[str, ...]:
-    outer = [axis for axis in ("head", "token") if axis in box.axes]
-    return (*outer, *sorted(set(box.axes) - set(outer)))
 
 
 def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTensor]:

@@ -21,7 +21,7 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.fragments import join, touch
-from kvxfer.kvcache.layout import same_bytes
+from kvxfer.kvcache.layout import dense_strides, same_bytes
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.payload_memory import Offsets
 from kvxfer.kvcache.portable.page import (
@@ -452,11 +452,13 @@ def _group_alike(
     if missing := sorted({tensor.name for tensor in page.tensors} - set(named)):
         raise PageMappingError("layer", sorted(named), f"also {missing}")
     alike: dict[object, tuple[PageBox, PortableTensor, list[tuple[int, int]]]] = {}
-    for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
+    offset = 0
+    for tensor in page.tensors:
         for box in named[tensor.name]:
             moved = replace(box, layer_name="", part="", offset_bytes=0)
             kind = moved, replace(tensor, name="")
             alike.setdefault(kind, (moved, tensor, []))[-1].append((box.offset_bytes, offset))
+        offset += tensor.num_bytes
     return list(alike.values())
 
 
@@ -481,7 +483,8 @@ def _place(
         if axis not in DIVISIBLE_AXES and (narrowed is not box or box.extent(axis) != size):
             raise PageMappingError(axis, box.extent(axis), f"{size} of {tensor.name!r}")
         box = narrowed
-    strides = dict(zip(tensor.axes, tensor.strides_bytes, strict=True))
+    steps_bytes = dense_strides(tensor.shape, tensor.dtype.itemsize)
+    strides = dict(zip(tensor.axes, steps_bytes, strict=True))
     firsts = zip(tensor.axes, tensor.first, strict=True)
     offset = sum((box.first_index(axis) - first) * strides[axis] for axis, first in firsts)
     loops = [

@@ -97,7 +97,7 @@ class WorkerShard:
                 moved = moved.interleaved(
                     "token",
                     run=self.interleave_tokens,
-                    rank=self._token_rank,
+                    rank=self.rank // self.tp_size * self.dcp_size + self._tp_rank % self.dcp_size,
                     num_ranks=self.num_token_shares,
                 )
             placed.append(moved)
@@ -136,10 +136,6 @@ class WorkerShard:
     @property
     def _tp_rank(self) -> int:
         return self.rank % self.tp_size
-
-    @property
-    def _token_rank(self) -> int:
-        return self.rank // self.tp_size * self.dcp_size + self._tp_rank % self.dcp_size
 
     def _num_copies(self, box: PageBox) -> int:
         """Count the workers of a tensor-parallel group that keep the same heads of a box."""
