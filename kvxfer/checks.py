@@ -8,7 +8,7 @@ raises an `InvalidArgumentError` that names the argument, the value and the rule
 import operator
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from collections.abc import Set as AbstractSet
 from numbers import Real
 from typing import Any, TypeVar
@@ -106,7 +106,8 @@ def require_sequence(name: str, value: Any, expected: str = "a sequence") -> Non
     if isinstance(value, (list, tuple)):
         return
     others = (str, bytes, bytearray, memoryview, Mapping, AbstractSet, np.dtype)
-    if isinstance(value, others) or not hasattr(value, "__getitem__") or not _has_length(value):
+    has_length = isinstance(value, Sized) and getattr(value, "ndim", 1) != 0
+    if isinstance(value, others) or not hasattr(value, "__getitem__") or not has_length:
         raise InvalidArgumentError(name, value, expected)
 
 
@@ -130,6 +131,8 @@ def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str 
 def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> NDArray[Any]:
     """Convert a one-dimensional array of integers to `dtype`; copy only if necessary."""
     wanted = "integers in one dimension"
+    if isinstance(values, bytearray):  # numpy reads its bytes as numbers
+        raise InvalidArgumentError(name, values, wanted)
     try:
         array = np.asarray(values)
     except Exception as exc:  # a ragged list, device memory, or any error of `__array__`
@@ -151,25 +154,17 @@ def find_repeated(values: Iterable[T]) -> T | None:
 
 def _index(value: Any) -> int | None:
     """Read a value as an integer; None if it is not one."""
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
-        number = operator.index(value)
+        return int(operator.index(value))
     except Exception:  # noqa: BLE001 - if `__index__` raises, this is not a number
         return None
-    return None if isinstance(number, bool) else int(number)
 
 
 def _with_article(kind: type) -> str:
     article = "an" if kind.__name__[0] in "AEIO" else "a"
     return f"{article} {kind.__name__}"
-
-
-def _has_length(value: Any) -> bool:
-    try:
-        return len(value) >= 0
-    except TypeError:
-        return False
 
 
 def _bounds(minimum: int, maximum: int) -> str:

@@ -25,7 +25,7 @@ class MemoryRegion:
 def require_device(name: str, device: torch.device | str) -> torch.device:
     """Find the device that an argument names, or raise `InvalidArgumentError`."""
     expected = "a device of this machine, such as 'cpu'"
-    if not isinstance(device, (str, torch.device)):
+    if not isinstance(device, (str, torch.device)) or str(device).startswith("meta"):  # type: ignore[redundant-expr]
         raise InvalidArgumentError(name, device, expected)
     try:
         return torch.empty(0, device=device).device

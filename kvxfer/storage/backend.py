@@ -37,7 +37,7 @@ class Outcome:
         memory_safe: False while hardware or a thread may still touch the described memory;
             such blocks must be neither freed nor reused until `Backend.drain` returns.
         reason: Why the block is not done, for logs; empty when it is.
-        done: Whether the block was moved, whole and verified.
+        done: Whether the block was moved, whole and verified. Computed once: batches read it often.
     """
 
     status: Status
@@ -46,7 +46,7 @@ class Outcome:
     done: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compute `done` once: batches read it several times for each outcome."""
+        require_instance("status", self.status, Status)
         object.__setattr__(self, "done", self.status is Status.DONE)
 
 

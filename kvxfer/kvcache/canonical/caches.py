@@ -11,6 +11,8 @@ from kvxfer.checks import (
     require_integer,
     require_one_per_group,
     require_sequence,
+    require_text,
+    require_texts,
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError, LayoutError
@@ -69,6 +71,10 @@ class CanonicalKVCacheRef:
     def __post_init__(self) -> None:
         set_counts(self, "page_size_bytes")
         object.__setattr__(self, "tensor_idx", require_integer("tensor_idx", self.tensor_idx))
+        object.__setattr__(self, "layer_names", require_texts("layer_names", self.layer_names))
+        object.__setattr__(self, "layout", require_text("layout", self.layout))
+        require_instances("boxes", self.boxes, PageBox)
+        object.__setattr__(self, "boxes", tuple(self.boxes))
 
 
 @dataclass(frozen=True, slots=True)
