@@ -15,7 +15,6 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import shown
 from kvxfer.text import find_control
 
-ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - addresses to listen at, not to connect to
 MAX_PORT = (1 << 16) - 1
 MAX_LABEL_CHARACTERS = 63
 """Maximum length of a label, the part of a host name between dots. Source: RFC 1035, 2.3.4."""
@@ -59,9 +58,7 @@ class Endpoint:
             address = ipaddress.ip_address(self.host)
         except ValueError:
             return self.host == "localhost"
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-            address = address.ipv4_mapped
-        return address.is_loopback
+        return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -106,13 +103,21 @@ def _is_port(text: str) -> bool:
 
 def is_host(text: str, *, bracketed: bool) -> bool:
     """Whether text is the name or address of a host: if it was in brackets, an IPv6 address."""
-    if bracketed:
-        try:
-            address = ipaddress.IPv6Address(text)
-        except ValueError:
-            return False
-        return address.scope_id is None or _is_name(address.scope_id)  # ipaddress allows any text
-    return _is_name(text)
+    if not bracketed:
+        return _is_name(text)
+    with contextlib.suppress(ValueError):
+        scope = ipaddress.IPv6Address(text).scope_id  # any text
+        return scope is None or _is_name(scope)
+    return False
+
+
+def is_any_host(host: str) -> bool:
+    """Whether a host stands for all addresses of a machine: to listen at, not to connect to."""
+    with contextlib.suppress(OSError):  # as sockets read IPv4 addresses, such as `0`
+        return socket.inet_aton(host) == bytes(4)
+    with contextlib.suppress(ValueError):
+        return int(ipaddress.IPv6Address(host)) in (0, 0xFFFF << 32)  # 0.0.0.0 in IPv6
+    return False
 
 
 def _is_name(text: str) -> bool:

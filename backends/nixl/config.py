@@ -15,7 +15,7 @@ from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, load_certi
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer
 from kvxfer.configuration import Configuration
-from kvxfer.endpoint import ANY_HOSTS, MAX_PORT, Endpoint
+from kvxfer.endpoint import MAX_PORT, Endpoint, is_any_host
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.storage.integrity import read_secret
@@ -262,7 +262,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         listen = self.listen_endpoint
         if self.advertise and listen is None:
             raise InvalidArgumentError("advertise", self.advertise, "none without listen=HOST:PORT")
-        if listen is not None and self.advertised(listen).host in ANY_HOSTS:
+        if listen is not None and is_any_host(self.advertised(listen).host):
             wanted = "an address that others reach, here or as advertise=HOST:PORT"
             argument = "advertise" if self.advertise else "listen"
             raise InvalidArgumentError(argument, str(listen), wanted)

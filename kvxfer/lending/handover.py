@@ -17,7 +17,7 @@ from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.endpoint import ANY_HOSTS, is_host
+from kvxfer.endpoint import is_any_host, is_host
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -299,8 +299,9 @@ def reachable_host(config: NixlConfig, advertise: str, num_workers: int = 1) -> 
     if num_workers > 1 and not listen.port:
         rule = f"a port: {num_workers} workers listen on it and on the next ones"
         raise InvalidArgumentError("listen", config.listen, rule)
-    host = (advertise or listen.host).removeprefix("[").removesuffix("]")
-    if host in ANY_HOSTS or not is_host(host, bracketed=":" in host):
+    host = advertise or listen.host
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if is_any_host(host) or not is_host(host, bracketed=":" in host):
         rule = f"the host by which other machines reach listen={config.listen}"
         raise InvalidArgumentError("advertise", advertise, rule)
     return host

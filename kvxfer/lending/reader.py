@@ -286,8 +286,7 @@ class _Part:
         return self.keys if len(rows) == len(self.keys) else [self.keys[row] for row in rows]
 
 
-_Rows: TypeAlias = NDArray[np.int64]
-"""Positions of blocks in a part, ascending."""
+_Rows: TypeAlias = NDArray[np.int64]  # positions of blocks in a part, ascending
 
 
 class Reader:

@@ -105,6 +105,8 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
         ({"discover": URL, "advertise": "127.0.0.1:1"}, "advertise"),
         ({"discover": URL, "listen": "0.0.0.0:1"}, "listen"),
         ({"discover": URL, "listen": "127.0.0.1:1", "advertise": "[::]:1"}, "advertise"),
+        ({"discover": URL, "listen": "127.0.0.1:1", "advertise": "0:1"}, "advertise"),
+        ({"discover": URL, "listen": "127.0.0.1:1", "advertise": "[0::0]:1"}, "advertise"),
         ({"discover": URL, "etcd_cert": "a", "etcd_key": "b"}, "etcd_ca, etcd_cert, etcd_key"),
     ],
 )

@@ -120,6 +120,11 @@ def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
         ({"allow": ["10.0.0.1/8"]}, "allow"),
         ({"listen": "0.0.0.0:7100"}, "advertise"),
         ({"listen": "[::]:7100", "advertise": "[::]"}, "advertise"),
+        ({"listen": "0:7100"}, "advertise"),
+        *(
+            ({"listen": "127.0.0.1:7100", "advertise": host}, "advertise")
+            for host in ("0", "0x0", "::0", "[0::0]", "::ffff:0.0.0.0", "[fd00::7", "fd00::7]", "[")
+        ),
         ({"listen": "127.0.0.1:7100", "advertise": "10.0.0.7:7100"}, "advertise is '10"),
         ({"listen": "127.0.0.1:7100", "advertise": "node 7"}, "advertise"),
         ({"address": "10.0.0.7:7100"}, "address"),
