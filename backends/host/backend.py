@@ -25,6 +25,7 @@ from kvxfer.runtime import Threads
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
+    NO_ROOM_REASON,
     Begun,
     ImmediateMover,
     Outcome,
@@ -200,12 +201,11 @@ class HostBackend(LendingBackend, ImmediateMover):
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         """See `ImmediateMover.begin_store`. A copy from host memory holds the index's lock."""
         self._guard.check_batch(keys, blocks)
-        starts = blocks.payload_starts
-        ends = starts + blocks.block_sizes
+        stops = blocks.payload_starts + blocks.block_sizes
         with self._lock:
             if any(self._index.are_storing(keys)):
                 return None
-            plan = self._plan_store(keys, starts.tolist(), ends.tolist())
+            plan = self._plan_store(keys, blocks.payload_starts.tolist(), stops.tolist())
             if plan.keys and blocks.device != HOST:
                 return self._begin_device_store(plan, keys, blocks)
             stored: Sequence[BlockKey] = ()
@@ -221,14 +221,13 @@ class HostBackend(LendingBackend, ImmediateMover):
         self, plan: StorePlan, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> Begun:
         """Begin a copy by a device; the caller holds the index's lock."""
+        stored: list[BlockKey] = []
         try:
             outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
             copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
         except BaseException:
             self._end_store(plan.keys, ())
             raise
-
-        stored: list[BlockKey] = []
 
         def land() -> None:
             finish()
@@ -598,4 +597,5 @@ def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descript
 
 
 def _no_room(num_slots: int) -> Outcome:
-    return Outcome(Status.FAILED, reason=f"no room: none of {num_slots} slots can be evicted")
+    reason = f"{NO_ROOM_REASON}: none of {num_slots} slots can be evicted"
+    return Outcome(Status.FAILED, reason=reason)

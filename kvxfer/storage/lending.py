@@ -15,7 +15,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
+from kvxfer.storage.backend import NO_ROOM_REASON, Backend, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import chunk_bytes, require_within
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -203,7 +203,9 @@ class StagedLender(Lender):
 
 
 NOT_ARRIVED = Outcome(Status.FAILED, reason="the block did not arrive whole")
-NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the blocks before it")
+NO_ROOM = Outcome(
+    Status.FAILED, reason=f"{NO_ROOM_REASON} in staging memory beside the blocks before it"
+)
 
 
 def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ import xxhash
 
 from kvxfer.configuration import Configuration
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -69,7 +69,7 @@ class DictBackend(Backend):
             if stored is None or not stored.covers(start, len(payload)):
                 self._blocks.pop(key, None)
                 if not self._make_room(keys):
-                    outcomes.append(Outcome(Status.FAILED, reason="no room"))
+                    outcomes.append(Outcome(Status.FAILED, reason=NO_ROOM_REASON))
                     continue
                 self._blocks[key] = _Stored(start, payload, xxhash.xxh3_64_intdigest(payload))
             outcomes.append(DONE)

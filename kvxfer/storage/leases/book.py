@@ -105,9 +105,8 @@ class LeaseBook:
         self, keys: Iterable[BlockKey], blocks: Iterable[int | None]
     ) -> list[int | None]:
         """Replace the blocks that are no longer offered under their keys by None."""
-        places = self._places
         pairs = zip(keys, blocks, strict=True)
-        return [block if block in places.get(key, ()) else None for key, block in pairs]
+        return [block if block in self._places.get(key, ()) else None for key, block in pairs]
 
     def hold(self, ticket: str, holder: Hashable, number: int = 0) -> bool | None:
         """Keep a ticket from running out until its holder is dropped.

@@ -226,8 +226,7 @@ class CacheLender(Lender):
         if self._staging is not None:
             return None
         slots = self.book.find(keys)
-        found = [slot for slot in slots if slot is not None]
-        if not fenced and not all(slot in self._checksums for slot in found):
+        if not fenced and not all(slot is None or slot in self._checksums for slot in slots):
             return None
         return self._locate(keys, slots, fenced=fenced)
 
