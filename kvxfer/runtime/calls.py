@@ -169,9 +169,7 @@ class Once:
     def is_done(self) -> bool:
         """Whether an attempt ended without an error."""
         task = self._task
-        if task is None or not task.done() or task.cancelled():
-            return False
-        return task.exception() is None
+        return bool(task and task.done() and not (task.cancelled() or task.exception()))
 
     async def run(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begin an attempt, or join that of this event loop; waits as `outlive_caller` does."""

@@ -257,13 +257,15 @@ class LoopThread:
 
     def _stop(self) -> None:
         if not self.is_ending:  # a second `stop` would interrupt the wait for cancelled tasks
+            self.is_ending = True
             self.loop.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
-            self.is_ending = True
+            while not self.is_ending:
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which only a task raises
+                    self.loop.run_forever()
             self.loop.run_until_complete(_end_all_tasks())
         finally:
             # asyncio's `shutdown_default_executor` takes no timeout before Python 3.12.

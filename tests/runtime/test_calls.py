@@ -188,6 +188,21 @@ def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told()
     thread.stop()
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_an_error_that_ends_processes_ends_only_its_task_on_a_loop_of_others(
+    end: type[BaseException],
+) -> None:
+    thread = LoopThread("loop")
+
+    async def fail() -> None:
+        raise end
+
+    with pytest.raises(end):
+        thread.run(fail(), 10)
+    assert thread.run(asyncio.sleep(0, "through"), 10) == "through"
+    thread.stop()
+
+
 def test_stop_cancels_what_is_left_and_lets_it_end_though_it_is_called_again_meanwhile() -> None:
     thread, begun, ended = LoopThread("loop"), threading.Event(), threading.Event()
     call_soon, told = thread.loop.call_soon_threadsafe, threading.Semaphore(0)
