@@ -253,21 +253,6 @@ def _keys_of(
     ]
 
 
-def _count_leading_tokens(
-    there: Sequence[bool],
-    keys: Sequence[Sequence[BlockKey]],
-    theirs: CacheDescription,
-    windows: Sequence[int | None],
-    prompt: PromptKeys,
-) -> int:
-    """Count the leading tokens of a prompt whose pages are all there."""
-    if all(there):
-        return prompt.num_tokens
-    if len(keys) > 1 or windows[0] is not None:  # windows of a shorter prompt were not asked for
-        return 0
-    return there.index(False) * theirs.groups[0].tokens_per_block
-
-
 @dataclass(slots=True, eq=False)
 class _Part:
     """Blocks of one group to be read from one of the other engine's workers."""
@@ -366,9 +351,12 @@ class Reader:
                 if look.is_known or all(look.there):
                     held = await self._hold(workers, ticket, at_workers)
         is_promised = held.is_known and not held.is_complete
-        there = _count_leading_tokens(held.there, keys, theirs, windows, prompt)
+        num_tokens = prompt.num_tokens
+        if not (is_promised or all(held.there)):  # windows of a shorter prompt were not asked for
+            num_leading = held.there.index(False) if windows == [None] else 0
+            num_tokens = num_leading * engine.tokens_per_block[0]
         return Found(
-            num_tokens=prompt.num_tokens if is_promised else there,
+            num_tokens=num_tokens,
             is_complete=not is_promised,
             tokens_per_block=engine.tokens_per_block,
             our_tokens_per_block=tuple(g.tokens_per_block for g in self._description.groups),

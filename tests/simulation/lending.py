@@ -42,6 +42,8 @@ MOST_S = 300.0
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
 EXCHANGES = 0.3
 """Share of plans in which prompts are exchanged by a `PromptExchange`."""
+TWICE = 0.3
+"""Share of prompts whose first offer is made by two calls at once, under one ticket."""
 CANCELLED = ("offer", "rest", "fetch", "release")
 CANCELS_S = (None, None, 0.0, 0.001, 0.05, 0.5)
 """Calls of an exchange that are given up, and after how long."""
@@ -587,18 +589,24 @@ class _ExchangeRun(_Run):
             return
         exchange, offers = self._exchanges["p"], partial(self._exchanges["p"].offer, tokens)
         ticket = "" if is_new else f"{self._endpoint}/lease-{number}"
-        part, offered = length // 2 if is_early else None, None
+        parts: dict[int | None, float | None] = {length // 2 if is_early else None: None}
+        if ticket and self._simulation.random(f"twice {number}").random() < TWICE:
+            is_early, parts = False, {length // 2: None, None: cancels_s["rest"]}
         for cancel_s in (cancels_s["offer"], None):
             self._engines["p"].compute(tokens, [blocks])
-            offer = offers([blocks], ticket=ticket, num_computed_tokens=part)
-            if (offered := await self._call("p", offer, cancel_s)) is not None:
+            parts[next(iter(parts))] = cancel_s
+            calls = [
+                self._call("p", offers([blocks], ticket=ticket, num_computed_tokens=part), limit_s)
+                for part, limit_s in parts.items()
+            ]
+            if any(offered := await asyncio.gather(*calls)):
                 break
             self._overwrite(blocks)  # since nothing is lent
             await asyncio.sleep(after_s)
-        if offered is None:
+        if not any(offered):
             self._free["p"] += blocks
             return
-        ticket = offered
+        ticket, gives_up = next(filter(None, offered)), gives_up or offered[-1] is None
         self._lent[ticket] = blocks
         fetching = asyncio.create_task(self._fetch(ticket, tokens, cancels_s=cancels_s, **how))
         await asyncio.sleep(after_s)

@@ -115,6 +115,7 @@ FOUND = (
     ("files", 11759),  # a store failed because another's block of that key was gone at once
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("lending", 851),  # a fetch that was given up did not wait for a late read
+    ("lending", 13),  # an offer that was given up took the end of another under its ticket
     ("lending", 254),  # blocks of an offer that was given up stayed lent
     ("objects", 4339),  # a whole chunk was not written back after a part of it was refused
     ("objects", 258),  # a block was reported deleted that its bucket could not remove
