@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from kvxfer import Namespace, Outcome, TransferEngine, runtime
 from kvxfer.errors import ClosedError
 from kvxfer.runtime import DaemonThreads
+from kvxfer.storage import ImmediateMover
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
 from kvxfer.transfer import JobId
@@ -66,11 +67,15 @@ class PolledScenario(Scenario):
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """Open tiers, as the seed decides, or host memory alone."""
-        if simulation.random("alone").random() < ALONE:
-            if (copying := late_copies(simulation)) is not None:
-                self.slack_s += MOST_COPIES * max(COPIES_S)
-            return Opened(backend=open_host(ROOM, namespace, copying=copying))
-        return TiersScenario().open(simulation, namespace)
+        copying, is_alone = late_copies(simulation), simulation.random("alone").random() < ALONE
+        opened = (
+            Opened(backend=open_host(ROOM, namespace, copying=copying))
+            if is_alone
+            else TiersScenario().open(simulation, namespace)
+        )
+        if copying is not None and opened.backend.provide(ImmediateMover) is not None:
+            self.slack_s += MOST_COPIES * max(COPIES_S)
+        return opened
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         run = _Run(self, simulation)
