@@ -565,21 +565,21 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
     """
     began = runtime.monotonic()
     first, *lower = tiers_of(backend)
-    known: list[BlockKey] = []
-    found: list[BlockKey] = []
+    known, found = list[BlockKey](), list[BlockKey]()
     try:
         async with asyncio.timeout(timeout_s):
             for tier in lower:
-                if (remembering := tier.provide(RemembersUse)) is not None:
-                    known = await remembering.recently_used(num_blocks)
-                    for start in range(0, len(known), PRELOADED_BLOCKS):
-                        batch = known[start : start + PRELOADED_BLOCKS]
-                        await backend.lookup(batch)
-                        there = await first.lookup(batch)
-                        found += [key for key, each in zip(batch, there, strict=True) if each]
-                    break
+                if not known and (remembering := tier.provide(RemembersUse)) is not None:
+                    known = await outlive_caller(remembering.recently_used(num_blocks))
+            for start in range(0, len(known), PRELOADED_BLOCKS):
+                batch = known[start : start + PRELOADED_BLOCKS]
+                await backend.lookup(batch)
+                there = await first.lookup(batch)
+                found += [key for key, each in zip(batch, there, strict=True) if each]
     except TimeoutError:
         logger.warning("preloading stopped at its deadline of %g s", timeout_s)
+    except Exception:  # the first tier works without the others
+        logger.warning("preloading stopped at an error of a tier", exc_info=True)
     if found and (lender := first.provide(Lender)) is not None:
         lender.peek(found)  # counts as a use, so the latest block is evicted last
     text = "preloaded %d of the %d most recently used blocks in %.1f s"

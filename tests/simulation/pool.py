@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from kvxfer import Backend, BlockKey, Namespace, TieredBackend, TransferEngine
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step, TierFault
+from kvxfer.testing.simulation.engine_scenario import SLACK_S
 from kvxfer.testing.simulation.faults import CALLS
+from kvxfer.tiering.tiered_backend import preload, tiers_of
 from tests.simulation.fleet_scenario import FleetScenario
 from tests.simulation.memory import flip_bit
 from tests.simulation.tiers import (
@@ -31,6 +34,8 @@ from tests.simulation.tiers import (
 
 FAULTY = ((0, 0), (0, 0), (3, 0), (8, 0), (0, 3), (3, 3))
 """Numbers of faults of the tier below a pool and of blocks of the pool that rot, in a plan."""
+PRELOAD_S, FAULTY_PRELOADS = 0.4, 0.5
+"""Time for preloading, and share of the restarts at which the tier below a pool fails."""
 CALM = 0.5
 """Share of these plans without other faults, so that every engine keeps its pool."""
 
@@ -73,6 +78,9 @@ class PoolScenario(FleetScenario):
         opened = patch.object(PoolConfig, "open_copy_engine", lambda _: make())
         suffix = f"-{os.getpid()}"
         self._below: FaultyTier | None = None
+        self._kept: dict[BlockKey, Any] = {}  # blocks below, which outlive the holder of the pool
+        self._deleted: dict[BlockKey, None] = {}
+        self._is_prepared = False
         self._stays = {step.what for step in steps}.isdisjoint((*FleetScenario.faults, "close"))
         with opened, tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=suffix) as folder:
             self._path = Path(folder) / "pool.sock"
@@ -91,17 +99,33 @@ class PoolScenario(FleetScenario):
         has_tier = _has_tier(simulation)
 
         def open_backend(namespace: Namespace) -> Backend:
-            host = open_host(num_slots, namespace, is_shared=True)
+            self._is_prepared, host = False, open_host(num_slots, namespace, is_shared=True)
             if not has_tier:
                 return host
             below = _Below(DictConfig(max_blocks=ROOM), namespace)
-            self._below = FaultyTier(below, simulation, "below")
+            below._blocks, below.deleted = self._kept, self._deleted
+            self._below = _FaultyBelow(below, simulation, "below")
             joined = join([host, self._below], namespace)
             watch_staging(simulation, joined._staging)
             return joined
 
         settled = namespace if simulation.random("settled").random() < 0.5 else None
-        return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
+        prepare, num_bytes = partial(self._prepare, simulation), num_slots * SLOT_BYTES
+        return PoolServer(self._path, num_bytes, open_backend, namespace=settled, prepare=prepare)
+
+    async def _prepare(self, simulation: Simulation, backend: Backend) -> None:
+        """Preload a pool that was started again, whatever the tier below does meanwhile."""
+        random, began = simulation.random(f"preload {simulation.now}"), simulation.now
+        if self._kept and self._below is not None and random.random() < FAULTY_PRELOADS:
+            self._below.begin_fault(random.choice(list(TierFault)), 2.0, random.choice((0.2, 1.0)))
+        host = tiers_of(backend)[0].provide(HostBackend)
+        assert host is not None
+        num_found = await preload(backend, host.num_slots, PRELOAD_S)
+        if simulation.now - began > PRELOAD_S + SLACK_S:
+            simulation.fail("late", f"preloading took {simulation.now - began:.3f} s")
+        if num_found > len(there := host._index.keys()):
+            simulation.fail("preloaded", f"{num_found}, and {len(there)} are there")
+        self._is_prepared = True
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """See `FleetScenario.is_strict`: without its holder, an engine finds nothing at first."""
@@ -122,6 +146,8 @@ class PoolScenario(FleetScenario):
 
     def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
         """See `FleetScenario.look`: whatever the tier below does, the pool answers its engines."""
+        if not self._is_prepared and any(holder._sessions for holder in holders):
+            simulation.fail("served before it was prepared")
         for backend in backends if self._stays else ():
             attachment = backend._attachment
             if attachment is None or attachment.error:
@@ -165,13 +191,24 @@ class PoolScenario(FleetScenario):
 class _Below(DictBackend):
     """Tier below a pool; a block deleted here may stay in the pool while it is being read."""
 
-    def __init__(self, config: DictConfig, namespace: Namespace) -> None:
-        super().__init__(config, namespace)
-        self.deleted = set[BlockKey]()
+    deleted: dict[BlockKey, None]
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.deleted.update(keys)
+        self.deleted |= dict.fromkeys(keys)
         return await super().delete(keys)
+
+    async def aclose(self) -> None:
+        self._blocks = {}  # those of the next holder stay
+        await super().aclose()
+
+
+class _FaultyBelow(FaultyTier):
+    """Tier that knows which of its blocks were stored last."""
+
+    async def recently_used(self, num_blocks: int) -> list[BlockKey]:
+        assert isinstance(self.inner, _Below)
+        latest = [*reversed(self.inner._blocks)][:num_blocks]
+        return latest if not latest or any(await self.lookup(latest)) else []
 
 
 _FOLDER = "kvxfer-simulation-"

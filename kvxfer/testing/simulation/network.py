@@ -159,15 +159,15 @@ class Network:
     def end(self, process: SimulatedProcess, lost_for_s: float | None = None) -> None:
         """Close the sockets of a process that has ended, as its kernel does.
 
-        If its machine lost power, other machines do not notice for `lost_for_s`.
+        With `lost_for_s`, other machines notice later, and a forked child keeps Unix sockets open.
         """
         for each in list(self.sockets.values()):
             if isinstance(each, WatchedProcess):
                 each.look()
             elif each.process is process:
-                if lost_for_s is None or each.family == socket.AF_UNIX:
+                if lost_for_s is None or (each.family == socket.AF_UNIX and each.address):
                     each.close()
-                else:
+                elif each.family != socket.AF_UNIX:
                     each.vanish(self.now + lost_for_s)
 
     def watch(self, process: SimulatedProcess) -> int:
