@@ -156,6 +156,19 @@ async def test_a_block_that_was_removed_is_proven_to_nobody_who_knows_its_place(
         assert backend.pool.slots[0].tobytes() != payload
 
 
+async def test_a_slot_that_others_write_to_is_proven_to_nobody_who_knows_its_former_place(
+    memory: BlockMemory,
+) -> None:
+    config = HostConfig(capacity=capacity_for(memory.namespace(), 1))
+    async with HostBackend(config, memory.namespace()) as backend:
+        await store_one(memory, backend)
+        generation = backend.pool.generations.of(0)
+        offered = BlockParts([OTHER], [0], [memory.chunk_size_bytes(0)])
+        async with backend.make_room(offered) as room:
+            assert room.blocks is not None
+            assert backend.pool.generations.of(0) != generation
+
+
 class NoThreads(runtime.Runtime):
     def start_thread(self, *given: Any, **more: Any) -> threading.Thread:
         raise RuntimeError("can't start new thread")

@@ -243,6 +243,41 @@ async def test_an_engine_whose_backend_does_not_close_in_time_does_not_say_that_
     assert "not closed after 0.1 s: 0 transfers may still touch the caches" in caplog.text
 
 
+class Unsafe(DictBackend):
+    """Backend whose loads end when told to, and whose memory is quiet when told to."""
+
+    def __init__(self, config: DictConfig, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self.asked, self.answers, self.is_quiet = (asyncio.Event() for _ in range(3))
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.asked.set()
+        await self.answers.wait()
+        return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+    async def drain(self) -> None:
+        await self.is_quiet.wait()
+
+
+async def test_a_drain_waits_for_memory_that_proves_unsafe_while_it_waits(
+    memory: BlockMemory,
+) -> None:
+    backend = Unsafe(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend) as engine:
+        loading = asyncio.create_task(engine.load(keys_of(1), [[1]]))
+        await backend.asked.wait()
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        backend.answers.set()
+        await loading
+        for _ in range(20):
+            await asyncio.sleep(0)
+        has_ended = draining.done()
+        backend.is_quiet.set()
+        await draining
+    assert not has_ended
+
+
 @contextmanager
 def at_each_instruction(call: Callable[[], object]) -> Iterator[None]:
     """Call something before each instruction of the mover of jobs on this thread."""

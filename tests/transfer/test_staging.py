@@ -18,6 +18,7 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import DONE, MISSING
+from kvxfer.storage.staging_memory import StagingMemory, touched_by_none
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -35,6 +36,19 @@ from tests.examples import examples
 from tests.tiering.opened_tiers import open_tiers
 
 DEVICE = torch.device("cuda", 0)
+
+
+async def test_a_buffer_whose_turn_comes_as_its_caller_is_cancelled_goes_to_the_next() -> None:
+    staging = StagingMemory(1, 1, touched_by_none)
+    async with staging.hold([1], [0]):
+        async with staging.hold([1], [0]):
+            waiting = asyncio.create_task(staging.hold([1], [0]).__aenter__())
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with staging.hold([1], [0], timeout_s=0.0):
+            pass
 
 
 def on_device(blocks: Descriptors) -> Descriptors:
