@@ -217,6 +217,8 @@ class _Run:
         self._watched: dict[int, int] = {}  # free blocks of D, and a number in their bytes
         self._num_lives = 0
         self._is_calm = all(step.what == "request" for step in steps)
+        self._has_stuck_reads = any(step.arguments.get("fault") == "stuck_reads" for step in steps)
+        self._closed: list[str] = []  # exchanges
 
     def make_agent(self) -> StuckAgent:
         agent = StuckAgent()
@@ -303,7 +305,7 @@ class _Run:
             self._engines["p"].offer(ticket, tokens, [blocks])
 
     async def _revoke(self, ticket: str, after_s: float) -> None:
-        """Revoke a lease, and check that none of its blocks is still offered afterwards."""
+        """Revoke a lease, check that none of its blocks is still offered, and use them at once."""
         await asyncio.sleep(after_s)
         engine, process = self._engines["p"], self._processes["p"]
         if not process.is_alive:
@@ -314,6 +316,9 @@ class _Run:
             offered = worker._lender.book._offers.keys()  # type: ignore[union-attr]
             if found := sorted({*self._lent.get(ticket, [])} & offered - others):
                 self._simulation.fail("offered although it was revoked", found)
+        if (blocks := self._lent.get(ticket)) is not None:
+            self._overwrite(blocks)
+            self._free["p"], self._lent[ticket] = blocks + self._free["p"], []
 
     async def _leg(
         self,
@@ -363,7 +368,7 @@ class _Run:
                 self._simulation.fail("missing", f"{num_missing} blocks of {ticket} at {rank}")
             safe &= fetched.memory_safe
         if not safe:
-            self._simulation.note(f"   {ticket}: its blocks are not safe")
+            self._note(f"{ticket}: its blocks are not safe", is_wrong=not self._has_stuck_reads)
             wanted = found.wanted(made, first, stop, [ids])
             for each in d.workers:
                 await asyncio.wrap_future(each.submit(each.reader.drain(wanted)))
@@ -375,7 +380,7 @@ class _Run:
     def _note(self, refusal: str, *, is_wrong: bool) -> None:
         self._simulation.note(f"   {refusal}")
         if is_wrong:
-            self._simulation.fail("not asked", refusal)
+            self._simulation.fail("unexpected", refusal)
 
     def _judge(
         self,
@@ -476,6 +481,8 @@ class _Run:
 
     def _leftovers(self) -> list[str]:
         left = [f"{ticket} has not ended" for ticket in self._lent]
+        if "d" not in self._closed:  # closing ends every hold
+            left += [f"{each} is kept" for each in self._engines["d"].workers[0].reader._keepers]
         for rank, worker in enumerate(self._engines["p"].workers):
             book = worker._lender.book  # type: ignore[union-attr]
             if any(counts := (book.num_tickets, len(book._offers), len(book._pins))):
@@ -558,7 +565,6 @@ class _ExchangeRun(_Run):
         self._is_calm = all(step.what == "prompt" for step in steps)
         self._exchanges: dict[str, PromptExchange] = {}
         self._ended: dict[str, None] = {}  # tickets
-        self._closed: list[str] = []
 
     async def _start(self, name: str) -> None:
         await super()._start(name)
@@ -677,8 +683,6 @@ class _ExchangeRun(_Run):
 
     def _leftovers(self) -> list[str]:
         left = [f"{each} of the exchange" for each in self._exchanges["p"]._lent]
-        if "d" not in self._closed:  # closing ends every hold
-            left += [f"{each} is kept" for each in self._engines["d"].workers[0].reader._keepers]
         return left + super()._leftovers()
 
 

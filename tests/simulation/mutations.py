@@ -618,6 +618,8 @@ TABLE = """
 -                bad[part.group].update((b, None) for b in targets if b != self._null_block)
 +                if part.rank == 0:
 +                    bad[part.group].update((b, None) for b in targets if b)
+@@ lending 20 a released ticket stays kept
+-        self._keepers.pop((endpoint, ticket), None)
 @@ lending 250 a hold goes on after that at another worker has failed
 -            await end_tasks(holds)
 @@ lending 80 a connection is closed before its call begins
