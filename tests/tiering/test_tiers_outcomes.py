@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 from unittest.mock import AsyncMock, patch
 
@@ -286,6 +287,20 @@ async def test_a_copy_down_that_does_not_end_well_is_made_again(
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await backend.flush()
         assert await lower.lookup(KEYS[:1]) == [True]
+
+
+async def test_a_chunk_that_was_completed_before_its_turn_is_copied_down_whole() -> None:
+    memory = BlockMemory([[64]], num_blocks=8, blocks_per_chunk=2)
+    tiers = [open_dict(memory.namespace()) for _ in range(2)]
+    async with TieredBackend(tiers, memory.namespace()) as backend:
+        async with AsyncExitStack() as held:
+            for _ in range(backend._staging.num_buffers):
+                await held.enter_async_context(backend._staging.hold([1], [0]))
+            for block_ids in ([0], [0, 1]):
+                await backend.store(KEYS[:1], memory.describe(0, block_ids))
+                await yield_to_loop(20)  # the writer waits for a buffer
+        await backend.flush()
+        assert await tiers[1].load(KEYS[:1], memory.describe(0, [4, 5])) == [DONE]
 
 
 async def test_a_drain_of_blocks_waits_for_a_late_load_of_any_engine(memory: BlockMemory) -> None:
