@@ -133,13 +133,10 @@ told = []
 for command in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            if command[0] == "benchmarks":
-                status = run_command(PROGRAM, lambda: benchmark(command[1:]))
-            else:
-                status = main(command)
-        except SystemExit as exc:
-            status = exc.code
+        if command[0] == "benchmarks":
+            status = run_command(PROGRAM, lambda: benchmark(command[1:]))
+        else:
+            status = main(command)
     told.append([status, err.getvalue()])
 print(json.dumps(told))
 """

@@ -1,6 +1,7 @@
 """Command `kvxfer`, which imports and runs one subcommand."""
 
-import importlib
+import argparse
+import pkgutil
 from collections.abc import Sequence
 
 from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
@@ -27,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Move KV-cache blocks.",
         epilog=exit_statuses("when all is well", "when a command found a bad block"),
     )
-    version = installed_version("kvxfer")
-    parser.add_argument("--version", action="version", version=f"kvxfer {version}")
+    version = f"kvxfer {installed_version('kvxfer')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, purpose) in _COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
-    name = arguments.command
+    return run_command("kvxfer", lambda: _run(*parser.parse_known_args(argv)))
+
+
+def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     # Import only the command that runs: torch is slow to import, and some commands need extras.
-    module, _, function = _COMMANDS[name][0].partition(":")
-    command = getattr(importlib.import_module(module), function)
-    return run_command(f"kvxfer {name}", lambda: command(rest))
+    name, (target, _) = arguments.command, _COMMANDS[arguments.command]
+    return run_command(f"kvxfer {name}", lambda: pkgutil.resolve_name(target)(rest))

@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import msgspec
 
@@ -85,25 +85,32 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     said = ""
     try:
-        status = command()
+        try:
+            status = command()
+        except SystemExit as exc:  # a parser has printed its help, or why it refuses its arguments
+            status = int(exc.code or 0)
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe
         status = PIPE_CLOSED
     except KeyboardInterrupt:
-        return INTERRUPTED
+        status = INTERRUPTED
     except OSError as exc:
         status, said = FAILED, f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
     except (KVXferError, MemoryError) as exc:
         status, said = FAILED, str(exc) or "out of memory"
-    try:
-        print(end="", flush=True)
-    except OSError as exc:  # so that the flush at exit does not fail, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_closed = isinstance(exc, BrokenPipeError)
-        status, said = (PIPE_CLOSED, said) if is_closed else (FAILED, said or str(exc))
     if said:
         with contextlib.suppress(OSError):  # the reader is gone: the status still tells
             sys.stderr.write(f"{program}: {printable(said)}\n")
+    _flush_or_discard(sys.stdout, sys.stderr)
     return status
+
+
+def _flush_or_discard(*streams: TextIO) -> None:
+    for stream in streams:
+        try:
+            stream.flush()
+        except OSError:  # the flush at exit would fail, too, and change the exit status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -70,11 +70,6 @@ class HTTPPages:
         self._listener.stop()
         await self._listener.wait_closed()
 
-    @property
-    def num_connections(self) -> int:
-        """Number of open connections."""
-        return len(self._listener.tasks)
-
     def _note_failure(self, exc: OSError) -> None:
         """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()

@@ -41,7 +41,6 @@ PEER_OPTIONS = (
 """Options that are fields of `NixlConfig`; like its times, they mean nothing to a host pool."""
 
 MIN_LEASE_S = 4.0  # two heartbeats of engines
-_NUMBERS = ("N", "PORT")
 _OPTIONS: Mapping[str, str] = {
     "--data-port PORT 0": "second port that peers connect to, for blocks that NIXL does not move; "
     "0, the default, chooses a free port",
@@ -121,7 +120,7 @@ def make_parser() -> CommandLine:
     parser.add_argument("--tier", action="append", default=[], metavar="URL", help=tier)
     for option, meaning in _OPTIONS.items():
         name, value, *default = option.split()
-        kind = int if value in _NUMBERS else str
+        kind = int if value in ("N", "PORT") else str
         parser.add_argument(name, metavar=value, default="".join(default), type=kind, help=meaning)
     transport = "transport of blocks; auto, the default, chooses one for each peer"
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS, help=transport)

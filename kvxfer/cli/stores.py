@@ -184,11 +184,8 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             if finding.bad:
                 note(Problem(finding.block.path, finding.reason))
             bar.update(finding.block.num_bytes)
-    report.good = counts[Verdict.GOOD]
-    report.keyed = counts[Verdict.KEYED]
-    report.sealed = counts[Verdict.SEALED]
-    report.unchecked = counts[Verdict.UNCHECKED]
-    report.gone = counts[Verdict.GONE]
+    for name in ("good", "keyed", "sealed", "unchecked", "gone"):
+        setattr(report, name, counts[Verdict[name.upper()]])
     return report
 
 
