@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from kvxfer.explain import Answer, explain
 from tests.e2e import models, oracle, text
 from tests.e2e.audit import flip_a_bit
 from tests.e2e.conftest import Start
@@ -159,7 +160,9 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
     for file in files:
         flip_a_bit(file)
 
-    second = start("smollm2", files=tmp_path, **processes)
+    journal = tmp_path / "journal"
+    environment = {"KVXFER_JOURNAL": str(journal)}
+    second = start("smollm2", files=tmp_path, environment=environment, **processes)
     recomputed = second.generate(prompts, max_tokens=MAX_TOKENS)
     metrics = second.metrics()
     second.settle()
@@ -171,5 +174,7 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
     assert metrics.get(HITS, 0) == 0
     corrupt = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="corrupt",tier="file"}'
     assert metrics[corrupt] > 0
+    (report,) = explain([file.stem for file in files], journal)
+    assert report.missed[Answer.CORRUPT] >= metrics[corrupt], report
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert third.audit().clean, third.audit()

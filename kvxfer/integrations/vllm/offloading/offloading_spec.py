@@ -96,18 +96,18 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         world_size = self.config.parallel.world_size
         workers = receive_identities(self._name, world_size) if self._lower else []
         copies = num_copies(workers[0].pages if workers else None, self.config)
-        tier: LowerTier | None = None
-        prefill: PrefillSpeed | None = None
         with ExitStack() as undo:
             pool = self._open_pool(copies, claim=True)
             undo.callback(pool.close)
             num_slots = pool.shape.num_slots
             sizes = [self.blocks_per_chunk * g.tokens_per_block for g in self.config.groups]
             tokens_per_chunk = dict(zip(group_ids(self.config), sizes, strict=True))
-            if self._lower and self._loads is not None:
-                prefill = PrefillSpeed(self._loads, tokens_per_chunk)
-            if self._lower:
-                tier = self._open_lower_tier(pool, workers, prefill)
+            loads = self._loads if self._lower else None
+            prefill = None if loads is None else PrefillSpeed(loads, tokens_per_chunk)
+            # The journal of host memory comes before that of the tier below, which is slower.
+            journals = journal_observers(None, engine=self._name)
+            tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
+            if tier is not None:
                 undo.callback(tier.close)
             self._manager = KVXferOffloadingManager(
                 pool,
@@ -115,7 +115,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 tier,
                 emit_events=self.kv_events_config.enable_kv_cache_events,
                 trace=TraceRecorder.from_environment(),
-                observers=journal_observers(None, engine=self._name),
+                observers=journals,
                 prefill=prefill,
                 tokens_per_chunk=tokens_per_chunk,
                 has_replicas=self.config.parallel.data_parallel_size > 1,
