@@ -89,6 +89,21 @@ def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: St
     assert scheduler.counts()["load_blocks", (metrics.HOST, "request", "corrupt")] == 1
 
 
+def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_words(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = KeepingBackend()
+    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler.store([key])
+    scheduler.settle()
+    scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
+    backend.corrupt(key)
+    assert scheduler.resolve([key]) == [MISS]
+    assert f"dropped chunk {key.hex()}: " in caplog.text
+    assert "1 chunk loads failed, the first: " in caplog.text
+    assert "Outcome(" not in caplog.text
+
+
 def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_again(
     start: Start,
 ) -> None:

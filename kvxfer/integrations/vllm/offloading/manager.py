@@ -422,7 +422,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _drop(self, key: BlockKey, block: Wanted, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every request."""
-        logger.warning("dropped chunk %s: %s", key.hex(), outcome)
+        logger.warning("dropped chunk %s: %s", key.hex(), outcome.reason)
         self._metrics.add("load_blocks", metrics.HOST, Cause.REQUEST, outcome.status)
         self._reports.moved(Operation.LOAD, [key], [outcome], [], runtime.monotonic())
         block.slot = block.checked = None
@@ -503,10 +503,10 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._has_failed &= self._tier.queued_bytes > 0
         if failed:
             self._has_failed = True
-            for moved in failed:
-                status = moved.outcome.status
+            for status in [moved.outcome.status for moved in failed]:
                 self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
-            logger.warning("%d chunk loads failed, the first: %s", len(failed), failed[0].outcome)
+            reason = failed[0].outcome.reason or failed[0].outcome.status.value
+            logger.warning("%d chunk loads failed, the first: %s", len(failed), reason)
             self._drop_failed([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []

@@ -82,14 +82,14 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         finished = {job.job_id: job for job in self._engine.get_finished()}
         for job_id in [each for each, ours in self._ours.items() if ours in finished]:
             job = finished[self._ours.pop(job_id)]
-            if failed := [outcome for outcome in job.outcomes if not outcome.done]:
+            if lost := [outcome for outcome in job.outcomes if not outcome.done]:
                 name = job.direction.name.lower()
                 text = "%s job %d: %d blocks were not moved, the first: %s"
-                logger.error(text, name, job_id, len(failed), failed[0])
+                logger.error(text, name, job_id, len(lost), lost[0].reason or lost[0].status.value)
             results.append(
                 TransferResult(
                     job_id=job_id,
-                    success=not failed or job.direction is Direction.STORE,
+                    success=not lost or job.direction is Direction.STORE,
                     transfer_size=job.num_bytes,
                     transfer_time=job.seconds,
                 )
