@@ -50,8 +50,7 @@ async def probe_peer(
 ) -> PeerProbe:
     """Find out what a holder has, whether it accepts this process, and how its bytes would travel.
 
-    Stores nothing, and settles no namespace: a holder without one checks only whether this process
-    knows the secret, and logs that it refused a peer.
+    Stores nothing, and settles no namespace: a holder without one checks only the secret.
 
     Raises:
         PeerError: The endpoint cannot be reached, is no holder, or refuses this process.

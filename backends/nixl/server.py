@@ -407,8 +407,7 @@ class RefusalLog:
         now = runtime.monotonic()
         at = text, peer.rpartition(":")[0]
         if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
-            known = self._quiet_until.items()
-            self._quiet_until = {each: until for each, until in known if now < until}
+            self._quiet_until = {each: end for each, end in self._quiet_until.items() if now < end}
             if len(self._quiet_until) >= MAX_ADDRESSES:
                 at = text, ""
         if now < self._quiet_until.get(at, 0.0):
@@ -533,12 +532,14 @@ class Server:
     async def _serve(self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         timeout_s = self._config.handshake_timeout_s
         held: HeldBlocks | None = None
+        level = logging.WARNING
 
         async def reach(theirs: wire.Hello) -> wire.Reach:
             """Prepare for a peer that has authenticated, and return the access to our memory."""
-            nonlocal held
+            nonlocal held, level
             self._listener.prove()
             if theirs.namespace is None:
+                level = logging.DEBUG  # a probe, which has found out that it knows the secret
                 raise NamespaceMismatchError("model", "any", "none")
             held = await self._open_store(theirs.namespace)
             self._node.namespace = theirs.namespace
@@ -560,7 +561,7 @@ class Server:
             self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
             return
         except KVXferError as exc:
-            self._refusals.note(logging.WARNING, "refused a peer: %s", peer, exc)
+            self._refusals.note(level, "refused a peer: %s", peer, exc)
             return
         assert held is not None
         session = ClientSession(self._node, channel, greeting, held)

@@ -427,7 +427,9 @@ async def test_discovery_that_no_thread_could_be_started_for_begins_once_one_can
         await asyncio.to_thread(thread.stop)
 
 
-async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:
+async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one_or_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     other = MEMORY.namespace(model="example/other")
     config = NixlConfig(transport="socket")
     async with standing() as peer:
@@ -437,3 +439,4 @@ async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one
         async with engine(peer, other) as backend:
             assert await backend.lookup(KEYS[:1]) == [False]
             assert (await probe_peer(config, peer.endpoint)).namespace == other
+    assert "refused" not in caplog.text
