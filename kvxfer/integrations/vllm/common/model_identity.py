@@ -131,9 +131,7 @@ def _name_overrides(model: Any) -> str:
     if callable(given):
         given = f"{given.__module__}.{given.__qualname__}"
     facts = [given, bool(model.disable_sliding_window)]
-    if facts == [{}, False]:
-        return ""
-    return f" overridden {hash_facts(facts)}"
+    return "" if facts == [{}, False] else f" overridden {hash_facts(facts)}"
 
 
 def _describe(vllm_config: Any) -> dict[str, Any]:
@@ -178,8 +176,6 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
 def _describe_use(model: Any) -> dict[str, Any]:
     """Collect how an engine uses a checkpoint, and hashes of other files that it may read there."""
-    place = Path(_config_source(model))
-    files = sorted(place.glob("*.json")) if place.is_dir() else []
     return _rope_length(model) | {
         "dtype": str(model.dtype),
         "quantization": [str(model.quantization), _changed_settings(model.quantization_config)],
@@ -187,7 +183,7 @@ def _describe_use(model: Any) -> dict[str, Any]:
         "sliding_window_off": bool(model.disable_sliding_window),
         "files": {
             file.name: hash_text(file.read_text(errors="surrogateescape"))
-            for file in files
+            for file in Path(_config_source(model)).glob("*.json")
             if not HARMLESS_FILES.fullmatch(file.name)
         },
     }
@@ -230,11 +226,10 @@ def _changed_settings(value: Any) -> Any:
         declared = kind()
     except Exception:  # noqa: BLE001 - not all have defaults: every setting counts
         declared = None
-    made = {each.name: getattr(value, each.name) for each in fields(value)}
     return {
-        name: _changed_settings(each)
-        for name, each in made.items()
-        if declared is None or each != getattr(declared, name)
+        each.name: _changed_settings(made)
+        for each in fields(value)
+        if (made := getattr(value, each.name)) != getattr(declared, each.name, ...)
     }
 
 
@@ -289,23 +284,17 @@ def draft_of(vllm_config: Any) -> Any:
 
 
 def _read_config(model: Any) -> dict[str, Any]:
-    """Read the configuration of a checkpoint as its authors wrote it."""
-    place, file = _config_source(model), None
-    if str(getattr(model, "config_format", "auto")) in {"auto", "hf"}:
-        file = Path(place) / "config.json"
-        if not file.is_file():
-            file = _find_in_repository(place, getattr(model.hf_config, "_commit_hash", None))
-    config = json.loads(file.read_text()) if file else model.hf_config.to_diff_dict()
-    return {key: value for key, value in config.items() if key not in OF_NO_VALUE}
-
-
-def _find_in_repository(name: str, commit: str | None) -> Path | None:
-    """Find the configuration in the cached commit of a repository; None if it is not there."""
+    """Read the configuration of a checkpoint as its authors wrote it, if its file is found."""
     from huggingface_hub import try_to_load_from_cache
 
-    is_file = not commit or Path(name).exists()
-    found = None if is_file else try_to_load_from_cache(name, "config.json", revision=commit)
-    return Path(found) if isinstance(found, str) else None
+    place, commit = Path(_config_source(model)), getattr(model.hf_config, "_commit_hash", None)
+    file = place / "config.json"
+    if commit and not place.exists():
+        cached = try_to_load_from_cache(str(place), file.name, revision=commit)
+        file = Path(cached) if isinstance(cached, str) else file
+    is_found = str(getattr(model, "config_format", "auto")) in {"auto", "hf"} and file.is_file()
+    config = json.loads(file.read_text()) if is_found else model.hf_config.to_diff_dict()
+    return {key: value for key, value in config.items() if key not in OF_NO_VALUE}
 
 
 def _config_source(model: Any) -> str:

@@ -137,8 +137,7 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
     """
     tp_size, numbers = vllm_config.parallel_config.tensor_parallel_size, set[int]()
     unknown: list[str] = []
-    draft = draft_of(vllm_config)
-    for model in (vllm_config.model_config, *([draft] if draft else [])):
+    for model in filter(None, (vllm_config.model_config, draft_of(vllm_config))):
         numbers.add(int(model.get_total_num_kv_heads()))
         config = getattr(model, "hf_text_config", None)
         for name, value in _stated_kv_heads(config.to_dict() if config is not None else {}):

@@ -79,9 +79,8 @@ def localities_of(tiers: Iterable[str]) -> list[Any]:
 
 def may_load(localities: Sequence[Any], req_context: ReqContext) -> bool:
     """Whether a request may load from any of these localities; before 0.27, every request may."""
-    if (tiers := getattr(req_context, "load_tier_filter", None)) is None:
-        return True
-    return any(tiers.allows(Medium.STORAGE, each) for each in localities)
+    tiers = getattr(req_context, "load_tier_filter", None)
+    return tiers is None or any(tiers.allows(Medium.STORAGE, each) for each in localities)
 
 
 def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:

@@ -85,8 +85,7 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         revision: str = "",
     ) -> None:
         require_tiering()
-        turn = 1
-        attention = ""
+        turn, attention = 1, ""
         if (vllm_config := engine_config()) is not None:
             require_telling_keys(vllm_config)
             turn = interleave_tokens(vllm_config)
