@@ -307,6 +307,25 @@ def test_context_length_matters_with_long_rope(
     assert len(found) == 4
 
 
+@pytest.mark.parametrize(
+    ("max_model_len", "chosen", "is_tuned"),
+    [(32768, {}, False), (32769, {}, True), (4096, {"attn_temperature_tuning": True}, True)],
+)
+def test_a_temperature_of_attention_that_vllm_decides_is_in_the_identity(
+    vllm_config: Any, max_model_len: int, chosen: dict[str, Any], *, is_tuned: bool
+) -> None:
+    """Llama 4 scales its queries by length only in engines that take long prompts."""
+    write_config(vllm_config)
+    model = vllm_config.model_config
+    model.hf_config.fields["text_config"] = {"attn_temperature_tuning": True}
+    model.try_get_generation_config = lambda: {"temperature": 0.6}
+    model.override_generation_config = {}
+    plain = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    model.max_model_len, model.override_generation_config = max_model_len, chosen
+    assert (identify_model(vllm_config) != plain[0]) == is_tuned
+    assert (handover_namespace(vllm_config, "r") != plain[1]) == is_tuned
+
+
 def test_namespaces_of_a_hand_over_are_those_of_earlier_releases(vllm_config: Any) -> None:
     """Engines are upgraded one by one, and hand prompts to each other meanwhile."""
     write_config(vllm_config)

@@ -54,6 +54,9 @@ OF_ATTENTION = frozenset({
 })  # fmt: skip
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
+LONG_FOR_LLAMA_4 = 32768
+"""Above this `max_model_len`, queries are scaled. Source: vLLM's `Llama4ForCausalLM.__init__`."""
+
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
     """Identify the model of an engine, in terms that are the same in every release of vLLM.
@@ -168,7 +171,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
-    facts |= _rope_length(model)
+    facts |= _describe_length(model)
     if draft:
         facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
     return facts
@@ -176,7 +179,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
 def _describe_use(model: Any) -> dict[str, Any]:
     """Collect how an engine uses a checkpoint, and hashes of other files that it may read there."""
-    return _rope_length(model) | {
+    return _describe_length(model) | {
         "dtype": str(model.dtype),
         "quantization": [str(model.quantization), _changed_settings(model.quantization_config)],
         "implementation": [str(model.model_impl), str(model.model_class_overrides)],
@@ -189,14 +192,16 @@ def _describe_use(model: Any) -> dict[str, Any]:
     }
 
 
-def _rope_length(model: Any) -> dict[str, Any]:
-    """Return `max_model_len` if it decides between long and short factors of the rotary embedding.
-
-    The first checkpoints of Phi-3 call this kind `su`, which transformers renames.
-    """
-    configs = _read_config(model), model.hf_config.to_dict()
-    is_long = any("longrope" in json.dumps(each, default=str) for each in configs)
-    return {"max_model_len": model.max_model_len} if is_long else {}
+def _describe_length(model: Any) -> dict[str, Any]:
+    """Describe what the context length decides: factors of a long RoPE, scales of Llama 4."""
+    # The first checkpoints of Phi-3 call this kind of RoPE `su`, which transformers renames.
+    text = json.dumps([_read_config(model), model.hf_config.to_dict()], default=str)
+    facts = {"max_model_len": model.max_model_len} if "longrope" in text else {}
+    if "attn_temperature_tuning" in text:
+        generation = model.try_get_generation_config() | model.override_generation_config
+        if generation.get("attn_temperature_tuning", model.max_model_len > LONG_FOR_LLAMA_4):
+            facts["attn_temperature_tuning"] = True
+    return facts
 
 
 def attention_chosen(vllm_config: Any) -> str:
