@@ -84,7 +84,7 @@ def vllm_config(tmp_path: Path) -> Any:
         ),
         attention_config="AttentionConfig(backend=None)",
         parallel_config=SimpleNamespace(),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=LoadConfig(),
     )
 
 
@@ -236,6 +236,33 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
     vllm_config.speculative_config.kv_cache_dtype = "fp8_e5m2"
     assert identify_model(vllm_config) != before[0]
     assert handover_namespace(vllm_config, "r") != before[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        (changes_to("speculative_config.draft_load_config", LoadConfig(load_format="dummy")), True),
+        (
+            changes_to("speculative_config.draft_load_config", LoadConfig(ignore_patterns=["2*"])),
+            True,
+        ),
+        (changes_to("speculative_config.draft_load_config", READS_IN_THREADS), False),
+        (changes_to("speculative_config.draft_model_config.quantization", "fp8"), True),
+        (changes_to("speculative_config.draft_model_config.code_revision", "other"), True),
+        (changes_to("speculative_config.draft_model_config.max_model_len", 1024), True),
+        (changes_to("speculative_config.num_speculative_tokens", 7), False),
+    ],
+)
+def test_whatever_changes_what_a_draft_computes_is_in_the_identity(
+    vllm_config: Any, change: Change, *, counts: bool
+) -> None:
+    draft(vllm_config.model_config.model)(vllm_config)
+    config = vllm_config.speculative_config.draft_model_config.hf_config
+    config.fields["rope_scaling"] = {"type": "longrope"}
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    change(vllm_config)
+    assert (identify_model(vllm_config) != before[0]) == counts
+    assert (handover_namespace(vllm_config, "r") != before[1]) == counts
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Nam
         "engine": _describe_use(loaded),
         "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
         "attention": _changed_settings(vllm_config.attention_config),
-        "load_format": str(_load_format(vllm_config)),
+        "load_format": str(getattr(vllm_config.load_config, "load_format", "auto")),
     }
     if draft := draft_of(vllm_config):
         facts["draft engine"] = _describe_use(draft)
@@ -167,13 +167,21 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "classes": model.model_class_overrides,
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
-        "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
+        "weights": _describe_loading(vllm_config.load_config).get("load_format"),
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
+    if draft:
+        config = _read_config(draft)
+        given = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        settings |= {
+            "draft weights": _describe_loading(given or vllm_config.load_config),
+            "draft quantization": "quantization_config" not in config and draft.quantization,
+            "draft code": getattr(draft, "code_revision", None),
+            "draft length": _describe_length(draft),
+        }
+        facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     facts |= _describe_length(model)
-    if draft:
-        facts["draft"] = [find_revision(draft), _read_config(draft), *([dtype] if dtype else [])]
     return facts
 
 
@@ -238,20 +246,21 @@ def _changed_settings(value: Any) -> Any:
     }
 
 
-def _load_format(vllm_config: Any) -> Any:
-    return getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
-
-
 def _changed_except(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
     made = _changed_settings(config) if is_dataclass(config) else {}
     return {name: value for name, value in made.items() if name not in harmless}
 
 
+def _describe_loading(load_config: Any) -> dict[str, Any]:
+    """Collect the settings that load other weights than those of the checkpoint."""
+    made = _changed_except(load_config, frozenset())
+    made |= made.pop("model_loader_extra_config", {})
+    return {name: each for name, each in made.items() if name not in OF_LOADING or each == "dummy"}
+
+
 def _name_weights(vllm_config: Any) -> str:
     """Name the weights of an engine: the revision, and settings that load others in their place."""
-    made = _changed_except(getattr(vllm_config, "load_config", None), OF_LOADING)
-    loader = dict(made.pop("model_loader_extra_config", {}))
-    made |= {name: value for name, value in loader.items() if name not in OF_LOADING}
+    made = _describe_loading(vllm_config.load_config)
     loaded = f" loaded {hash_facts(made)}" if made else ""
     return find_revision(vllm_config.model_config) + loaded
 
