@@ -239,6 +239,25 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8", True),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}', True),
+        ("VLLM_CPU_INT4_W4A8", "0", True),
+        ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
+        ("VLLM_MARLIN_USE_ATOMIC_ADD", "1", False),
+    ],
+)
+def test_variables_by_which_vllm_quantizes_are_in_the_identity(
+    vllm_config: Any, name: str, value: str, monkeypatch: pytest.MonkeyPatch, *, counts: bool
+) -> None:
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    monkeypatch.setenv(name, value)
+    assert (identify_model(vllm_config) != before[0]) == counts
+    assert (handover_namespace(vllm_config, "r") != before[1]) == counts
+
+
+@pytest.mark.parametrize(
     ("change", "counts"),
     [
         (changes_to("speculative_config.draft_load_config", LoadConfig(load_format="dummy")), True),

@@ -2,6 +2,7 @@
 
 import enum
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -54,8 +55,8 @@ OF_ATTENTION = frozenset({
 })  # fmt: skip
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
-LONG_FOR_LLAMA_4 = 32768
-"""Above this `max_model_len`, queries are scaled. Source: vLLM's `Llama4ForCausalLM.__init__`."""
+QUANTIZING = re.compile(r"VLLM_\w*(QUANT|INPUT_DTYPE|W4A8|FORCE_A16|LOW_PRECISION|NVFP4_DISPATCH)")
+"""Variables by which vLLM quantizes weights, activations or sums, beside its configuration."""
 
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
@@ -146,7 +147,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     overrides = getattr(model, "hf_overrides", None) or {}
-    facts = {
+    facts = _describe_length(model) | {
         "config": _read_config(model),
         "overrides": str(overrides),
         "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()))),
@@ -168,6 +169,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
+        "variables": {name: os.environ[name] for name in filter(QUANTIZING.match, os.environ)},
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     if draft:
@@ -181,7 +183,6 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         }
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
-    facts |= _describe_length(model)
     return facts
 
 
@@ -205,9 +206,9 @@ def _describe_length(model: Any) -> dict[str, Any]:
     # The first checkpoints of Phi-3 call this kind of RoPE `su`, which transformers renames.
     text = json.dumps([_read_config(model), model.hf_config.to_dict()], default=str)
     facts = {"max_model_len": model.max_model_len} if "longrope" in text else {}
-    if "attn_temperature_tuning" in text:
+    if "attn_temperature_tuning" in text:  # see `Llama4ForCausalLM.__init__` of vLLM
         generation = model.try_get_generation_config() | model.override_generation_config
-        if generation.get("attn_temperature_tuning", model.max_model_len > LONG_FOR_LLAMA_4):
+        if generation.get("attn_temperature_tuning", model.max_model_len > 32768):
             facts["attn_temperature_tuning"] = True
     return facts
 

@@ -72,8 +72,7 @@ def localities_of(tiers: Iterable[str]) -> list[Any]:
     """List vLLM's localities of the storage tiers in `tiers`; None if one may be anywhere."""
     if not hasattr(base, "Locality"):  # before 0.27
         return [None]
-    places = [place_of(tier) for tier in tiers]
-    local = [place for medium, place in places if medium == "STORAGE"] or [None]
+    local = [place for medium, place in map(place_of, tiers) if medium == "STORAGE"] or [None]
     return [base.Locality(place) if place else None for place in dict.fromkeys(local)]
 
 
