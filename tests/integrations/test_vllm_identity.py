@@ -16,12 +16,24 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 import vllm.platforms
-from vllm.config import AttentionConfig, LoadConfig, MambaConfig, MultiModalConfig
+from packaging.version import Version
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    KernelConfig,
+    LoadConfig,
+    MambaConfig,
+    ModelConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 
 from kvxfer.backends.file import BlockTree
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace, identify_model
+from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.keys import Namespace
@@ -226,6 +238,87 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
     assert found != before[0]
     assert change not in IN_BOTH or handover_namespace(vllm_config, "r") != before[1]
     assert found.revision.partition(" overridden")[0] == handover_namespace(vllm_config).revision
+
+
+COUNTED = {
+    VllmConfig: """
+        model_config cache_config load_config attention_config mamba_config lora_config
+        speculative_config additional_config
+    """,
+    ModelConfig: """
+        model model_weights dtype hf_config hf_config_path revision code_revision max_model_len
+        quantization quantization_config disable_sliding_window config_format hf_overrides
+        model_class_overrides generation_config override_generation_config model_impl
+        multimodal_config
+    """,
+    CacheConfig: """
+        cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
+        mamba_cache_mode replayssm_buffer_len use_replayssm
+    """,
+    SpeculativeConfig: """
+        model quantization kv_cache_dtype max_model_len revision code_revision draft_model_config
+        draft_load_config
+    """,
+}
+"""Settings of vLLM 0.32 and 0.33 that are in an identity, are refused, or have their own list."""
+OF_NO_BYTES = {
+    VllmConfig: """
+        aux_output_config compilation_config device_config diffusion_config ec_manager_config
+        ec_transfer_config engram_config instance_id kernel_config kv_events_config
+        kv_transfer_config logging_config observability_config offload_config optimization_level
+        parallel_config performance_mode profiler_config quant_config reasoning_config
+        scheduler_config shutdown_timeout structured_outputs_config watchdog_config
+        watermark_config weight_transfer_config
+    """,
+    ModelConfig: """
+        allow_deprecated_quantization allowed_local_media_path allowed_media_domains convert
+        disable_cascade_attn enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds
+        enable_sleep_mode enable_trace_replay enforce_eager hf_text_config hf_token
+        io_processor_plugin is_submodel_config logits_processors logprobs_mode max_logprobs
+        pooler_config renderer_num_workers return_sampling_mask runner seed served_model_name
+        skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph
+        sleep_preserve_parameter_names spec_target_max_model_len tokenizer tokenizer_mode
+        tokenizer_revision trust_remote_code use_fp64_gumbel word_embeddings_untied_by_checkpoint
+    """,
+    CacheConfig: """
+        _block_size_resolved block_size cache_hit_alignment_tokens effective_attention_block_size
+        enable_mamba_shared_prefix_checkpoint enable_prefix_caching gpu_memory_utilization
+        hash_block_size is_attention_free kv_cache_layout kv_cache_max_concurrency
+        kv_cache_memory_bytes kv_cache_size_tokens kv_offloading_backend kv_offloading_size
+        kv_sharing_fast_prefill mamba_block_size mamba_page_size_padded num_cpu_blocks
+        num_gpu_blocks num_gpu_blocks_override prefix_cache_retention_interval
+        prefix_caching_hash_algo prefix_match_unit simple_cpu_offload_num_blocks
+        skip_page_size_padded sliding_window swa_bounded_replay use_kda_recoverssm
+        user_specified_block_size
+    """,
+    SpeculativeConfig: """
+        attention_backend disable_eagle_block_drop disable_lookahead_block_hashes
+        disable_padded_drafter_batch draft_lm_head_quantization draft_parallel_config
+        draft_sample_method draft_tensor_parallel_size dspark_draft_topk
+        enable_adaptive_verification enforce_eager fly_entropy_threshold fly_entropy_top_k
+        fly_window_size index_share_for_mtp_iteration method moe_backend num_speculative_tokens
+        num_speculative_tokens_per_batch_size parallel_drafting prompt_lookup_max
+        prompt_lookup_min rejection_sample_method suffix_decoding_max_cached_requests
+        suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth
+        suffix_decoding_min_token_prob synthetic_acceptance_length synthetic_acceptance_rates
+        target_model_config target_parallel_config tensor_parallel_size use_heterogeneous_vocab
+        use_local_argmax_reduction xpress_topc
+    """,
+    KernelConfig: """
+        enable_cutedsl_warmup enable_flashinfer_autotune enable_jit_warmup
+        enable_rocm_segmented_attn_autotune ir_op_priority linear_backend linear_backend_per_quant
+        moe_backend monokernel sparse_indexer_topk_backend
+    """,
+}
+"""Settings of these releases that change no byte of a cache at equal tokens, but for rounding."""
+
+
+@pytest.mark.skipif(Version(installed_version()) < Version("0.32"), reason="an older release")
+@pytest.mark.parametrize("kind", OF_NO_BYTES)
+def test_every_setting_of_vllm_is_known(kind: type) -> None:
+    """A setting that a release adds changes no bytes, or is missing in the identity."""
+    known = {*COUNTED.get(kind, "").split(), *OF_NO_BYTES[kind].split()}
+    assert {each.name for each in fields(kind)} - known == set()
 
 
 def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
