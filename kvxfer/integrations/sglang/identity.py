@@ -17,8 +17,7 @@ FORMAT = 1
 """Version of what the plug stores under a key."""
 
 MODEL, DRAFT = "model", "spec"
-"""SGLang's groups whose settings count, except harmless ones; `spec` only with a draft model. One
-that a later release adds or renames counts, too, unless it has that release's default."""
+"""SGLang's groups that every release has; settings of `spec` count only with a draft model."""
 
 NAMED = frozenset({
     "weight_version", "revision", "json_model_override_args", "model_impl", "dtype", "quantization",
@@ -26,41 +25,83 @@ NAMED = frozenset({
 })  # fmt: skip
 """Settings that count even with the release's default: another release may have another default."""
 
-LOADING = frozenset({
-    "startup_weight_load_mode", "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints",
-    "weight_loader_prefetch_num_threads", "weight_loader_drop_cache_after_load",
-    "remote_instance_weight_loader_seed_instance_ip",
-    "remote_instance_weight_loader_seed_instance_service_port",
-    "remote_instance_weight_loader_send_weights_group_ports",
-    "remote_instance_weight_loader_backend",
-    "remote_instance_weight_loader_start_seed_via_transfer_engine", "engine_info_bootstrap_port",
-    "modelexpress_config", "download_dir", "model_checksum", "delete_ckpt_after_loading",
-    "modelopt_checkpoint_save_path", "modelopt_export_path", "weight_cache_mode",
-    "weight_cache_socket", "weight_cache_timeout", "kt_cpuinfer", "kt_threadpool_count",
+HARMLESS = frozenset({
+    "allow_auto_truncate", "allowed_media_domains", "aux_hidden_state_capture", "base_gpu_id",
+    "batch_notify_size", "boundary_reduction", "c128_page_size", "chunked_prefill_size",
+    "crash_dump_folder", "custom_sigquit_handler", "debug_tensor_dump_output_folder",
+    "decoupled_spec_rank", "decoupled_spec_role", "deepep_config", "deepep_mode", "deepep_v2_mode",
+    "delete_ckpt_after_loading", "device", "disable_aiter_allreduce_fusion_in_decode",
+    "disable_aiter_allreduce_fusion_in_prefill", "disable_chunked_prefix_cache",
+    "disable_custom_all_reduce", "disable_hybrid_swa_memory", "disable_outlines_disk_cache",
+    "disable_shared_experts_fusion", "download_dir", "dsa_triton_union", "dwdp_size",
+    "enable_adaptive_dispatch_to_encoder", "enable_aiter_allreduce_fusion",
+    "enable_broadcast_mm_inputs_process", "enable_cache_report", "enable_deterministic_inference",
+    "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer", "enable_dynamic_chunking",
+    "enable_flashinfer_allreduce_fusion", "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce",
+    "enable_fused_qk_norm_rope", "enable_hierarchical_cache", "enable_kv_cache_sharding",
+    "enable_layernorm_sp", "enable_layerwise_nvtx_marker", "enable_lean_attention", "enable_lora",
+    "enable_memory_saver", "enable_mixed_chunk", "enable_mscclpp", "enable_multimodal",
+    "enable_p2p_check", "enable_page_major_kv_layout", "enable_paged_experts",
+    "enable_pd_role_switch", "enable_request_time_stats_logging", "enable_response_store",
+    "enable_scattered_sconv", "enable_strict_thinking", "enable_unified_memory", "enable_waterfill",
+    "encoder_only", "encoder_transfer_backend", "enforce_disable_flashinfer_allreduce_fusion",
+    "expert_balancedness_report_mode", "file_storage_path", "flashinfer_allreduce_fusion_backend",
+    "flashinfer_mla_disable_ragged", "fuseep_mode", "gpu_id_step", "grammar_backend",
+    "init_expert_location", "int8_mamba_ckpt_size", "keep_mm_feature_on_device", "kt_cpuinfer",
+    "kt_threadpool_count", "kv_events_config", "language_model_only", "language_only",
+    "limit_mm_data_per_request", "load_balance_method", "lora_backend", "lora_drain_wait_threshold",
+    "lora_paths", "lora_target_modules", "mamba_max_states_per_path", "max_loaded_loras",
+    "max_lora_chunk_size", "max_lora_rank", "max_loras_per_batch", "max_mamba_cache_size",
+    "max_prefill_tokens", "max_total_tokens", "media_url_max_file_size_mb", "mem_fraction_static",
+    "min_free_slots_delay", "mm_attention_backend", "mm_feature_transport",
+    "mm_global_cache_backend", "mm_preprocess_cache_size_mb", "modelexpress_config",
+    "modelopt_checkpoint_save_path", "modelopt_export_path", "mooncake_ib_device", "node_rank",
+    "num_continuous_decode_steps", "num_reserved_decode_tokens", "numa_node",
+    "optimistic_prefill_attempts", "page_size", "paged_experts_num_resident",
+    "prefill_only_disable_kv_cache", "random_seed", "reasoning_parser", "retraction_policy",
+    "served_model_name", "show_time_cost", "sleep_on_idle", "sm_group_num", "speculative_adaptive",
+    "speculative_adaptive_config", "speculative_attention_mode", "speculative_boundary_reduction",
+    "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_num_steps",
+    "speculative_use_block_verification", "startup_weight_load_mode", "stat_loggers",
+    "strip_thinking_cache", "swa_prefix_tails", "tbo_token_distribution_threshold",
+    "tool_call_parser", "tool_server", "triton_attention_num_kv_splits",
+    "triton_attention_split_tile_size", "weight_cache_mode", "weight_cache_socket",
+    "weight_loader_drop_cache_after_load",
 })  # fmt: skip
-"""Harmless settings: how weights get to the engine, and which processors compute. `revision` names
-the weights themselves."""
+"""Settings that do not change the bytes of a page at equal tokens, or that its key or mapping has.
+`revision` names the weights themselves, whichever way they get to the engine. Any other setting
+counts, as does one that a later release adds, unless it has that release's default."""
 
-PROPOSING = frozenset({
-    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
-    "speculative_accept_threshold_single", "speculative_accept_threshold_acc",
-    "speculative_use_rejection_sampling", "speculative_use_block_verification",
-    "speculative_attention_mode", "speculative_draft_attention_backend",
-    "speculative_dsa_topk_backend", "speculative_moe_runner_backend",
-    "speculative_moe_a2a_backend", "speculative_boundary_reduction",
-    "speculative_skip_dp_mlp_sync", "speculative_adaptive", "speculative_adaptive_config",
-    "spec_trace_dir", "_speculative_draft_quantization_explicitly_set",
+HARMLESS_WORDS = frozenset({
+    "accept", "addr", "api", "asr", "autotune", "backup", "bucket", "buckets", "canary", "checksum",
+    "compile", "constrained", "cp", "cudagraph", "dcp", "delayer", "detokenizer", "disaggregation",
+    "dp", "endpoint", "endpoints", "ep", "eplb", "eviction", "explicitly", "fastapi", "flexkv",
+    "gc", "graph", "grpc", "hicache", "host", "http", "http2", "instance", "interval", "keyfile",
+    "latency", "linker", "lmcache", "log", "logit", "metric", "metrics", "mmap", "nccl", "nnodes",
+    "offload", "otlp", "overlap", "pdmux", "port", "pp", "preemption", "prefetch", "priority",
+    "radix", "ratio", "ray", "recorder", "requests", "retry", "return", "sampling", "schedule",
+    "scheduler", "secs", "sidecar", "smg", "ssl", "stream", "streaming", "symm", "template",
+    "timeout", "tokenizer", "tp", "trace", "urls", "uvicorn", "warmup", "warmups", "watchdog",
+    "watermark", "worker",
 })  # fmt: skip
-"""Harmless settings of draft models: how many tokens are proposed, which are accepted, kernels."""
+"""Words in the names of more such settings: of ports, clients, logs, schedules, parallelism, host
+memory, other caches, samplers, and proposals of a draft model."""
 
-LOSSY_WORDS = frozenset({
-    "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",
-    "fp8", "int4", "int8", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "w4a4", "w4a8", "w4a16", "w8a8",
-    "tf32", "kt", "dllm", "hooks", "interpolation",
+KERNEL = "_backend"
+KERNELS = frozenset({
+    "aiter", "ascend", "ascend_fuseep", "ascend_tp", "auto", "compressed", "cutedsl", "cutedsl_mla",
+    "cutlass", "deep_gemm", "deepep", "deepep_v2", "deepgemm", "dsa", "dsv4", "fa3", "fa4",
+    "flashinfer", "flashinfer_cudnn", "flashinfer_cutedsl", "flashinfer_cutlass",
+    "flashinfer_deepgemm", "flashinfer_mxfp4", "flashinfer_sparse_mla", "flashinfer_trtllm",
+    "flashinfer_trtllm_routed", "flashkda", "flashmla", "flashmla_auto", "flashmla_kv",
+    "flashmla_mega", "flashmla_sparse", "flex_attention", "gemv", "helion", "hpc_ops", "humming",
+    "intel_amx", "intel_xpu", "lora_cutedsl", "lora_marlin", "lora_triton", "marlin", "mooncake",
+    "mori", "nixl", "none", "None", "nsa", "nv_cutedsl", "nvidia_kda", "pplx", "ptx_kda", "qsa",
+    "sgl-kernel", "tilelang", "tokenspeed_mla", "torch", "torch_native", "triton", "triton_kernel",
+    "triton_sparse_mla", "trtllm", "trtllm_mha", "trtllm_mla", "wave",
 })  # fmt: skip
-"""Words in the names of settings of other groups that change weights or states: quantization,
-products in TF32, experts with other weights (`kt`), diffusion (`dllm`), hooks, image embeddings.
-Names of kernels do not count: their results differ only in the order of additions."""
+"""Harmless kernels of any setting: their results differ only in the order of additions. Others may
+round, as `flashmla_sparse_q8`, which computes attention in FP8, or leave out tokens."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.
@@ -72,11 +113,6 @@ DESCRIBED = frozenset({
 """Fields of `HiCacheStorageConfig` that do not count. One that a later release adds counts, unless
 it has that release's default."""
 
-KERNEL = "_backend"
-LOSSY_KERNELS = frozenset({"flashmla_sparse_q8"})
-"""Kernels that do count: they compute attention in FP8, whatever the data type.
-
-Source: `_validate_flashmla_sparse_q8_backend` of SGLang."""
 ADAPTERS = "lora_paths"
 """Setting with the adapters that an engine was started with: SGLang's keys have their name and
 path. Keys of an adapter that is loaded later have a random id."""
@@ -148,10 +184,8 @@ def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
 
 
 def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
-    if setting.name in LOADING | PROPOSING:
+    if setting.group == DRAFT and not drafting:
         return False
-    if setting.group in {MODEL, DRAFT}:
-        return drafting or setting.group == MODEL
-    if setting.name.endswith(KERNEL):
-        return str(setting.value) in LOSSY_KERNELS
-    return not LOSSY_WORDS.isdisjoint(setting.name.split("_"))
+    if setting.name in HARMLESS or not HARMLESS_WORDS.isdisjoint(setting.name.split("_")):
+        return False
+    return not (setting.name.endswith(KERNEL) and str(setting.value) in KERNELS)
