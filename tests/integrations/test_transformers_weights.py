@@ -466,6 +466,10 @@ def test_a_compiled_model_finds_the_pages_of_the_plain_one(tmp_path: Path) -> No
         assert num_loaded(cache, prompt) == 32
     with open_cache(torch.compile(model, backend="eager"), tmp_path) as cache:
         assert num_loaded(cache, prompt) == 32
+        model.forward = torch.compile(model.forward, backend="eager")
+        assert num_loaded(cache, prompt) == 32
+        model.forward = torch.compile(model.model.forward, backend="eager")
+        assert num_loaded(cache, prompt) == 0
 
 
 def test_a_hook_of_a_wrapper_around_a_compiled_model_is_noticed() -> None:

@@ -47,6 +47,8 @@ HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Functions of torch through which every module is called."""
+COMPILED = "_torchdynamo_orig_callable"
+"""Attribute of a compiled function with the original."""
 DEVICE_HOOK = "accelerate.hooks.AlignDevicesHook"
 """Hook that moves a module's inputs and weights to a device. It keeps addresses of weights."""
 ADAPTERS_BY_TOKEN = frozenset({
@@ -153,7 +155,7 @@ class _Encoder:
             for name, value in dict(getattr(owner, "__dict__", {})).items()
             if name not in HARMLESS
             and not (name == "rope_deltas" and _is_of_one_text(value))
-            and not (isinstance(value, types.MethodType) and _is_found_anyway(owner, name, value))
+            and not _is_found_anyway(owner, name, getattr(value, COMPILED, value))
         }
         return self._encode_named(found)
 
@@ -195,7 +197,7 @@ class _Encoder:
             return [named, self._hash_tensor("attribute", value.detach()).hex()]
         if id(value) in self._names:
             return ["module", self._names[id(value)]]
-        value = getattr(value, "_torchdynamo_orig_callable", value)  # compiled
+        value = getattr(value, COMPILED, value)
         if isinstance(value, functools.partial):
             return ["partial", *(self._encode(e, depth + 1) for e in value.__reduce__()[2][:3])]
         if isinstance(value, types.MethodType):
@@ -238,10 +240,14 @@ def _is_of_one_text(deltas: object) -> bool:
 
 
 def _is_found_anyway(owner: Any, name: str, method: object) -> bool:
-    """Whether a wrapper passes a method of its module through that it has as an attribute, too."""
+    """Whether an attribute is the method that its owner, or the module that it wraps, has there."""
     kind: Any = type(owner)
+    if not isinstance(method, types.MethodType):
+        return False
+    if hasattr(kind, name):
+        return method.__self__ is owner and getattr(kind, name) is method.__func__
     with suppress(AttributeError):
-        return not hasattr(kind, name) and bool(kind.__getattr__(owner, name) == method)
+        return bool(kind.__getattr__(owner, name) == method)
     return False
 
 
