@@ -85,6 +85,11 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
         "layer 0: a window that only its cache implements",
     ),
     "xmod": ("XmodConfig", {"pad_token_id": 1, "is_decoder": True}, "Input language unknown"),
+    "roberta": (
+        "RobertaConfig",
+        {"is_decoder": True, "pad_token_id": 1},
+        "other keys with the positions of generate()",
+    ),
     "t5": ("T5Config", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "an encoder-decoder model"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Layers of a model: the shapes of their keys and values, and the models that are refused."""
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class LayerShape:
 
 
 def find_layers(model: Any) -> tuple[LayerShape, ...]:
-    """Find the shapes of a model's layers, or refuse the model; runs it on one token."""
+    """Find the shapes of a model's layers, or refuse the model; runs it on one token, twice."""
     config, kind = getattr(model, "config", None), type(model).__name__
     if config is None or not hasattr(model, "generate"):
         raise InvalidArgumentError("model", kind, "a model with generate()")
@@ -54,16 +55,24 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "all weights in memory")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    past = DynamicCache()
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    is_training = any(module.training for module in model.modules())  # dropout is random
+    given, past, placed = {"input_ids": token, "use_cache": True}, DynamicCache(), DynamicCache()
     try:
         with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
-            model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
+            model(**given, **{CACHE_ARGUMENT: past})
+            if takes_positions and not is_training:  # positions as those of `generate()`
+                model(**given, position_ids=token, **{CACHE_ARGUMENT: placed})
     except Exception as exc:
         wanted = "a model that runs on tokens alone"
         raise InvalidArgumentError("model", f"{kind}, which fails: {exc!r}", wanted) from exc
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{kind}, {num_tokens} tokens in the cache for one of the prompt"
         raise InvalidArgumentError("model", found, "keys and values of only the prompt's tokens")
+    for ours, theirs in zip(past.layers, placed.layers, strict=False):
+        if not torch.equal(ours.keys, theirs.keys):
+            found = f"{kind}, other keys with the positions of generate() than without"
+            raise InvalidArgumentError("model", found, "the same from the same tokens")
     layers = enumerate(past.layers)
     return tuple(_shape_of(layer, f"{kind}, layer {at}", "model") for at, layer in layers)
 
