@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.sglang.pools import attention_pool
 from tests.sglang.storages import extra_config, opened, storage_config
 
 PLACES = namespace_of(ServerArgs)
-DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)}
+DEFAULTS = {each.name: each.default for each in record_fields(ServerArgs)}
 OF_DRAFT = [name for name, place in PLACES.items() if place == "spec"]
 COUNTING = {
     "model_path", "load_format", "model_loader_extra_config", "trust_remote_code", "context_length",
@@ -126,6 +126,7 @@ class LaterConfig(HiCacheStorageConfig):  # type: ignore[misc]
     """Configuration of a later release, with a new kind of rank."""
 
     sparse_rank: int = 0
+    sparse_groups: list[int] = field(default_factory=list)
 
 
 def test_what_a_later_release_knows_of_an_engine_counts(plain: str) -> None:
@@ -149,12 +150,12 @@ def test_a_setting_that_a_release_lacks_is_one_that_nobody_has_asked_for(plain: 
 
 @contextmanager
 def release_with(places: Mapping[str, str], **settings: Any) -> Iterator[None]:
-    """Pretend to be a release with these settings in these groups, all None by default."""
-    declared = msgspec.defstruct("LaterArgs", [(name, Any, None) for name in places])
+    """Pretend to be a release with these settings in these groups, all [] by default."""
+    declared = msgspec.defstruct("LaterArgs", [(name, Any, []) for name in places])
     declared._NS_BY_FIELD = dict(places)  # type: ignore[attr-defined]
     bags = {group: SimpleNamespace() for group in places.values()}
     for name, place in places.items():
-        setattr(bags[place], name, settings.get(name))
+        setattr(bags[place], name, settings.get(name, []))
     context = SimpleNamespace(server_args=declared(), config_bag=bags.__getitem__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_context, "get_context", lambda: context)
@@ -164,17 +165,20 @@ def release_with(places: Mapping[str, str], **settings: Any) -> Iterator[None]:
 LATER = {"dtype": "model", "int3_profile": "observability", "speculative_algorithm": "spec"}
 
 
-@pytest.mark.parametrize(
-    "places", [LATER, {"int3_profile": "model", "speculative_algorithm": "spec"}]
-)
+RENAMED = {"type": "model", "int3_profile": "model", "speculative_algorithm": "spec"}
+
+
+@pytest.mark.parametrize("places", [LATER, RENAMED])
 def test_a_setting_that_a_later_release_has_or_renamed_counts_without_being_known(
     places: dict[str, str],
 ) -> None:
     hashes = set()
-    for value in (None, "coarse", "fine"):
+    for value in ([], "coarse", "fine"):
         with release_with(places, int3_profile=value):
             hashes.add(hash_of_settings())
     assert len(hashes) == 3
+    with release_with({name: place for name, place in places.items() if name != "int3_profile"}):
+        assert hash_of_settings() in hashes, "nobody has asked for it"
 
 
 def test_a_release_with_other_groups_of_settings_is_refused_and_stores_nothing() -> None:

@@ -9,6 +9,7 @@ from kvxfer.engine_side.weight_files import hash_facts
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
+    default_of,
     published_settings,
 )
 from kvxfer.storage.keys import Namespace
@@ -158,7 +159,7 @@ def page_namespace(
     facts |= {
         each.name: getattr(config, each.name)
         for each in fields(config)
-        if each.name not in DESCRIBED and getattr(config, each.name) != each.default
+        if each.name not in DESCRIBED and getattr(config, each.name) != default_of(each)
     }
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:

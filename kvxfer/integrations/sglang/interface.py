@@ -39,6 +39,11 @@ class PublishedSetting:
     is_default: bool  # whether the value is the release's default
 
 
+def default_of(field: Any) -> Any:
+    """Return the default of a field of a dataclass or of a struct."""
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
 def published_settings(*required: str) -> list[PublishedSetting]:
     """List all settings of the engine of this process; none outside of an engine.
 
@@ -55,7 +60,7 @@ def published_settings(*required: str) -> list[PublishedSetting]:
     groups = {place.partition(".")[0] for place in places.values()}
     if missing := [group for group in required if group not in groups]:
         raise _unsupported(f"its settings have no group {' and no group '.join(missing)}")
-    defaults = {field.name: field.default for field in record_fields(declared)}
+    defaults = {field.name: default_of(field) for field in record_fields(declared)}
     try:
         found = {name: _published(context, name, place) for name, place in places.items()}
     except AttributeError as exc:
