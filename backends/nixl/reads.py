@@ -25,8 +25,8 @@ NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
 
 INLINE_BYTES = 2 << 20
-"""Maximum size of a store to hash on the event loop itself: that takes some hundred microseconds,
-less than two thread switches can take."""
+"""Maximum size of a batch to hash or copy on the event loop itself: that takes some hundred
+microseconds, less than two thread switches can take."""
 
 HASH_RUN_BYTES = 8 << 20
 """Maximum size of a run of blocks, which is hashed as soon as it has landed, while its bytes are
@@ -67,8 +67,11 @@ class BlockHasher:
         return checksum_blocks(blocks, self.copy_engine)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
-        """Copy blocks within this process; see `CopyEngine.copy`."""
-        await self.copying.run(self.copy_engine.copy, source, destination)
+        """Copy blocks within this process as `CopyEngine.copy`, on a thread if that takes long."""
+        if source.num_bytes <= INLINE_BYTES:
+            self.copy_engine.copy(source, destination)
+        else:
+            await self.copying.run(self.copy_engine.copy, source, destination)
 
     async def aclose(self) -> None:
         """Wait for running calls and end the threads; may be called again."""
