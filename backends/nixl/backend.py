@@ -176,7 +176,7 @@ class NixlBackend(TellsKept):
         await self._check(keys, blocks)
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
-        left = list(range(len(keys)))
+        left: Sequence[int] = range(len(keys))
         for nth, choice in enumerate(ranked, 1):
             load = partial(_load_at, keys, blocks, len(ranked) - nth)
             loads = await _ask_each(_by_home(homes, choice[None], left), load)

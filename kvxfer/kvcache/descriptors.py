@@ -48,6 +48,7 @@ class Descriptors:
         after: Mark that the device must reach before the bytes are read or written; None if
             there is nothing to wait for.
         owners: Objects that keep the memory alive for as long as these descriptors exist.
+        num_blocks: Blocks in the batch.
 
     Raises:
         InvalidArgumentError: An array is not one-dimensional, not of integers or of the wrong
@@ -61,6 +62,7 @@ class Descriptors:
     device: torch.device
     owners: tuple[object, ...] = ()
     after: StreamMark | None = None
+    num_blocks: int = field(init=False, repr=False)
     _num_bytes: int = field(default=-1, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,14 +86,10 @@ class Descriptors:
         if len(self.lengths) != len(self.addresses):
             expected = f"one for each of {len(self.addresses)} addresses"
             raise InvalidArgumentError("lengths", len(self.lengths), expected)
-        if len(self.payload_starts) + 1 != len(self.block_offsets):
+        object.__setattr__(self, "num_blocks", len(self.block_offsets) - 1)
+        if len(self.payload_starts) != self.num_blocks:
             expected = f"one for each of {self.num_blocks} blocks"
             raise InvalidArgumentError("payload_starts", len(self.payload_starts), expected)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the batch."""
-        return len(self.block_offsets) - 1
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -99,7 +97,7 @@ class Descriptors:
     @property
     def block_sizes(self) -> NDArray[np.int64]:
         """Bytes of each block, int64, `(num_blocks,)`."""
-        if len(self.addresses) == len(self.block_offsets) - 1:  # one descriptor each
+        if len(self.addresses) == self.num_blocks:  # one descriptor each
             return self.lengths.view(np.int64)
         ends = np.concatenate(([0], np.cumsum(self.lengths.view(np.int64))))
         return np.diff(ends[self.block_offsets])
@@ -117,10 +115,10 @@ class Descriptors:
         Raises:
             InvalidArgumentError: There are no such blocks.
         """
+        if type(start) is type(stop) is int and (start, stop) == (0, self.num_blocks):
+            return self
         stop = require_integer("stop", stop, maximum=self.num_blocks)
         start = require_integer("start", start, maximum=stop)
-        if stop - start == self.num_blocks:
-            return self
         first, last = int(self.block_offsets[start]), int(self.block_offsets[stop])
         return replace(
             self,
@@ -136,6 +134,8 @@ class Descriptors:
         Raises:
             InvalidArgumentError: There are no such blocks.
         """
+        if isinstance(blocks, range) and blocks == range(self.num_blocks):
+            return self
         blocks = require_integers("blocks", blocks)
         if are_equal(blocks, np.arange(self.num_blocks)):
             return self
@@ -160,7 +160,8 @@ class Descriptors:
         Raises:
             InvalidArgumentError: A bound is not positive.
         """
-        max_bytes = require_positive("max_bytes", max_bytes)
+        if type(max_bytes) is not int or max_bytes < 1:
+            max_bytes = require_positive("max_bytes", max_bytes)
         if longest_run is not None and (type(longest_run) is not int or longest_run < 1):
             longest_run = require_positive("longest_run", longest_run)
         if self.num_bytes <= max_bytes and self.num_blocks <= (longest_run or self.num_blocks):

@@ -60,10 +60,10 @@ PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors"
 _RANKS = dict.fromkeys(Status, 1) | {Status.MISSING: 0, Status.CORRUPT: 2, Status.DONE: 3}
 
 
-def positions_done(outcomes: Sequence[Outcome]) -> list[int]:
+def positions_done(outcomes: Sequence[Outcome]) -> Sequence[int]:
     """Find the positions of the blocks that are done; fast in the usual case that all are."""
     if outcomes and outcomes[0] is DONE and outcomes.count(DONE) == len(outcomes):
-        return list(range(len(outcomes)))
+        return range(len(outcomes))
     return [index for index, outcome in enumerate(outcomes) if outcome.done]
 
 
