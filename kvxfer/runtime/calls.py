@@ -68,7 +68,7 @@ async def wait_for_all(
     """Wait like `wait_despite_cancel` until all have ended; the caller fetches their results."""
     try:
         for future in futures:
-            await _until_done(future)
+            await _end_of(future)
     except asyncio.CancelledError:
         on_cancel()
         for future in futures:
@@ -95,7 +95,7 @@ async def outlive_caller(call: "Work[T]") -> T:
     future = _as_future(call)
     if not isinstance(future, Future):
         future.add_done_callback(fetch_error)
-    await _until_done(future)
+    await _end_of(future)
     return _result_of(future)
 
 
@@ -109,32 +109,26 @@ def _result_of(future: "asyncio.Future[T] | Future[T]") -> T:
     return future.result()
 
 
-async def _until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
-    """Wait until a future is done; cancelling the caller does not cancel the future.
+def _end_of(future: "asyncio.Future[Any] | Future[Any]") -> "asyncio.Future[None]":
+    """Make a future that is done when another one is; cancelling it does not cancel the other.
 
     `asyncio.wrap_future` and `asyncio.shield` do the same, but take four turns of the event loop.
     """
-    if future.done():
-        return
-    if not isinstance(future, Future):
-        await asyncio.wait([future])
-        return
     loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
+    end: asyncio.Future[None] = loop.create_future()
 
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+    def note(_: object) -> None:
+        if asyncio._get_running_loop() is not loop:  # noqa: SLF001 - the public one may raise
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+                loop.call_soon_threadsafe(note, None)
+        elif not end.done():
+            end.set_result(None)
 
-    def wake_soon(_: "Future[Any]") -> None:
-        if asyncio._get_running_loop() is loop:  # noqa: SLF001 - the public one raises if none runs
-            wake()
-            return
-        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(wake)
-
-    future.add_done_callback(wake_soon)
-    await waiter
+    if isinstance(future, Future) or not future.done():  # a `Future` that is done calls at once
+        future.add_done_callback(note)
+    else:
+        end.set_result(None)
+    return end
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | None = None) -> None:
