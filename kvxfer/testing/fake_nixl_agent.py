@@ -155,16 +155,7 @@ class FakeNixlAgent(TransferAgent):
             raise PeerLostError(peer, "it was not added, or is removed")
         cancelled = runtime.event()
         reading = asyncio.ensure_future(self._read_runs(peer, runs, landed, last, cancelled))
-        done: Future[None] = Future()
-
-        def end(_: "asyncio.Task[None]") -> None:
-            if error := reading.exception():
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        reading.add_done_callback(end)
-        return Flight(done, cancelled.set)
+        return Flight(reading, cancelled.set)
 
     async def _read_runs(
         self,

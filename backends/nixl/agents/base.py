@@ -1,5 +1,6 @@
 """Transfer agent: the interface for reading another process's registered memory."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -112,11 +113,11 @@ class Flight:
     """Read that an agent has begun.
 
     Attributes:
-        done: Future that completes once the memory is quiet.
+        done: Future that completes once the memory is quiet; a cancelled read may cancel it.
         cancel: Requests an early end; must be called on the event loop that began the read.
     """
 
-    done: "Future[None]"
+    done: "asyncio.Future[None] | Future[None]"
     cancel: Callable[[], object]
 
 

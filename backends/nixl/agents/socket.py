@@ -90,9 +90,14 @@ class Remote:
             else:
                 self._changed.clear()
                 await self._changed.wait()
-        line = self._idle.pop()
-        line.connection.unwatch()
-        return line
+        return self.take_idle(1)[0]
+
+    def take_idle(self, wanted: int) -> list[Line]:
+        """Take up to `wanted` idle connections."""
+        lines = [self._idle.pop() for _ in self._idle[:wanted]]
+        for line in lines:
+            line.connection.unwatch()
+        return lines
 
     @property
     def has_more(self) -> bool:
@@ -266,18 +271,7 @@ class SocketAgent(TransferAgent):
         if last is not None:
             batches.append(_Batch(self._prepare(remote, [last]), lambda _: None))
         reading = asyncio.ensure_future(self._read_all(peer, remote, batches))
-        done: Future[None] = Future()
-
-        def end(_: "asyncio.Task[None]") -> None:
-            if reading.cancelled():
-                done.set_exception(TransferFailedError(peer, "cancelled"))
-            elif error := reading.exception():
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        reading.add_done_callback(end)
-        return Flight(done, reading.cancel)
+        return Flight(reading, reading.cancel)
 
     async def _read_all(self, peer: str, remote: Remote, batches: "list[_Batch]") -> None:
         for batch in batches:
@@ -296,9 +290,10 @@ class SocketAgent(TransferAgent):
             await wait_for_all(reads, leave)
             is_left = False
         finally:
-            lost = [is_left or isinstance(read.exception(), PeerError) for read in reads]
+            ends = [read.exception() for read in reads]
+            lost = [is_left or isinstance(each, PeerError) for each in ends]
             await remote.give_back(lines, lost)
-        errors = [error for read in reads if (error := read.exception())]
+        errors = [each for each in ends if each is not None]
         if len(errors) < len(reads):  # another line has read the share of one without a thread
             errors = [each for each in errors if not isinstance(each, BackendUnavailableError)]
         if errors:
@@ -324,7 +319,9 @@ class SocketAgent(TransferAgent):
         return [list(run.split(*self._piece)) if len(run) else [] for run in joined]
 
     async def _take(self, peer: str, remote: Remote, wanted: int) -> list[Line]:
-        lines: list[Line] = []
+        lines = remote.take_idle(wanted)
+        if len(lines) == wanted:
+            return lines
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not lines or (len(lines) < wanted and remote.has_more):
