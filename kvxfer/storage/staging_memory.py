@@ -15,7 +15,7 @@ from kvxfer import runtime
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.calls import Drain, Move, call_backend, drain_in_the_end
 from kvxfer.storage.keys import BlockKey
@@ -167,12 +167,12 @@ class StagingMemory:
 
         Looks at no further blocks, unlike `cut`, which looks at all: a queue has many.
         """
-        ends = accumulate(aligned(size) for size in sizes)
+        ends = accumulate(map(aligned, sizes))
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
 
     def cut(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Cut blocks of `sizes` bytes into runs that fit into one buffer each; see `cut_runs`."""
-        return cut_runs(np.array([aligned(size) for size in sizes]), self.buffer_bytes)
+        return cut_runs(np.array([*map(aligned, sizes)]), self.buffer_bytes)
 
     @asynccontextmanager
     async def hold(
@@ -230,11 +230,11 @@ class StagingMemory:
     async def _take(self, share: Share | None, priority: int) -> Buffer:
         if share is not None:
             await share.acquire()
+        if self._idle and not self._withdrawn:
+            return self._idle.pop()
         turn: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
         if self._withdrawn:
             turn.set_exception(ClosedError("staging memory"))
-        elif self._idle:
-            turn.set_result(self._idle.pop())
         else:
             heapq.heappush(self._waiting, (priority, next(self._order), turn))
         try:
@@ -279,10 +279,16 @@ def staging_of(backend: Backend, max_bytes: int, largest_block_bytes: int) -> St
 
 def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:
     begin = buffer.ctypes.data
-    *addresses, end = accumulate((aligned(size) for size in sizes), initial=begin)
+    *addresses, end = accumulate(map(aligned, sizes), initial=begin)
     assert end <= begin + buffer.nbytes
-    pieces, lengths = (np.array(each, np.uint64) for each in (addresses, sizes))
-    return Descriptors.of_pieces(pieces, lengths, np.array(starts, np.int64), owners=(buffer,))
+    return Descriptors(
+        addresses=np.array(addresses, np.uint64),
+        lengths=np.array(sizes, np.uint64),
+        block_offsets=np.arange(len(addresses) + 1),
+        payload_starts=np.array(starts, np.int64),
+        device=HOST,
+        owners=(buffer,),
+    )
 
 
 def allocate_aligned(num_bytes: int) -> Buffer:
