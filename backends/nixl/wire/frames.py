@@ -16,8 +16,7 @@ import socket
 import ssl
 import struct
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import msgspec
 
@@ -138,8 +137,7 @@ class FrameCodec:
 def _seal(keyed: hmac.HMAC, number: int, payload: bytes | memoryview) -> bytes:
     # Not `hmac.digest`, which releases the GIL even for a small payload.
     seal = keyed.copy()
-    seal.update(_SEALED.pack(number))
-    seal.update(payload)
+    seal.update(b"".join((_SEALED.pack(number), payload)))
     return seal.digest()[:SEAL_BYTES]
 
 
@@ -158,8 +156,6 @@ class FrameChannel:
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
         self._rate_limit = _RateLimit()
-        self._taking_a_frame = _CutOnError(self, "taking a frame")
-        self._reading_a_frame = _CutOnError(self, "the rest of a frame")
         self._buffer = bytearray()  # bytes read from the stream and not yet received as a message
         self._error: KVXferError | None = None
         if peer is None:
@@ -216,9 +212,11 @@ class FrameChannel:
         """Wait until the buffer of sent messages has room again."""
         transport = self._writer.transport
         if transport.get_write_buffer_size() or transport.is_closing():
-            with self._taking_a_frame:
+            try:
                 async with asyncio.timeout(FRAME_TIMEOUT_S):
                     await self._writer.drain()
+            except (PeerError, OSError) as exc:
+                self._cut_by(exc, "taking a frame")
 
     def send_soon(self, message: Message) -> None:
         """Send a message without waiting, even if the other side does not read.
@@ -228,19 +226,25 @@ class FrameChannel:
         """
         self.require_open()
         frame = self._codec.encode(message)
-        with self._taking_a_frame:
+        try:
             self._writer.write(frame)
+        except (PeerError, OSError) as exc:
+            self._cut_by(exc, "taking a frame")
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
         """Wait for the next message, one of those that are legal now."""
         self.require_open()
-        with self._reading_a_frame:
+        try:
             return self._codec.decode(await self._next_payload(), legal)
+        except (PeerError, OSError) as exc:
+            self._cut_by(exc, "the rest of a frame")
 
     def decode(self, payload: msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
         """Decode a message that `receive` returned undecoded, as a `msgspec.Raw`."""
-        with self._reading_a_frame:
+        try:
             return self._codec.decode(payload, legal)
+        except (PeerError, OSError) as exc:
+            self._cut_by(exc, "the rest of a frame")
 
     def require_open(self) -> None:
         """Raise the error that ended the connection, if there is one."""
@@ -276,8 +280,23 @@ class FrameChannel:
         with contextlib.suppress(AttributeError):
             self._writer.transport.abort()
 
+    def _cut_by(self, exc: PeerError | OSError, what: str) -> NoReturn:
+        """Translate an error of the streams, and end the connection by it."""
+        error: PeerError
+        if isinstance(exc, PeerError):
+            error = exc
+        elif isinstance(exc, TimeoutError):
+            error = PeerTimeoutError(str(self.peer), what, FRAME_TIMEOUT_S)
+        else:
+            error = PeerClosedError(str(self.peer), f"connection lost: {describe_error(exc)}")
+        self.require_open()  # if this side ended the connection, raises that error
+        self.cut(error)
+        if error is exc:
+            raise exc
+        raise error from exc
+
     async def _next_payload(self) -> memoryview:
-        if (ahead_s := self._rate_limit.ahead_s()) > 0:
+        if self._rate_limit.is_ahead and (ahead_s := self._rate_limit.ahead_s()) > 0:
             await asyncio.sleep(ahead_s)
         if not self._buffer:
             await self._read()  # between frames there is no deadline
@@ -307,52 +326,19 @@ class FrameChannel:
         self._buffer += data
 
 
-class _CutOnError:
-    """Context that translates errors of the streams, and ends the connection on them.
-
-    Entered for every message, so it is a class: a generator would cost several more calls.
-    """
-
-    def __init__(self, channel: FrameChannel, what: str) -> None:
-        self._channel = channel
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not isinstance(exc, (PeerError, OSError)):
-            return
-        peer = str(self._channel.peer)
-        error: PeerError
-        if isinstance(exc, PeerError):
-            error = exc
-        elif isinstance(exc, TimeoutError):
-            error = PeerTimeoutError(peer, self._what, FRAME_TIMEOUT_S)
-        else:
-            error = PeerClosedError(peer, f"connection lost: {describe_error(exc)}")
-        self._channel.require_open()  # if this side ended the connection, raises that error
-        self._channel.cut(error)
-        if error is not exc:
-            raise error from exc
-
-
 class _RateLimit:
     """Token buckets for frames and bytes, of one second each: a faster peer has to wait."""
 
     def __init__(self) -> None:
         self._frames_until = self._bytes_until = runtime.monotonic()
+        self.is_ahead = False
 
     def count(self, num_bytes: int) -> None:
         """Charge one frame."""
         now = runtime.monotonic()
         self._frames_until = max(self._frames_until, now) + 1 / FRAMES_PER_S
         self._bytes_until = max(self._bytes_until, now) + num_bytes / BYTES_PER_S
+        self.is_ahead = max(self._frames_until, self._bytes_until) > now + 1
 
     def ahead_s(self) -> float:
         """Compute the seconds to wait until the charges are at most one second ahead."""
