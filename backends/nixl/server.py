@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -205,11 +205,12 @@ class ClientSession(Session):
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at a time")
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
-            job.add_done_callback(lambda _: self._jobs.pop(number))
+            job.add_done_callback(partial(self._jobs.pop, number))
 
     async def _do(self, request: wire.Request) -> None:
         try:
-            answer = await await_call(self._answer(request))
+            answer_of = self._ANSWERS.get(type(request), ClientSession._answer_ticket)
+            answer = await await_call(answer_of(self, request))
         except asyncio.CancelledError:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
@@ -229,16 +230,6 @@ class ClientSession(Session):
                 if pin := self._pins.pop(request.request_id, None):
                     await pin.aclose()
                 await self._refuse(request.request_id, str(exc))
-
-    def _answer(self, request: wire.Request) -> Coroutine[Any, Any, wire.Answer]:
-        answers: dict[type, Callable[[Any], Coroutine[Any, Any, wire.Answer]]] = {
-            wire.Lookup: self._lookup,
-            wire.Delete: self._delete,
-            wire.Pin: self._pin,
-            wire.Pull: self._pull,
-            wire.Publish: self._publish,
-        }
-        return answers.get(type(request), self._answer_ticket)(request)
 
     async def _delete(self, request: wire.Delete) -> wire.Deleted:
         deleted = await delete_for_others(self._backend, request.keys)
@@ -356,6 +347,14 @@ class ClientSession(Session):
             there=held.there,
             found=self._find_places(request) if wants_places else None,
         )
+
+    _ANSWERS: ClassVar[dict[type, Callable[..., Coroutine[Any, Any, wire.Answer]]]] = {
+        wire.Lookup: _lookup,
+        wire.Delete: _delete,
+        wire.Pin: _pin,
+        wire.Pull: _pull,
+        wire.Publish: _publish,
+    }
 
     async def _refuse(self, number: int, reason: str) -> None:
         await self._channel.send(wire.Failed(request_id=number, reason=reason))
