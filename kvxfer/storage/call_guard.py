@@ -72,8 +72,8 @@ class CallGuard:
             ClosedError: The backend was closed.
             ForkedError: It was opened by another process.
         """
-        self.require_same_process()
-        if self.closed:
+        if self.closed or os.getpid() != self._pid:
+            self.require_same_process()
             raise ClosedError(self._what)
 
     def check_batch(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:

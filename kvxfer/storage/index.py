@@ -82,6 +82,7 @@ class BlockIndex:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = require_positive("num_slots", num_slots)
         self._policy = policy
+        self._active = policy.active()  # asked anew after each `retain`, and once for a store
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
         self._free_slots: list[int] = []  # that once had a block, or that `keep_out` listed
@@ -158,7 +159,7 @@ class BlockIndex:
         idle: list[BlockKey] = []
         for key in keys:
             (plan.present if key in self._entries else absent).append(key)
-        policy = self._policy.active()
+        policy = self._active = self._policy.active()
         for key in plan.present[::-1]:
             policy.touch(key)
             if self.state(key) is BlockState.READY:
@@ -187,7 +188,7 @@ class BlockIndex:
         for key in keys:
             if self.state(key) is not BlockState.STORING:
                 raise self._state_error(key, "storing")
-        policy = self._policy.active()
+        policy = self._active
         for key in reversed(keys):
             if stored:
                 self._entries[key].storing = False
@@ -209,7 +210,7 @@ class BlockIndex:
             if entry is None or entry.storing:
                 raise self._state_error(key, "ready or loading")
             slots.append(entry.slot)
-        policy = self._policy.active()
+        policy = self._active
         for key in keys:
             entry = self._entries[key]
             if not entry.num_pins:
@@ -236,7 +237,7 @@ class BlockIndex:
             pinned = self._quarantined.get(key) or self._entries.get(key)
             if pinned is None or pinned.num_pins < count:
                 raise self._state_error(key, "pinned")
-        policy = self._policy.active()
+        policy = self._active
         freed: tuple[int, ...] = ()
         for key, count in counts.items():
             if key in self._quarantined:
@@ -250,7 +251,7 @@ class BlockIndex:
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count a use of each key; absent ones are ignored."""
-        policy = self._policy.active()
+        policy = self._active
         for key in reversed(keys):
             if key in self._entries:
                 policy.touch(key)
@@ -260,6 +261,7 @@ class BlockIndex:
         for key in reversed(keys):
             if key in self._entries:
                 self._policy.retain(key, retention)
+        self._active = self._policy.active()
 
     def retentions(self, keys: Iterable[BlockKey]) -> list[Retention]:
         """Return what is left of the wish for each block."""
