@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import compress
+from operator import add
 
 import msgspec
 import numpy as np
@@ -335,9 +336,9 @@ class HostBackend(LendingBackend, ImmediateMover):
         found = [wanted.keys[index] for index in there]
         try:
             starts = [wanted.starts[index] for index in there]
-            stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
+            sizes = [wanted.sizes[index] for index in there]
+            stops = list(map(add, starts, sizes))
             find = partial(self.pool.find, slots, found, starts, stops, hashed=not fenced)
-            sizes = np.subtract(stops, starts).tolist()
             is_hashed = not fenced and self.pool.integrity is not MemoryIntegrity.OFF
             num_hashed = self._count_hashed(found, slots, sizes) if is_hashed else 0
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS

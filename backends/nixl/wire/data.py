@@ -216,7 +216,8 @@ class DataConnection:
         with self._call():
             while missing:
                 count = await _when_ready(self._socket, partial(self._socket.recv_into, missing))
-                self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
+                if not count:
+                    raise self._ended(between_frames=is_header and len(missing) == num_bytes)
                 missing = missing[count:]
         return data
 
@@ -231,7 +232,8 @@ class DataConnection:
         while missing:
             self._set_deadline(stop)
             count = self._socket.recv_into(missing)
-            self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
+            if not count:
+                raise self._ended(between_frames=is_header and len(missing) == num_bytes)
             missing = missing[count:]
         return data
 
@@ -241,7 +243,8 @@ class DataConnection:
             while left:
                 self._set_deadline(stop)
                 count = self._move_some(left, send=send)
-                self._require_more(count, between_frames=False)
+                if not count:
+                    raise self._ended(between_frames=False)
                 left = _drop_bytes(left, count)
 
     def _move_some(self, views: list[memoryview], *, send: bool) -> int:
@@ -256,12 +259,10 @@ class DataConnection:
                 raise TimeoutError
             self._socket.settimeout(left_s)
 
-    def _require_more(self, count: int, *, between_frames: bool) -> None:
-        if count:
-            return
+    def _ended(self, *, between_frames: bool) -> PeerError:
         if between_frames or self._closed:
-            raise PeerClosedError(self.peer, "ended the connection")
-        raise ProtocolError(self.peer, "ended the connection in the middle of a frame")
+            return PeerClosedError(self.peer, "ended the connection")
+        return ProtocolError(self.peer, "ended the connection in the middle of a frame")
 
     def _end_call(self) -> None:
         with self._closing:

@@ -76,7 +76,7 @@ class Regions:
 
     def contains(self, blocks: Descriptors) -> bool:
         """Whether each fragment lies inside one region, on the device of the blocks."""
-        if not self._inside(blocks.addresses, blocks.lengths).all():
+        if not np.logical_and.reduce(self._inside(blocks.addresses, blocks.lengths)):
             return False
         if len(self.devices) == 1:
             return blocks.device == self.devices[0]
@@ -123,23 +123,25 @@ class Regions:
         if not len(regions) == len(offsets) == len(lengths):
             counts = (len(regions), len(offsets), len(lengths))
             raise InvalidArgumentError("extents", counts, "arrays of equal length")
-        rising = len(block_offsets) > 1 and bool((block_offsets[1:] > block_offsets[:-1]).all())
+        # Not `all` and `max` of arrays, which are Python wrappers around these.
+        is_all, maximum = np.logical_and.reduce, np.maximum.reduce
+        rising = len(block_offsets) > 1 and bool(is_all(block_offsets[1:] > block_offsets[:-1]))
         if not rising or (block_offsets[0], block_offsets[-1]) != (0, len(regions)):
             wanted = f"rising from 0 to {len(regions)}"
             raise InvalidArgumentError("block_offsets", block_offsets.tolist()[:8], wanted)
-        if int(regions.max()) >= len(self._regions):
+        if (last := int(maximum(regions))) >= len(self._regions):
             wanted = f"below {len(self._regions)}"
-            raise InvalidArgumentError("region of an extent", int(regions.max()), wanted)
+            raise InvalidArgumentError("region of an extent", last, wanted)
         sizes = self._sizes[regions]
         inside = offsets < sizes
         inside &= lengths - np.uint64(1) < sizes - offsets  # a length of 0 wraps: refused
-        if not inside.all():
+        if not is_all(inside):
             index = int(np.argmin(inside))
             part = (int(offsets[index]), int(lengths[index]))
             wanted = f"a part of the {sizes[index]} bytes of region {regions[index]}"
             raise InvalidArgumentError(f"offset and length of extent {index}", part, wanted)
-        if int(lengths.max()) * len(lengths) > MAX_ADDRESS:  # their sum could wrap
-            raise InvalidArgumentError("longest extent", int(lengths.max()), "fewer bytes in all")
+        if (longest := int(maximum(lengths))) * len(lengths) > MAX_ADDRESS:  # the sum could wrap
+            raise InvalidArgumentError("longest extent", longest, "fewer bytes in all")
         devices = np.unique(self._device_of_each[regions]) if len(self.devices) > 1 else [0]
         if len(devices) > 1:
             names = ", ".join(str(self.devices[index]) for index in devices)
@@ -185,7 +187,6 @@ class Regions:
 
     def _one_contains_all(self, addresses: Words, lengths: Words) -> bool:
         """Whether one region surely contains all stretches: a cheap test for the usual case."""
-        # Not `min` and `max` of arrays, which are Python wrappers around these.
         lowest, highest = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
         longest = int(np.maximum.reduce(lengths))
         for start, num_bytes, _ in self._regions:
