@@ -237,7 +237,7 @@ class BlockIndex:
             pinned = self._quarantined.get(key) or self._entries.get(key)
             if pinned is None or pinned.num_pins < count:
                 raise self._state_error(key, "pinned")
-        policy = self._active
+        released: list[BlockKey] = []
         freed: tuple[int, ...] = ()
         for key, count in counts.items():
             if key in self._quarantined:
@@ -246,15 +246,13 @@ class BlockIndex:
             entry = self._entries[key]
             entry.num_pins -= count
             if not entry.num_pins:
-                policy.release(key)
+                released.append(key)
+        self._active.release(*released)
         return freed
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count a use of each key; absent ones are ignored."""
-        policy = self._active
-        for key in reversed(keys):
-            if key in self._entries:
-                policy.touch(key)
+        self._active.touch(*reversed(keys))
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a caller's wish for blocks in any state; absent ones are ignored."""

@@ -67,8 +67,8 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def release(self, key: BlockKey) -> None:
-        """Make a held key a candidate: a new key as the most recently used, others in place."""
+    def release(self, *keys: BlockKey) -> None:
+        """Make held keys candidates: a new key as the most recently used, others in place."""
 
     @abstractmethod
     def hold(self, key: BlockKey) -> None:
@@ -79,8 +79,8 @@ class EvictionPolicy(ABC):
         """Whether a resident key is held."""
 
     @abstractmethod
-    def touch(self, key: BlockKey) -> None:
-        """Count a use of a resident key."""
+    def touch(self, *keys: BlockKey) -> None:
+        """Count a use of each key, in this order; keys that are not resident are ignored."""
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:
@@ -173,14 +173,15 @@ class LRU(EvictionPolicy):
             victim, _ = self._order.popitem(last=False)
         return victim
 
-    def release(self, key: BlockKey) -> None:
+    def release(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._held:
-            self._held.remove(key)
-        elif key in self._passed:
-            self._returned.put(key, self._passed.pop(key))
-        else:
-            self._order[key] = None
+        for key in keys:
+            if key in self._held:
+                self._held.remove(key)
+            elif key in self._passed:
+                self._returned.put(key, self._passed.pop(key))
+            else:
+                self._order[key] = None
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
@@ -193,12 +194,13 @@ class LRU(EvictionPolicy):
         """See `EvictionPolicy`."""
         return key in self._held or not (key in self._order or key in self._returned)
 
-    def touch(self, key: BlockKey) -> None:
+    def touch(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._order:
-            self._order.move_to_end(key)
-        elif key in self:
-            self.place(key, held=self.take(key))
+        for key in keys:
+            if key in self._order:
+                self._order.move_to_end(key)
+            elif key in self:
+                self.place(key, held=self.take(key))
 
     def place(self, key: BlockKey, *, held: bool) -> None:
         """Place a key in the order as the most recently used one."""
@@ -275,16 +277,17 @@ class ARC(EvictionPolicy):
         self._forget_old_ghosts()
         return victim
 
-    def release(self, key: BlockKey) -> None:
+    def release(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._new_recent:
-            self._new_recent.remove(key)
-            self._recent.release(key)
-        elif key in self._new_frequent:
-            self._new_frequent.remove(key)
-            self._frequent.release(key)
-        else:
-            self._order_of(key).release(key)
+        for key in keys:
+            if key in self._new_recent:
+                self._new_recent.remove(key)
+                self._recent.release(key)
+            elif key in self._new_frequent:
+                self._new_frequent.remove(key)
+                self._frequent.release(key)
+            else:
+                self._order_of(key).release(key)
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
@@ -294,15 +297,16 @@ class ARC(EvictionPolicy):
         """See `EvictionPolicy`."""
         return self._order_of(key).is_held(key)
 
-    def touch(self, key: BlockKey) -> None:
+    def touch(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._recent:
-            self._frequent.place(key, held=self._recent.take(key))
-        elif key in self._new_recent:
-            self._new_recent.remove(key)
-            self._new_frequent.add(key)
-        else:
-            self._frequent.touch(key)
+        for key in keys:
+            if key in self._recent:
+                self._frequent.place(key, held=self._recent.take(key))
+            elif key in self._new_recent:
+                self._new_recent.remove(key)
+                self._new_frequent.add(key)
+            else:
+                self._frequent.touch(key)
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
@@ -448,15 +452,16 @@ class RetainingPolicy(EvictionPolicy):
             self._forget(victim)
         return victim
 
-    def release(self, key: BlockKey) -> None:
+    def release(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._policy.release(key)
-        if wish := self._wishes.get(key):
-            wish.held = False
-            if wish.spared:
-                self._policy.hold(key)
-            self._rank(key, wish)
-            self._keep_share()
+        for key in keys:
+            self._policy.release(key)
+            if wish := self._wishes.get(key):
+                wish.held = False
+                if wish.spared:
+                    self._policy.hold(key)
+                self._rank(key, wish)
+                self._keep_share()
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
@@ -474,13 +479,14 @@ class RetainingPolicy(EvictionPolicy):
         wish = self._wishes.get(key)
         return self._policy.is_held(key) if wish is None else wish.held
 
-    def touch(self, key: BlockKey) -> None:
+    def touch(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._policy.touch(key)
-        wish = self._wishes.get(key)
-        if wish and (wish.priority < 0 or wish.expires_at <= runtime.monotonic()):
-            self._spare(key, wish, spared=False)
-            self._forget(key)
+        for key in keys:
+            self._policy.touch(key)
+            wish = self._wishes.get(key)
+            if wish and (wish.priority < 0 or wish.expires_at <= runtime.monotonic()):
+                self._spare(key, wish, spared=False)
+                self._forget(key)
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
