@@ -1,15 +1,17 @@
 """Wanted blocks: which requests of an engine want which blocks, and where each was found."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 
 
-@dataclass(slots=True, eq=False)
 class Wanted:
-    """Block that requests want."""
+    """Block that requests want.
+
+    One is made for each chunk of each prompt, so the values are those of the class until they are
+    set.
+    """
 
     num_requests: int = 0
     waiting: dict[str, None] | None = None  # requests that asked the lower tier, in order

@@ -179,8 +179,10 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
 def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
     """Read the retention that a request asks for; a wrong value is logged, counted, and ignored."""
     params, fields = getattr(context, "kv_transfer_params", None), dict[str, Any]()
+    if params is None or not isinstance(params, Mapping):
+        return None
     for name, attribute in PARAMETERS.items():
-        value = params.get(name) if isinstance(params, Mapping) else None
+        value = params.get(name)
         if value is None:
             continue
         try:
