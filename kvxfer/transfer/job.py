@@ -13,7 +13,7 @@ from kvxfer.checks import require_integer, require_integers, require_one_per_gro
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, overlap
-from kvxfer.storage.backend import BlockMover, Outcome, Status
+from kvxfer.storage.backend import BlockMover, Outcome, Status, positions_done
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observer import Ended, Operation, Reports
@@ -49,7 +49,7 @@ class FinishedJob:
     @property
     def done(self) -> bool:
         """Whether every block is done."""
-        return all(outcome.done for outcome in self.outcomes)
+        return len(positions_done(self.outcomes)) == len(self.outcomes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,10 @@ class Job:
         """Make the result of the job, once every block has an outcome."""
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
-        done = [outcome.done for outcome in outcomes]
+        done = positions_done(outcomes)
         blocks, seconds = self.blocks, runtime.monotonic() - self.submitted
-        num_bytes = blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum())
+        is_whole = len(done) == len(outcomes)
+        num_bytes = blocks.num_bytes if is_whole else int(blocks.block_sizes[done].sum())
         return FinishedJob(self.job_id, self.direction, outcomes, num_bytes, seconds)
 
 
