@@ -14,6 +14,7 @@ import numpy as np
 from kvxfer import runtime
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
+    SEAL_BYTES,
     FrameCodec,
     FrameKeys,
     MessageT,
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 _READ = msgspec.msgpack.Decoder(Read)
 _READING = msgspec.msgpack.Decoder(Reading)
+_READING_BYTES = HEADER_BYTES + len(msgspec.msgpack.encode(Reading())) + SEAL_BYTES
+"""Bytes of the frame of a `Reading` without a refusal, the shortest one."""
 
 
 class DataConnection:
@@ -146,7 +149,7 @@ class DataConnection:
         request = self._codec.encode(Read(addresses=remote.tobytes(), lengths=lengths.tobytes()))
         with self._call():
             self._move([memoryview(request)], stop, send=True)
-            answer = self._receive(_READING, stop)
+            answer = self._receive_answer(stop)
             if answer.refusal:
                 raise TransferFailedError(self.peer, answer.refusal)
             self._move(view_memory(local, lengths), stop, send=False)
@@ -221,10 +224,12 @@ class DataConnection:
                 missing = missing[count:]
         return data
 
-    def _receive(self, legal: "msgspec.msgpack.Decoder[MessageT]", stop: float) -> MessageT:
-        header = self._receive_bytes(HEADER_BYTES, stop, is_header=True)
-        body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
-        return self._codec.decode(self._codec.open(body), legal)
+    def _receive_answer(self, stop: float) -> Reading:
+        """Receive the answer to a `Read`, with one system call unless it is a refusal."""
+        frame = self._receive_bytes(_READING_BYTES, stop, is_header=True)
+        left = HEADER_BYTES + self._codec.body_size(frame[:HEADER_BYTES]) - len(frame)
+        frame += self._receive_bytes(left, stop, is_header=False) if left > 0 else b""
+        return self._codec.decode(self._codec.open(frame[HEADER_BYTES:]), _READING)
 
     def _receive_bytes(self, num_bytes: int, stop: float | None, *, is_header: bool) -> bytearray:
         data = bytearray(num_bytes)
