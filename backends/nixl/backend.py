@@ -241,8 +241,10 @@ class NixlBackend(TellsKept):
         return endpoints
 
     def _home(self, client: Client) -> Home:
+        if self._own is None:
+            return client
         is_own = client.is_own or client.endpoint == self._announced_at
-        return self._own if self._own is not None and is_own else client
+        return self._own if is_own else client
 
     async def _lookup_at(
         self, home: Home, keys: Sequence[BlockKey], timeout_s: float | None

@@ -172,6 +172,8 @@ class StagingMemory:
 
     def cut(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Cut blocks of `sizes` bytes into runs that fit into one buffer each; see `cut_runs`."""
+        if len(sizes) == 1:  # a run by itself, whatever its size
+            return iter([(0, 1)])
         return cut_runs(np.array([*map(aligned, sizes)]), self.buffer_bytes)
 
     @asynccontextmanager

@@ -315,9 +315,8 @@ def _columns(request: Read) -> tuple[Addresses, Addresses]:
     sizes = len(request.addresses), len(request.lengths)
     if sizes[0] != sizes[1] or sizes[0] % 8:
         raise InvalidArgumentError("bytes of addresses and lengths", sizes, "8 for each fragment")
-    addresses, lengths = (
-        np.frombuffer(each, "<u8") for each in (request.addresses, request.lengths)
-    )
+    addresses = np.frombuffer(request.addresses, "<u8")
+    lengths = np.frombuffer(request.lengths, "<u8")
     if not lengths.all():
         raise InvalidArgumentError("lengths", 0, "positive numbers")
     return addresses, lengths

@@ -153,7 +153,7 @@ class FrameChannel:
         peer = writer.get_extra_info("peername")  # None when the peer is gone already
         self.peer = _endpoint(peer or ("unknown", 0))
         self._reader = reader
-        self._writer = writer
+        self._writer, self._transport = writer, writer.transport
         self._codec = FrameCodec(str(self.peer))
         self._rate_limit = _RateLimit()
         self._buffer = bytearray()  # bytes read from the stream and not yet received as a message
@@ -210,8 +210,7 @@ class FrameChannel:
 
     async def drain(self) -> None:
         """Wait until the buffer of sent messages has room again."""
-        transport = self._writer.transport
-        if transport.get_write_buffer_size() or transport.is_closing():
+        if self._transport.get_write_buffer_size() or self._transport.is_closing():
             try:
                 async with asyncio.timeout(FRAME_TIMEOUT_S):
                     await self._writer.drain()
@@ -278,7 +277,7 @@ class FrameChannel:
     def _abort(self) -> None:
         # asyncio cannot abort a transport that has flushed its buffer and closed itself.
         with contextlib.suppress(AttributeError):
-            self._writer.transport.abort()
+            self._transport.abort()
 
     def _cut_by(self, exc: PeerError | OSError, what: str) -> NoReturn:
         """Translate an error of the streams, and end the connection by it."""
