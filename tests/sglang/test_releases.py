@@ -163,8 +163,6 @@ def release_with(places: Mapping[str, str], **settings: Any) -> Iterator[None]:
 
 
 LATER = {"dtype": "model", "int3_profile": "observability", "speculative_algorithm": "spec"}
-
-
 RENAMED = {"type": "model", "int3_profile": "model", "speculative_algorithm": "spec"}
 
 
@@ -172,8 +170,9 @@ RENAMED = {"type": "model", "int3_profile": "model", "speculative_algorithm": "s
 def test_a_setting_that_a_later_release_has_or_renamed_counts_without_being_known(
     places: dict[str, str],
 ) -> None:
+    values: tuple[object, ...] = ([], "coarse", "fine")
     hashes = set()
-    for value in ([], "coarse", "fine"):
+    for value in values:
         with release_with(places, int3_profile=value):
             hashes.add(hash_of_settings())
     assert len(hashes) == 3

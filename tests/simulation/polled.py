@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvxfer import Namespace, Outcome, TransferEngine, runtime
 from kvxfer.errors import ClosedError
 from kvxfer.runtime import DaemonThreads
-from kvxfer.storage import ImmediateMover
+from kvxfer.storage.backend import ImmediateMover
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
 from kvxfer.transfer import JobId
