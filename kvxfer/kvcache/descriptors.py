@@ -33,7 +33,7 @@ class StreamMark(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Descriptors of a batch of blocks: addresses and lengths of their bytes, in stored order.
+    """Descriptors of `num_blocks` blocks: addresses and lengths of their bytes, in stored order.
 
     The payload of block b is the concatenation of its descriptors
     `block_offsets[b]:block_offsets[b + 1]`, and belongs at byte `payload_starts[b]` of the chunk
@@ -48,7 +48,6 @@ class Descriptors:
         after: Mark that the device must reach before the bytes are read or written; None if
             there is nothing to wait for.
         owners: Objects that keep the memory alive for as long as these descriptors exist.
-        num_blocks: Blocks in the batch.
 
     Raises:
         InvalidArgumentError: An array is not one-dimensional, not of integers or of the wrong

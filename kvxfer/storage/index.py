@@ -125,13 +125,11 @@ class BlockIndex:
 
     def are_ready(self, keys: Iterable[BlockKey]) -> list[bool]:
         """Return for each block whether it may be read."""
-        entries = map(self._entries.get, keys)
-        return [entry is not None and not entry.storing for entry in entries]
+        return [entry is not None and not entry.storing for entry in map(self._entries.get, keys)]
 
     def are_storing(self, keys: Iterable[BlockKey]) -> list[bool]:
         """Return for each block whether its slot is being written."""
-        entries = map(self._entries.get, keys)
-        return [entry is not None and entry.storing for entry in entries]
+        return [entry is not None and entry.storing for entry in map(self._entries.get, keys)]
 
     def slot_of(self, key: BlockKey) -> int:
         """Slot of a block in any state.
@@ -188,11 +186,10 @@ class BlockIndex:
         for key in keys:
             if self.state(key) is not BlockState.STORING:
                 raise self._state_error(key, "storing")
-        policy = self._active
         for key in reversed(keys):
             if stored:
                 self._entries[key].storing = False
-                policy.release(key)
+                self._active.release(key)
             else:
                 self._drop(key)
 
@@ -210,11 +207,10 @@ class BlockIndex:
             if entry is None or entry.storing:
                 raise self._state_error(key, "ready or loading")
             slots.append(entry.slot)
-        policy = self._active
         for key in keys:
             entry = self._entries[key]
             if not entry.num_pins:
-                policy.hold(key)
+                self._active.hold(key)
             entry.num_pins += 1
             if key in self._quarantined:
                 self._quarantined[key].num_pins += 1

@@ -15,7 +15,7 @@ from kvxfer import runtime
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.calls import Drain, Move, call_backend, drain_in_the_end
 from kvxfer.storage.keys import BlockKey
@@ -172,8 +172,6 @@ class StagingMemory:
 
     def cut(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Cut blocks of `sizes` bytes into runs that fit into one buffer each; see `cut_runs`."""
-        if len(sizes) == 1:  # a run by itself, whatever its size
-            return iter([(0, 1)])
         return cut_runs(np.array([*map(aligned, sizes)]), self.buffer_bytes)
 
     @asynccontextmanager
@@ -283,14 +281,8 @@ def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> De
     begin = buffer.ctypes.data
     *addresses, end = accumulate(map(aligned, sizes), initial=begin)
     assert end <= begin + buffer.nbytes
-    return Descriptors(
-        addresses=np.array(addresses, np.uint64),
-        lengths=np.array(sizes, np.uint64),
-        block_offsets=np.arange(len(addresses) + 1),
-        payload_starts=np.array(starts, np.int64),
-        device=HOST,
-        owners=(buffer,),
-    )
+    pieces, lengths = np.array(addresses, np.uint64), np.array(sizes, np.uint64)
+    return Descriptors.of_pieces(pieces, lengths, np.array(starts, np.int64), owners=(buffer,))
 
 
 def allocate_aligned(num_bytes: int) -> Buffer:

@@ -7,11 +7,7 @@ from kvxfer.storage.keys import BlockKey
 
 
 class Wanted:
-    """Block that requests want.
-
-    One is made for each chunk of each prompt, so the values are those of the class until they are
-    set.
-    """
+    """Block that requests want; a value is that of the class until it is set."""
 
     num_requests: int = 0
     waiting: dict[str, None] | None = None  # requests that asked the lower tier, in order

@@ -231,8 +231,8 @@ TABLE = """
 +            if self.state(key) in (BlockState.READY, BlockState.LOADING):
 +                self._drop(key)
 @@ memory 30 a block that is being stored is found
--        return [entry is not None and not entry.storing for entry in entries]
-+        return [entry is not None for entry in entries]
+-        return [entry is not None and not entry.storing for entry in map(self._entries.get, keys)]
++        return [entry is not None for entry in map(self._entries.get, keys)]
 @@ tiers 60 blocks of a batch evict each other
 -                idle.append(key)
 @@ tiers 60 a slot is never used
@@ -240,7 +240,7 @@ TABLE = """
 +self._next_slot < self.num_slots - 1 or len(policy)):
 @@ tiers 20 a block that was stored can never be evicted
                  self._entries[key].storing = False
--                policy.release(key)
+-                self._active.release(key)
 @@ tiers 40 a cancelled store keeps its slots
 -            else:
 -                self._drop(key)

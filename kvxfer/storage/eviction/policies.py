@@ -355,14 +355,10 @@ class ARC(EvictionPolicy):
             self._recent_target = max(self._recent_target - step, 0.0)
 
     def _arrive(self, key: BlockKey) -> None:
-        if key in self._recent_ghosts:
-            del self._recent_ghosts[key]
-            self._new_frequent.add(key)
-        elif key in self._frequent_ghosts:
-            del self._frequent_ghosts[key]
-            self._new_frequent.add(key)
-        else:
-            self._new_recent.add(key)
+        is_ghost = key in self._recent_ghosts or key in self._frequent_ghosts
+        self._recent_ghosts.pop(key, None)
+        self._frequent_ghosts.pop(key, None)
+        (self._new_frequent if is_ghost else self._new_recent).add(key)
         self._forget_old_ghosts()
 
     def _forget_old_ghosts(self) -> None:
