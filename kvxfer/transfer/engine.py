@@ -316,12 +316,10 @@ class PolledEngine(Generic[MoverT]):
             self._describer, keys, block_ids, first_block_indices, direction=direction
         )
         timeout_s = self._timeout(timeout_s)
-        now = runtime.monotonic()
-        deadline = None if timeout_s is None else now + timeout_s
         if retention is not None:
             require_instance("retention", retention, Retention)
-        job_id, listed = JobId(next(self._job_ids)), list(keys)
-        job = Job(job_id, direction, listed, blocks, deadline, retention, submitted=now)
+        job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, retention=retention)
+        job.deadline = None if timeout_s is None else job.submitted + timeout_s
         try:
             if (mark := self._memory.mark(blocks.device)) is not None:
                 job.blocks = replace(blocks, after=mark)

@@ -77,7 +77,7 @@ class Job:
     direction: Direction
     keys: Sequence[BlockKey]
     blocks: Descriptors
-    deadline: float | None
+    deadline: float | None = None
     retention: Retention | None = None
     submitted: float = field(default_factory=runtime.monotonic)
     in_backend: list[bool] = field(init=False)
@@ -155,10 +155,8 @@ class Job:
         """Make the result of the job, once every block has an outcome."""
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
-        done = positions_done(outcomes)
-        blocks, seconds = self.blocks, runtime.monotonic() - self.submitted
-        is_whole = len(done) == len(outcomes)
-        num_bytes = blocks.num_bytes if is_whole else int(blocks.block_sizes[done].sum())
+        num_bytes = self.blocks.take(positions_done(outcomes)).num_bytes
+        seconds = runtime.monotonic() - self.submitted
         return FinishedJob(self.job_id, self.direction, outcomes, num_bytes, seconds)
 
 

@@ -178,12 +178,10 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
 
 def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
     """Read the retention that a request asks for; a wrong value is logged, counted, and ignored."""
-    params, fields = getattr(context, "kv_transfer_params", None), dict[str, Any]()
-    if params is None or not isinstance(params, Mapping):
-        return None
+    params = getattr(context, "kv_transfer_params", None)
+    fields: dict[str, Any] = {}
     for name, attribute in PARAMETERS.items():
-        value = params.get(name)
-        if value is None:
+        if not isinstance(params, Mapping) or (value := params.get(name)) is None:
             continue
         try:
             Retention(**{attribute: value})
