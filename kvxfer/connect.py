@@ -22,6 +22,7 @@ from kvxfer.lending.prompt_exchange import PromptExchange
 from kvxfer.runtime import begin_aside
 from kvxfer.settings import convert_settings, is_credential, shown
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.calls import naming
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.portable_backend import PortableBackend, portable_namespace
@@ -286,7 +287,11 @@ def open_tiers(
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
-            opened.append(backend_type(config, namespace))
+            name = getattr(backend_type, "__name__", repr(backend_type))
+            with naming(name):
+                made = backend_type(config, namespace)
+            require_instance(name, made, Backend)
+            opened.append(made)
         if len(opened) > 1:
             opened = [TieredBackend(opened, namespace)]
         reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
@@ -360,12 +365,9 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     return parts.scheme, parameters
 
 
-def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _split(backend: object) -> tuple[str, dict[str, Any]]:
     form = "a URL, or a mapping with a 'type' such as 'host'"
-    try:
-        parameters = dict(backend)
-    except (TypeError, ValueError) as exc:
-        raise InvalidArgumentError("backend", shown(backend), form) from exc
+    parameters = dict(backend) if isinstance(backend, Mapping) else {}
     name = parameters.pop("type", None)
     if not isinstance(name, str):
         raise InvalidArgumentError("backend", shown(backend), form)
@@ -388,5 +390,10 @@ def _find_backend(name: str) -> BackendType:
     if name not in found:
         wanted = f"one of: {', '.join(sorted(found))}{did_you_mean(name, found)}"
         raise InvalidArgumentError("backend", name, wanted)
-    backend_type: BackendType = found[name].load()
+    try:
+        backend_type: BackendType = found[name].load()
+        msgspec.structs.fields(backend_type.config_type)
+    except Exception as exc:
+        wanted = f"a backend at {found[name].value}: {exc!r}"
+        raise InvalidArgumentError("backend", name, wanted) from exc
     return backend_type

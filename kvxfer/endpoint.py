@@ -47,7 +47,8 @@ class Endpoint:
         host, colon, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        if not (colon and is_host(host, bracketed=bracketed) and _is_port(port)):
+        is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT
+        if not (colon and is_host(host, bracketed=bracketed) and is_port):
             raise InvalidArgumentError(argument, shown(text), form)
         return cls(host, int(port))
 
@@ -95,10 +96,6 @@ def free_ports(number: int = 1) -> int:
                 at = "127.0.0.1", port
                 stack.enter_context(runtime.listen(at, family=socket.AF_INET, backlog=1))
             return first
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
 
 
 def is_host(text: str, *, bracketed: bool) -> bool:

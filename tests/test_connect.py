@@ -16,10 +16,15 @@ from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import S3Config
 from kvxfer.connect import BACKENDS, complete_namespace, connect, open_backend, parse_backend
-from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    InvalidArgumentError,
+    NamespaceMismatchError,
+)
 from kvxfer.replay import plan_tiers
 from kvxfer.settings import convert_settings
-from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.tiering.opened_tiers import settle
@@ -241,6 +246,41 @@ def test_the_revision_is_required_where_blocks_outlive_the_process(
     with pytest.raises(InvalidArgumentError, match="the revision of the weights") as caught:
         open_it(backend, memory.caches, namespace=Namespace(model="model"))
     assert (caught.value.argument, caught.value.value) == ("namespace.revision", "")
+
+
+def open_nothing(*_: object) -> None:
+    pass
+
+
+def fail_to_open(*_: object) -> None:
+    raise OSError("no cluster")
+
+
+for each in (open_nothing, fail_to_open):
+    each.config_type = DictConfig  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        ("nowhere:Backend", InvalidArgumentError, "'mine'; .*nowhere:Backend: .*No module named"),
+        ("json:Backend", InvalidArgumentError, "'mine'; .*json:Backend: .*no attribute 'Backend'"),
+        ("json:JSONDecoder", InvalidArgumentError, "'mine'; .*JSONDecoder: .*config_type"),
+        (f"{__name__}:open_nothing", InvalidArgumentError, "open_nothing.* is None; .*Backend"),
+        (f"{__name__}:fail_to_open", BackendUnavailableError, "fail_to_open: .*no cluster"),
+    ],
+)
+def test_an_entry_point_that_opens_no_backend_is_named(
+    memory: BlockMemory,
+    install: Callable[[str, str], None],
+    place: str,
+    error: type[Exception],
+    said: str,
+) -> None:
+    install("mine", place)
+    for backend in ("mine://", ["mine://", "mine://"]):
+        with pytest.raises(error, match=said):
+            open_backend(backend, memory.namespace())
 
 
 @pytest.mark.parametrize("says", ["true", "false", "nothing"])

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvxfer import runtime
@@ -11,7 +11,7 @@ from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.runtime import Pause, await_call
-from kvxfer.storage.backend import DONE, Backend, Begun, Outcome, Status, TellsKept
+from kvxfer.storage.backend import DONE, Backend, Begun, Outcome, Status, TellsKept, WrappingBackend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
 
@@ -94,6 +94,20 @@ async def call_backend(
         return _one_each(name, await await_call(move(keys, blocks)), len(keys))
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
+
+
+@contextlib.contextmanager
+def naming(of: Backend | str) -> Iterator[None]:
+    """Make what foreign code raises a `BackendUnavailableError` that names the backend."""
+    try:
+        yield
+    except KVXferError:
+        raise
+    except Exception as exc:
+        while isinstance(of, WrappingBackend):
+            of = of.inner
+        name = type(of).__name__ if isinstance(of, Backend) else of
+        raise BackendUnavailableError(f"{name}: {exc!r}") from exc
 
 
 def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:

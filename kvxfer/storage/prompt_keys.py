@@ -101,15 +101,12 @@ class PromptKeys:
         for span in spans:
             if span not in self._digests:
                 kind, start, stop = span
-                self._hash_up_to(stop)
+                if stop < self._num_hashed:
+                    self._hasher, self._num_hashed = self._scope.copy(), 0
+                tokens = self._bytes[self._num_hashed * TOKEN_BYTES : stop * TOKEN_BYTES]
+                self._hasher.update(tokens)
+                self._num_hashed = stop
                 hasher = self._hasher.copy()
                 hasher.update(kind + start.to_bytes(8, "little"))
                 self._digests[span] = hasher.digest()
         return [self._digests[span] for span in spans]
-
-    def _hash_up_to(self, stop: int) -> None:
-        """Hash the tokens before `stop`; starts over only if more have been hashed already."""
-        if stop < self._num_hashed:
-            self._hasher, self._num_hashed = self._scope.copy(), 0
-        self._hasher.update(self._bytes[self._num_hashed * TOKEN_BYTES : stop * TOKEN_BYTES])
-        self._num_hashed = stop

@@ -31,7 +31,7 @@ from kvxfer.kvcache.portable import PageMapping
 from kvxfer.runtime import Calls
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import MARK_PAUSE_S
+from kvxfer.storage.calls import MARK_PAUSE_S, naming
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import ENGINE, Observer, Operation, Reports
@@ -536,16 +536,25 @@ class TransferEngine(PolledEngine[Backend]):
         await self.aclose()
 
     async def _lookup(self, keys: Sequence[BlockKey], timeout_s: float | None) -> list[bool]:
+        async def look_up() -> list[bool]:
+            with naming(self.backend):
+                found = await self.backend.lookup(keys)
+                return [bool(there) for _, there in zip(keys, found, strict=True)]
+
         try:
-            return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
+            return await self._calls.wait_for(timeout_s, look_up())
         except TimeoutError:
             logger.warning("lookup of %d blocks: all miss, no answer in %s s", len(keys), timeout_s)
             self._reports.late(Operation.LOOKUP, keys)
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:
+        async def flush() -> None:
+            with naming(self.backend):
+                await self.backend.flush()
+
         try:
-            await self._calls.wait_for(timeout_s, self.backend.flush())
+            await self._calls.wait_for(timeout_s, flush())
         except TimeoutError:
             return False
         return True

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvxfer.errors import (
+    BackendUnavailableError,
     BlockIdError,
     ClosedError,
     DuplicateError,
@@ -33,11 +34,14 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.observed_backend import observed
+from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.transfer import PolledEngine, mover
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, describe_batch
 from kvxfer.transfer.mover import Admission
+from tests.recorder import Recorder
 
 PAGE_BYTES = 1024
 
@@ -327,6 +331,30 @@ def test_memory_that_cannot_be_drained_may_be_touched_though_the_end_comes_as_a_
 
     assert all(map(end_before, range(20)))
     assert not all(map(end_before, count(20)))
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_what_a_backend_raises_or_answers_wrongly_is_an_error_that_names_it(
+    memory: BlockMemory, *, is_observed: bool
+) -> None:
+    class Foreign(DictBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            if len(keys) == 1:
+                raise TimeoutError("the cluster is slow")
+            return [True]
+
+        async def flush(self) -> None:
+            raise ValueError("no cluster")
+
+    backend: Backend = Foreign(DictConfig(), memory.namespace())
+    if is_observed:
+        backend = observed(backend, Reports([Recorder()]))
+    with TransferEngine(memory.caches, backend) as engine:
+        for num_keys, said in ((1, "the cluster is slow"), (2, "shorter")):
+            with pytest.raises(BackendUnavailableError, match=f"Foreign: .*{said}"):
+                engine.submit_lookup(keys_of(num_keys)).result(10)
+        with pytest.raises(BackendUnavailableError, match=r"Foreign: .*no cluster"):
+            asyncio.run(engine.flush())
 
 
 def test_memory_whose_drain_never_ends_may_still_be_touched_after_the_end(
