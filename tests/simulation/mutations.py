@@ -494,8 +494,8 @@ TABLE = """
 -return [] if entry is None else self._withdraw(ticket, entry)
 +return [] if entry is None or entry.holders else self._withdraw(ticket, entry)
 @@ lending 60 a ticket has ended although its blocks are pinned
--block in self._pins and block not in self._offers for _
-+block in self._pins and block not in self._pins for _
+-        return not (entry.blocks & self._pins.keys()) - self._offers.keys()
++        return True
 --- kvxfer/integrations/vllm/prefill_decode/decode.py
 @@ handover 20 the lease is not released after a load
          for request_id in request_ids:
