@@ -696,7 +696,7 @@ TABLE = """
 --- kvxfer/storage/index.py
 @@ memory 250 a block that is pinned can be evicted
 -            if not entry.num_pins:
--                policy.hold(key)
+-                self._active.hold(key)
 --- backends/host/backend.py
 @@ memory 300 a purge leaves what somebody reads
 -            pinned, left = self._index.quarantine_all(prefix)
