@@ -57,11 +57,9 @@ class _Submission:
     job: Job
     ended: Future[None] = field(default_factory=Future)
     task: asyncio.Task[list[Outcome]] | None = None
-    cancelled: bool = False
 
     def cancel(self) -> None:
         """Cancel the job; to be called on the engine's loop."""
-        self.cancelled = True
         if self.task is not None:
             self.task.cancel()
 
@@ -262,7 +260,6 @@ class PolledEngine(Generic[MoverT]):
         job_id = JobId(require_integer("job_id", job_id))
         self._mover.cancel(job_id)
         if submission := self._submitted.get(job_id):
-            submission.cancelled = True
             with suppress(ClosedError):  # closing the engine ends the job
                 self._loop.call_soon(submission.cancel)
 
@@ -411,8 +408,6 @@ class PolledEngine(Generic[MoverT]):
             return
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))
         task.add_done_callback(lambda _: self._end(submission))
-        if submission.cancelled:
-            task.cancel()
 
     def _end(self, submission: _Submission) -> None:
         if submission.job.end(Status.CANCELLED, "cancelled before it began"):
