@@ -6,7 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,7 @@ from kvxfer.transfer import PolledEngine, mover
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, describe_batch
 from kvxfer.transfer.mover import Admission
+from tests.clock import LIMIT_S
 from tests.recorder import Recorder
 
 PAGE_BYTES = 1024
@@ -245,6 +246,30 @@ async def test_an_engine_whose_backend_does_not_close_in_time_does_not_say_that_
         async with TransferEngine(memory.caches, backend, close_timeout_s=0.1):
             pass
     assert "not closed after 0.1 s: 0 transfers may still touch the caches" in caplog.text
+
+
+async def test_a_job_whose_submission_a_close_overtakes_is_refused(memory: BlockMemory) -> None:
+    backend, is_closing, closes = make_backend(memory), threading.Event(), threading.Event()
+    engine = TransferEngine(memory.caches, backend)
+
+    async def close_late() -> None:
+        is_closing.set()
+        await asyncio.to_thread(closes.wait)
+
+    def close_meanwhile(_: object) -> None:
+        threading.Thread(target=engine.close).start()
+        assert is_closing.wait(LIMIT_S)
+
+    with (
+        patch.object(backend, "aclose", close_late),
+        patch.object(engine._memory, "mark", close_meanwhile),
+    ):
+        try:
+            with pytest.raises(ClosedError):
+                engine.submit_store(keys_of(1), [[1]])
+        finally:
+            closes.set()
+            engine.close()
 
 
 class Unsafe(DictBackend):
@@ -481,6 +506,24 @@ async def test_those_who_wait_enter_by_priority_and_then_in_order(
         assert log == []
     assert log == entered
     assert admission.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_a_transfer_that_is_cancelled_before_it_enters_lets_the_next_one_enter(
+    *, is_admitted: bool
+) -> None:
+    admission, log = Admission(10), list[int]()
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as held:
+        await held.enter_async_context(admission.admit(0, 5))
+        cancelled = group.create_task(enter(admission, 1, 10, log))
+        group.create_task(enter(admission, 2, 5, log))
+        await asyncio.sleep(0)
+        if is_admitted:
+            await held.aclose()
+        cancelled.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert log == [2]
 
 
 # Fork
