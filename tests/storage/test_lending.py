@@ -251,6 +251,29 @@ async def test_a_block_that_has_another_key_when_its_checksum_is_there_is_not_le
     await lender.aclose()
 
 
+async def test_a_checksum_of_bytes_that_the_engine_has_overwritten_is_not_lent(
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
+) -> None:
+    lender = make_lender(memory.caches, threads=threads, copy_engine=engine)
+    lender.offer("t", KEYS[:1], [0], complete=True)
+    size = memory.chunk_size_bytes(0)
+
+    def hash_and_overwrite(*given: Any) -> list[int]:
+        checksums = checksum_blocks(*given)
+        lender.revoke("t")
+        memory.fill(0xA5)
+        lender.offer("u", KEYS[1:2], [0], complete=True)
+        return checksums
+
+    with patch("kvxfer.storage.leases.cache_lender.checksum_blocks", hash_and_overwrite):
+        async with lender.lend(BlockParts(KEYS[:1], [0], [size])) as loan:
+            assert statuses(loan.outcomes) == [Status.MISSING]
+    async with lender.lend(BlockParts(KEYS[1:2], [0], [size])) as loan:
+        assert loan.blocks is not None
+        assert loan.checksums == checksum_blocks(loan.blocks, engine)
+    await lender.aclose()
+
+
 async def test_an_engine_waits_for_no_reader_of_a_copy_and_for_none_that_waits_for_a_buffer(
     memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
 ) -> None:
