@@ -4,8 +4,9 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
-from unittest.mock import AsyncMock, Mock, call
+from unittest.mock import AsyncMock, Mock, call, patch
 
 import numpy as np
 import pytest
@@ -176,6 +177,27 @@ def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(
     monkeypatch.setattr(pages.engine, "drain", AsyncMock(side_effect=OSError("hung")))
     assert pages.move(LOAD) == [False] * 6
     assert pages.num_free() == NUM_ROWS
+
+
+def test_a_purge_that_begins_while_pages_are_copied_purges_these(pages: Pages) -> None:
+    beginning, is_asked = pages.store._beginning, threading.Event()
+
+    class Asked:
+        acquire, release, __exit__ = beginning.acquire, beginning.release, beginning.__exit__
+
+        def __enter__(self) -> None:
+            is_asked.set()  # at the latest once all is purged
+            beginning.__enter__()
+
+    def purge() -> None:
+        purging.append(begin_aside("purge", lambda: pages.store.purge(math.inf)))
+        assert is_asked.wait(LIMIT_S)
+
+    purging: list[Future[None]] = []
+    with patch.object(pages.store, "_beginning", Asked()):
+        pages.move(STORE, then=purge)
+        purging[0].result(LIMIT_S)
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
 
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
