@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import inspect
 import multiprocessing
 import os
 import re
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -167,6 +169,25 @@ async def test_a_slot_that_others_write_to_is_proven_to_nobody_who_knows_its_for
         async with backend.make_room(offered) as room:
             assert room.blocks is not None
             assert backend.pool.generations.of(0) != generation
+
+
+def call_under(lock: threading.Lock, method: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    assert lock.locked(), method
+    return method(*given, **more)
+
+
+async def test_its_index_is_used_under_its_lock_only(memory: BlockMemory) -> None:
+    async with open_host(memory) as backend:
+        for name, method in inspect.getmembers(backend._index, inspect.ismethod):
+            if name != "gauges":
+                setattr(backend._index, name, partial(call_under, backend._lock, method))
+        key, _ = await store_one(memory, backend)
+        blocks, parts = memory.describe(0, [4]), BlockParts([key], [0], [512])
+        assert [each.done for each in await backend.load([key], blocks)] == [True]
+        async with backend.lend(parts), backend.make_room(replace(parts, keys=[OTHER])):
+            assert backend.peek([key], fenced=True) is not None
+        assert await backend.delete([key]) == [True]
+        await backend.purge()
 
 
 class NoThreads(runtime.Runtime):
