@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock, patch
 import pytest
 
 from kvxfer import Descriptors, runtime
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.storage import BlockKey, GroupIdentity, Namespace, Outcome, Status, make_block_key
 from kvxfer.storage.backend import DONE
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
@@ -266,6 +266,84 @@ async def test_what_is_deleted_is_not_brought_back_by_a_call_that_was_given_up(
         await asyncio.wait([calling, deleting])
         await backend.drain()
         assert await backend.lookup(KEYS[:1]) == [False]
+
+
+def open_faulty(namespace: Namespace) -> FaultyBackend:
+    return FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+
+
+async def test_a_store_waits_for_a_delete_that_began_before_it(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    first = open_faulty(namespace)
+    async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        first.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.DELETE}))
+        deleting = asyncio.ensure_future(backend.delete(KEYS[:1]))
+        await first.until_waiting()
+        storing = asyncio.ensure_future(backend.store(KEYS[:1], memory.describe(0, [0])))
+        await yield_to_loop(20)
+        first.release()
+        assert await deleting == [True]
+        assert await storing == [DONE]
+        assert await backend.lookup(KEYS[:1]) == [True]
+
+
+async def test_a_load_finds_a_block_that_was_on_its_way_up(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    first, second = open_faulty(namespace), open_dict(namespace)
+    async with TieredBackend([first, second], namespace) as backend:
+        await store_generated(second, KEYS[:1], memory.describe(0, [0]))
+        first.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.STORE}))
+        finding = asyncio.ensure_future(backend.lookup(KEYS[:1]))
+        await first.until_waiting()
+        await second.delete(KEYS[:1])
+        loading = asyncio.ensure_future(backend.load(KEYS[:1], memory.describe(0, [1])))
+        await yield_to_loop(20)
+        first.release()
+        assert await loading == [DONE]
+        assert await finding == [True]
+
+
+async def test_a_flush_that_a_close_overtakes_fails(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    lower = open_faulty(namespace)
+    backend = TieredBackend(
+        [open_dict(namespace), lower], namespace, timeouts=TierTimeouts(close_s=0)
+    )
+    lower.rates = FaultRates(hang=1.0)
+    await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+    flushing = asyncio.ensure_future(backend.flush())
+    await lower.until_waiting()
+    await backend.aclose()
+    with pytest.raises(ClosedError):
+        await flushing
+
+
+async def test_a_drain_waits_for_memory_that_a_late_call_leaves_unsafe(memory: BlockMemory) -> None:
+    class Unsafe(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            try:
+                await runtime.wait_despite_cancel(may_end.wait())
+                return [DONE] * len(keys)
+            finally:
+                is_quiet.clear()
+
+        async def drain(self) -> None:
+            await is_quiet.wait()
+
+    may_end, is_quiet, namespace = asyncio.Event(), asyncio.Event(), memory.namespace()
+    is_quiet.set()
+    tiers, late = [open_dict(namespace, 0), Unsafe(None, namespace)], TierTimeouts(move_s=0)
+    async with TieredBackend(tiers, namespace, timeouts=late) as backend:
+        [outcome] = await backend.store(KEYS[:1], memory.describe(0, [0]))
+        assert not outcome.memory_safe
+        draining = asyncio.ensure_future(backend.drain())
+        await yield_to_loop(8)
+        may_end.set()
+        await yield_to_loop(20)
+        assert not draining.done()
+        is_quiet.set()
+        await draining
 
 
 @pytest.mark.parametrize("status", [Status.CANCELLED, Status.CORRUPT, Status.FAILED])
