@@ -1,5 +1,6 @@
 """Corruption: a load gives the stored bytes or none, whatever happened to the file."""
 
+import errno
 import os
 import random
 import shutil
@@ -71,6 +72,23 @@ async def test_no_flipped_bit_is_ever_loaded(
             assert await backend.lookup(keys) == [False] * num_keys
             assert set(await load_verified(backend, keys, target)) == {MISSING}
             assert all((path.parents[1] / "quarantine" / path.name).exists() for path in paths)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("pages", [PAGES, [256 << 10, 256 << 10]])
+async def test_a_file_that_is_removed_as_it_is_read_is_a_miss_only_if_no_memory_was_written(
+    tmp_path: Path, engine: str, pages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, memory, keys, (path,) = open_in_chunks(tmp_path, 1, pages, engine)
+    async with backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        flip_bit(path, 8 * (PAGE_BYTES + 1))
+        gone = Mock(side_effect=FileNotFoundError(errno.ENOENT, "gone"))
+        monkeypatch.setattr(backend._folder, "open_block", gone)
+        memory.fill(0xA5)
+        before = memory.snapshot()
+        [outcome] = await backend.load(keys, memory.describe(0, [2, 3]))
+        assert outcome.status is (MISSING if memory.snapshot() == before else Status.FAILED)
 
 
 async def test_a_corrupt_block_takes_the_place_of_what_is_in_quarantine_not_of_what_was(

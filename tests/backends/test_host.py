@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import (
     BackendUnavailableError,
     CapacityError,
+    ClosedError,
     InvalidArgumentError,
     NamespaceMismatchError,
 )
@@ -188,6 +189,28 @@ async def test_its_index_is_used_under_its_lock_only(memory: BlockMemory) -> Non
             assert backend.peek([key], fenced=True) is not None
         assert await backend.delete([key]) == [True]
         await backend.purge()
+
+
+async def test_a_store_that_waits_for_another_one_until_memory_is_closed_is_refused(
+    memory: BlockMemory,
+) -> None:
+    backend = open_host(memory)
+    async with backend.make_room(BlockParts([OTHER], [0], [memory.chunk_size_bytes(0)])):
+        storing = asyncio.ensure_future(backend.store([OTHER], memory.describe(0, [3])))
+        await asyncio.sleep(0)
+        await backend.aclose()
+    with pytest.raises(ClosedError):
+        await storing
+
+
+async def test_memory_stays_mapped_if_the_scrubber_cannot_be_stopped(memory: BlockMemory) -> None:
+    backend = open_host(memory)
+    with (
+        patch.object(backend._scrubber, "aclose", AsyncMock(return_value=False)),
+        patch.object(backend.pool, "close") as unmap,
+    ):
+        await backend.aclose()
+    unmap.assert_not_called()
 
 
 class NoThreads(runtime.Runtime):
@@ -568,4 +591,17 @@ async def test_memory_that_is_reserved_for_a_model_is_given_to_no_other() -> Non
     with pytest.raises(NamespaceMismatchError):
         await held.settle(second)
     assert (await held.settle(first)).provide(HostBackend)
+    await held.aclose()
+
+
+async def test_tiers_whose_preparation_failed_are_prepared_before_they_are_used(
+    memory: BlockMemory,
+) -> None:
+    config, prepare = HostConfig(capacity=CAPACITY), AsyncMock(side_effect=[OSError("tier"), None])
+    held = HeldTiers(partial(HostBackend, config), prepare=prepare)
+    with pytest.raises(OSError, match="tier"):
+        await held.settle(memory.namespace())
+    for _ in range(2):
+        await held.settle(memory.namespace())
+    assert prepare.await_count == 2
     await held.aclose()

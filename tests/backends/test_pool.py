@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
-from kvxfer import Backend, BlockKey, Namespace, TieredBackend, make_block_key
+from kvxfer import Backend, BlockKey, Namespace, Status, TieredBackend, make_block_key
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
@@ -46,6 +46,7 @@ from tests.backends.test_host import capacity_for
 from tests.backends.worker_processes import move_blocks
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
+from tests.clock import LIMIT_S
 from tests.examples import examples
 
 MEMORY = BlockMemory(peers.PAGES, num_blocks=1)
@@ -92,6 +93,18 @@ def attached(path: Path) -> Iterator[PoolBackend]:
         yield backend
     finally:
         asyncio.run(backend.aclose())
+
+
+async def test_a_store_of_a_block_that_another_engine_stores_for_ever_ends_in_time(
+    path: Path,
+) -> None:
+    with running_pool(path):
+        backend = attach(path, timeout_s=0.05)
+        with patch.object(backend, "_store", return_value=[None]):
+            storing = backend.store([make_block_key(b"block", 0)], MEMORY.describe(0, [0]))
+            [outcome] = await asyncio.wait_for(storing, LIMIT_S)
+        assert outcome.status is Status.FAILED
+        await backend.aclose()
 
 
 @pytest.mark.parametrize(

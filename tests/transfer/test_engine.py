@@ -238,6 +238,19 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
     assert engine.may_touch(job)
 
 
+async def test_memory_of_a_call_that_its_caller_did_not_cancel_is_not_safe(
+    memory: BlockMemory,
+) -> None:
+    class Cancelled(DictBackend):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            raise asyncio.CancelledError
+
+    async with TransferEngine(memory.caches, Cancelled(DictConfig(), memory.namespace())) as engine:
+        [outcome] = await engine.load(keys_of(1), [[1]])
+        assert outcome.status is Status.FAILED
+        assert not outcome.memory_safe
+
+
 async def test_an_engine_whose_backend_does_not_close_in_time_does_not_say_that_it_is_closed(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
