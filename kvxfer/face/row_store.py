@@ -283,8 +283,8 @@ class RowStore:
     async def _give_back_in_the_end(self, job: _RowJob, late: Sequence[int]) -> None:
         drain = partial(self._engine.drain, self._describer.describe(job.group, late))
         what = f"{len(late)} rows of staging memory"
-        if await drain_in_the_end(drain, what, asyncio.Event()):
-            self._rows_of[job.direction].give_back(late)
+        await drain_in_the_end(drain, what, asyncio.Event())  # which never gives up
+        self._rows_of[job.direction].give_back(late)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.SUSPENDED: self._suspension.is_on(runtime.monotonic())}
