@@ -110,7 +110,7 @@ def is_host(text: str, *, bracketed: bool) -> bool:
 
 def is_any_host(host: str) -> bool:
     """Whether a host stands for all addresses of a machine: to listen at, not to connect to."""
-    with contextlib.suppress(OSError):  # as sockets read IPv4 addresses, such as `0`
+    with contextlib.suppress(OSError, ValueError):  # as sockets read IPv4 addresses, such as `0`
         return socket.inet_aton(host) == bytes(4)
     with contextlib.suppress(ValueError):
         return int(ipaddress.IPv6Address(host)) in (0, 0xFFFF << 32)  # 0.0.0.0 in IPv6

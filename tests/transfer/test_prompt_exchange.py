@@ -315,6 +315,7 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
         ("nixl://?listen=127.0.0.1:65535", 1, "", "listen"),
         ("nixl://?listen=127.0.0.1:7100", 0, "10.0.0.7:7100", "advertise is '10.0.0.7:7100'"),
         ("nixl://?listen=0.0.0.0:7100", 0, "[::]", "advertise"),
+        ("nixl://?listen=127.0.0.1:7100", 0, "node\0", "advertise"),
     ],
 )
 def test_what_cannot_be_an_exchange_is_refused(
