@@ -49,11 +49,11 @@ def test_a_pipe_that_nobody_writes_to_is_named(pipe: Path, read: Callable[[str],
         read(str(pipe))
 
 
-def test_a_pipe_is_no_certificate(pipe: Path) -> None:
-    path = str(pipe)
-    config = NixlConfig(address="127.0.0.1:1", tls_cert=path, tls_key=path, tls_ca=path)
-    with pytest.raises(InvalidArgumentError, match=f"{path}'; expected regular files"):
-        tls_contexts(config)
+def test_a_pipe_is_no_certificate_and_neither_is_what_cannot_be_looked_at(pipe: Path) -> None:
+    for path, said in ((str(pipe), "expected regular files"), ("c" * 256, "name too long")):
+        config = NixlConfig(address="127.0.0.1:1", tls_cert=path, tls_key=path, tls_ca=path)
+        with pytest.raises(InvalidArgumentError, match=f"'{path[:99]}.*{said}"):
+            tls_contexts(config)
 
 
 def test_what_is_too_large_or_a_folder_is_an_error(

@@ -347,7 +347,7 @@ def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, ke
             such a PEM file.
     """
     for path in filter(None, (ca, cert, key)):
-        if Path(path).exists() and not Path(path).is_file():  # OpenSSL waits for a pipe to end
+        if os.access(path, os.F_OK) and not Path(path).is_file():  # OpenSSL waits for pipes
             raise InvalidArgumentError(f"{name}_ca, {name}_cert, {name}_key", path, "regular files")
     try:
         if cert:
