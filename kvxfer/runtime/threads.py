@@ -262,11 +262,14 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        ending: asyncio.Task[None] | None = None
         try:
-            while not self.is_ending:
+            while not (ending and ending.done()):
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which only a task raises
-                    self.loop.run_forever()
-            self.loop.run_until_complete(_end_all_tasks())
+                    if not self.is_ending:
+                        self.loop.run_forever()
+                    ending = ending or self.loop.create_task(_end_all_tasks())
+                    self.loop.run_until_complete(ending)
         finally:
             # asyncio's `shutdown_default_executor` takes no timeout before Python 3.12.
             self._blocking.shutdown()

@@ -203,6 +203,24 @@ def test_an_error_that_ends_processes_ends_only_its_task_on_a_loop_of_others(
     thread.stop()
 
 
+def test_a_stop_ends_the_other_tasks_though_one_exits_when_it_is_cancelled() -> None:
+    thread, begun = LoopThread("loop"), threading.Semaphore(0)
+
+    async def wait(then: BaseException) -> None:
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise then from None
+
+    ends = SystemExit(), asyncio.CancelledError(), SystemExit(), asyncio.CancelledError()
+    calls = [thread.submit(wait(each)) for each in ends]
+    for _ in calls:
+        assert begun.acquire(timeout=10)
+    thread.stop()
+    assert all(call.done() for call in calls)
+
+
 def test_stop_cancels_what_is_left_and_lets_it_end_though_it_is_called_again_meanwhile() -> None:
     thread, begun, ended = LoopThread("loop"), threading.Event(), threading.Event()
     call_soon, told = thread.loop.call_soon_threadsafe, threading.Semaphore(0)
