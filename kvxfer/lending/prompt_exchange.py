@@ -93,7 +93,7 @@ class PromptExchange:
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
         if self._handover.way:
             logger.info("exchange: %s", self._handover.way)
-        self._lent: dict[str, set[PromptKeys]] = {}  # leases that `take_ended` has not returned
+        self._lent: dict[str, set[object]] = {}  # offers of leases that `take_ended` has not told
         self._handover.observe(Reports(observers, "nixl"))
 
     async def __aenter__(self) -> Self:
@@ -128,9 +128,10 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
-        If the only offer of a ticket is cancelled, nothing is lent under it. Blocks in
-        GPU memory are lent once all work is done that was on the calling thread's current stream
-        before the call.
+        If the only offer of a ticket is cancelled, nothing is lent under it.
+
+        Blocks in GPU memory are lent once all work is done that was on the calling thread's current
+        stream before the call.
 
         Args:
             tokens: Token ids of the prompt, integers, `(num_tokens,)`.
@@ -161,7 +162,7 @@ class PromptExchange:
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         ticket = require_text("ticket", ticket)
         lease = self._read(ticket)[1] if ticket else runtime.token_bytes(16).hex()
-        lent: dict[BlockKey, int] = {}
+        offer, lent = object(), dict[BlockKey, int]()
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
             named = zip(prompt.block_keys(group, size, end), ids[group], strict=False)
@@ -170,12 +171,12 @@ class PromptExchange:
         async def lend() -> None:
             is_complete = stop == prompt.num_tokens
             await self._handover.lend(lease, [*lent], [*lent.values()], is_complete=is_complete)
-            self._lent.setdefault(lease, set()).add(prompt)  # not before: earlier ends do not count
+            self._lent.setdefault(lease, set()).add(offer)  # not before: earlier ends do not count
 
         async def take_back() -> None:
-            prompts = self._lent.get(lease, set())
-            prompts.discard(prompt)
-            if not prompts:
+            offers = self._lent.get(lease, set())
+            offers.discard(offer)
+            if not offers:
                 self._lent.pop(lease, None)
                 await self._handover.withdraw([lease])
 

@@ -642,7 +642,7 @@ TABLE = """
 @@ lending 100 blocks of a first offer that is cancelled stay lent
 -            await self._run_if_open(take_back())
 @@ lending 100 an offer that is cancelled ends what another has lent under its ticket
--            if not prompts:
+-            if not offers:
 +            if True:
 @@ lending 1000 a fetch that is cancelled does not wait for late reads
 -                await self._run_if_open(reader.drain(wanted))

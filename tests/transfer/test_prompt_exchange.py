@@ -1,6 +1,7 @@
 """Exchanges of prompts: engines offer and fetch by tokens and blocks, on their own event loop."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from kvxfer.backends.nixl import Exchange
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches
 from kvxfer.lending import Fetched, PromptExchange, handover
+from kvxfer.storage import PromptKeys
 from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer.cache_memory import CacheMemory
 from tests.transfer.handover_engines import look_for_two
@@ -289,6 +291,18 @@ async def test_an_offer_that_ends_early_takes_back_nothing_that_another_one_lent
         assert await reader.ask(ticket, TOKENS) == len(TOKENS)
         await reader.release(ticket)
         await wait_until_ended(lender, ticket)
+
+
+async def test_an_offer_keeps_no_copy_of_its_prompt() -> None:
+    """Each part of a long prompt is offered with all tokens."""
+    async with opened(caches()[0]) as lender:
+        ticket = ""
+        for num_computed in (4, 8):
+            ticket = await lender.offer(
+                TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket, num_computed_tokens=num_computed
+            )
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is PromptKeys]
 
 
 async def test_arguments_of_no_use_are_refused_by_name() -> None:
