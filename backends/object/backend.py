@@ -78,8 +78,7 @@ class ObjectBackend(TellsKept):
         self._pages = Pages(config.prefix, namespace, digester)
         self._bucket = Bucket(config)
         self._presence = Presence(config)
-        num_threads = min(MAX_THREADS, runtime.num_cores())
-        self._threads = Threads("kvxfer-object", num_threads)
+        self._threads = Threads("kvxfer-object", min(MAX_THREADS, runtime.num_cores()))
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
         self._texts = NamespaceTexts(self._bucket, self._pages)
@@ -461,12 +460,13 @@ class ObjectBackend(TellsKept):
         logger.info("listed %s%s: %d names", self._bucket.place, self._pages.fingerprint, num_names)
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        counts = self._bucket.counts
+        bucket = self._bucket
+        works = bucket.is_available and bucket.stores.closed and bucket.deletes.closed
         return {
-            Gauge.BREAKER_OPEN: not (self._bucket.is_available and self._bucket.stores.closed),
-            Gauge.REQUESTS: counts.requests,
-            Gauge.SENT_BYTES: counts.sent_bytes,
-            Gauge.RECEIVED_BYTES: counts.received_bytes,
+            Gauge.BREAKER_OPEN: not works,
+            Gauge.REQUESTS: bucket.counts.requests,
+            Gauge.SENT_BYTES: bucket.counts.sent_bytes,
+            Gauge.RECEIVED_BYTES: bucket.counts.received_bytes,
         }
 
 

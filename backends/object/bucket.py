@@ -84,12 +84,12 @@ class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
     After several failures in a row that show that the server is gone, requests fail at once for a
-    while. After several stores in a row that fail, as with a full disk, only stores do; so do
-    deletes. A request that fails raises a `RequestFailedError`.
+    while. After several stores in a row that fail, as with a full disk, only stores do, and after
+    several removals only `remove`. A request that fails raises a `RequestFailedError`.
 
     Attributes:
         slots: Limit of `max_requests`; hold one slot for each block.
-        of_stores, of_deletes: Limits of each: if they hang, slots are left for everything else.
+        of_stores, of_deletes: Limits of each: if one kind hangs, slots are left for all others.
         stores, deletes: Circuit breakers for requests that store, and for `remove`.
 
     Raises:

@@ -16,6 +16,7 @@ from kvxfer.backends import object as objects
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.maintenance import BlockCheck, GarbageCollection, StoreCheck, gc
+from kvxfer.storage.observer import Gauge
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     load_done,
@@ -358,6 +359,7 @@ async def test_of_a_batch_whose_deletes_are_not_answered_the_rest_stays_unasked(
         plant(backend._bucket, delete_async=hang)
         assert await backend.delete_or_keep(keys) == (set(), set(keys))
         assert num_asked < 10
+        assert backend._gauges()[Gauge.BREAKER_OPEN]
         backend._bucket._store, backend._bucket._timeout_s = client, timeout_s
         backend._bucket.deletes.record("")
         assert await backend.delete(keys) == [True] * 50
