@@ -14,7 +14,6 @@ import numpy as np
 from kvxfer import runtime
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
-    SEAL_BYTES,
     FrameCodec,
     FrameKeys,
     MessageT,
@@ -41,8 +40,8 @@ T = TypeVar("T")
 
 _READ = msgspec.msgpack.Decoder(Read)
 _READING = msgspec.msgpack.Decoder(Reading)
-_READING_BYTES = HEADER_BYTES + len(msgspec.msgpack.encode(Reading())) + SEAL_BYTES
-"""Bytes of the frame of a `Reading` without a refusal, the shortest one."""
+_READING_BYTES = HEADER_BYTES + len(msgspec.msgpack.encode(Reading()))
+"""Bytes of a `Reading` without a refusal, the shortest one, with its header and without a seal."""
 
 
 class DataConnection:
@@ -226,7 +225,7 @@ class DataConnection:
 
     def _receive_answer(self, stop: float) -> Reading:
         """Receive the answer to a `Read`, with one system call unless it is a refusal."""
-        frame = self._receive_bytes(_READING_BYTES, stop, is_header=True)
+        frame = self._receive_bytes(_READING_BYTES + self._codec.seal_bytes, stop, is_header=True)
         left = HEADER_BYTES + self._codec.body_size(frame[:HEADER_BYTES]) - len(frame)
         frame += self._receive_bytes(left, stop, is_header=False) if left > 0 else b""
         return self._codec.decode(self._codec.open(frame[HEADER_BYTES:]), _READING)

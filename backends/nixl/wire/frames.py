@@ -80,6 +80,7 @@ class FrameCodec:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.seal_bytes = 0
         self._seals: tuple[hmac.HMAC, hmac.HMAC] | None = None  # sending, receiving
         self._max_frame_bytes = MAX_UNPROVEN_FRAME_BYTES
         self._num_sent = 0
@@ -90,6 +91,7 @@ class FrameCodec:
         """Seal every frame from here on with keys never used before, and permit larger ones."""
         assert self._seals is None, "a connection is secured once"
         self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
+        self.seal_bytes = SEAL_BYTES
         self._max_frame_bytes = MAX_FRAME_BYTES
         self._num_sent = self._num_received = 0
 
@@ -109,7 +111,7 @@ class FrameCodec:
         if not 0 < payload_bytes <= self._max_frame_bytes:
             limit = f"1 to {self._max_frame_bytes} are permitted"
             raise ProtocolError(self.peer, f"announced a frame of {payload_bytes} bytes; {limit}")
-        return int(payload_bytes) + (SEAL_BYTES if self._seals is not None else 0)
+        return int(payload_bytes) + self.seal_bytes
 
     def open(self, body: bytes | bytearray) -> memoryview:
         """Verify the seal of the bytes after a header, and return the payload."""
