@@ -338,7 +338,14 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}', True),
         ("VLLM_CPU_INT4_W4A8", "0", True),
         ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", True),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", True),
+        ("VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "1", True),
+        ("VLLM_ROCM_USE_AITER_FP4BMM", "0", True),
+        ("VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "1", True),
+        ("VLLM_XPU_INC_WNA16_BACKEND", "w4a8", True),
         ("VLLM_MARLIN_USE_ATOMIC_ADD", "1", False),
+        ("VLLM_ROCM_USE_AITER_LINEAR_HIPBMM", "1", False),
     ],
 )
 def test_variables_by_which_vllm_quantizes_are_in_the_identity(
