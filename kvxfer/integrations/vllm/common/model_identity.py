@@ -55,8 +55,12 @@ OF_ATTENTION = frozenset({
 })  # fmt: skip
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
-QUANTIZING = re.compile(r"VLLM_\w*(QUANT|INPUT_DTYPE|W4A8|FORCE_A16|LOW_PRECISION|NVFP4_DISPATCH)")
-"""Variables by which vLLM quantizes weights, activations or sums, beside its configuration."""
+QUANTIZING = re.compile(
+    r"VLLM_\w*(QUANT|INPUT_DTYPE|W4A8|A4W4|WNA16|FORCE_A16|PRECISION|NVFP4_DISPATCH|FP\dBMM"
+    r"|FP8_MFMA|ROUTING_SIMULATION)"
+)
+"""Variables by which vLLM rounds weights, activations, products or sums, or draws experts, beside
+its configuration."""
 
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
