@@ -94,9 +94,7 @@ class _ObservedBegun(Begun):
         self, begun: Begun, tell: Callable[[Sequence[Outcome]], None], num_blocks: int
     ) -> None:
         super().__init__(())
-        self._begun = begun
-        self._tell = tell
-        self._num_blocks = num_blocks
+        self._begun, self._tell, self._num_blocks = begun, tell, num_blocks
 
     def poll(self) -> Sequence[Outcome] | None:
         try:

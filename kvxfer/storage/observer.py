@@ -255,7 +255,7 @@ class Reports:
     """Reports of one tier to all observers; the code that reports need not know the tier's name.
 
     Without observers, it is falsy and every method returns at once. The chunk sizes, one for each
-    group, are for the bytes of lookups.
+    group, are for the bytes of lookups. With `are_copies`, the requests come from a tier above.
     """
 
     def __init__(
@@ -264,17 +264,19 @@ class Reports:
         tier: str = ENGINE,
         *,
         chunk_sizes: Sequence[int] = (),
+        are_copies: bool = False,
     ) -> None:
         self._observers = list(observers)  # one object, shared with all reports that `of` creates
         self.tier = tier
-        self._chunk_sizes = chunk_sizes
+        self._chunk_sizes, self._are_copies = chunk_sizes, are_copies
 
     def __bool__(self) -> bool:
         return bool(self._observers)
 
     def of(self, tier: str, *, chunk_sizes: Sequence[int] = ()) -> "Reports":
         """Create the reports of another tier to the same observers."""
-        reports = Reports(tier=tier, chunk_sizes=chunk_sizes or self._chunk_sizes)
+        chunk_sizes = chunk_sizes or self._chunk_sizes
+        reports = Reports(tier=tier, chunk_sizes=chunk_sizes, are_copies=self._are_copies)
         reports._observers = self._observers
         return reports
 
@@ -287,8 +289,7 @@ class Reports:
         method = WeakMethod(ask)
 
         def ask_if_alive() -> Mapping[Gauge, float]:
-            alive = method()
-            return {} if alive is None else alive()
+            return {} if (alive := method()) is None else alive()
 
         self.each(lambda observer: observer.watch(self.tier, ask_if_alive))
 
@@ -338,6 +339,8 @@ class Reports:
         """Report a batch that was moved, or failed to be; `sizes` is empty if they are unknown."""
         if self and keys:
             seconds, bytes_of = runtime.monotonic() - began, _count_bytes(outcomes, sizes)
+            if self._are_copies and cause is Cause.REQUEST:
+                cause = Cause.WRITE_BACK if operation is Operation.STORE else Cause.PROMOTION
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
 
     async def move(

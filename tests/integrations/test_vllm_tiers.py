@@ -309,6 +309,20 @@ def test_what_alarms_watch_is_reported_before_there_is_trouble(start: Start) -> 
         assert counts["not_written_back_blocks", (tier,)] == 0
 
 
+def test_the_times_of_moves_to_and_from_the_tier_below_have_the_causes_of_their_blocks(
+    start: Start,
+) -> None:
+    scheduler = start(KeepingBackend())
+    scheduler.store(KEYS[:1])
+    scheduler.forget()
+    assert scheduler.resolve(KEYS[:1]) == [HIT]
+    below = {series for series in scheduler.counts() if series[1][0] == metrics.LOWER}
+    for move, cause in ("store", "write_back"), ("load", "promotion"):
+        timed = {labels for name, labels in below if name == f"{move}_seconds"}
+        assert timed == {(metrics.LOWER, cause, "done")}
+        assert (f"{move}_blocks", (metrics.LOWER, cause, "done")) in below
+
+
 def test_a_tier_below_that_is_not_called_after_a_late_answer_is_shown_as_suspended(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

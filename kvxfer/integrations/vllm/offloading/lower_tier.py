@@ -171,7 +171,9 @@ class LowerTier:
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
-        backend = observe(backend, Reports(told, self.name, chunk_sizes=namespace.chunk_sizes))
+        sizes, are_copies = namespace.chunk_sizes, pool is not None
+        reports = Reports(told, self.name, chunk_sizes=sizes, are_copies=are_copies)
+        backend = observe(backend, reports)
         self._storing: dict[BlockKey, _Row] = {}  # by key of the backend
         self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
         self._pool = pool
