@@ -46,7 +46,9 @@ PART = keys_of(1, first=50)[0]
         ({CHUNKS[0]: "host", CHUNKS[1]: "file", CHUNKS[2]: ""}, {"host": 1, "file": 1, "": 4}),
         ({CHUNKS[4]: ""}, {"": 2}),  # the device has the four before it
         (dict.fromkeys(CHUNKS[:3], "host"), {"host": 3}),  # it wants no more
-        ({CHUNKS[0]: "", PART: ""}, {"": 7}),
+        ({CHUNKS[0]: "", PART: ""}, {"": 6}),
+        # The first chunk turns out to be corrupt after those behind it were loaded.
+        (dict.fromkeys(CHUNKS[:5], "file") | {PART: "host", CHUNKS[0]: ""}, {"": 6}),
         # A window, asked for from its end, in front of which nothing is needed.
         ({WINDOW[5]: "", WINDOW[4]: "", WINDOW[3]: "host", WINDOW[2]: "host"}, {"host": 2, "": 2}),
         (dict.fromkeys(CHUNKS[:5], "host") | dict.fromkeys(WINDOW[4:2:-1], "host"), {"host": 7}),
@@ -56,14 +58,14 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     asked: dict[BlockKey, str], counted: dict[str, int]
 ) -> None:
     metrics = OffloadingMetrics(chunk_bytes=1)
-    told = Requests(Reports(), metrics)
+    told = Requests(Reports(), metrics, tokens_per_chunk={0: 16, 1: 16})
     context = ReqContext("a")
     if not hasattr(context, "set_offload_key_position"):
         pytest.skip("this vLLM does not say which chunks a request has")
     for group in (CHUNKS, WINDOW):
         for index, key in enumerate(group):
             context.set_offload_key_position(key, 16 * (index + 1))
-    context.set_offload_key_position(PART, 8)
+    context.set_offload_key_position(PART, 104)
     told.arrive(context)
     for key, tier in asked.items():
         told.note("a", key, tier)

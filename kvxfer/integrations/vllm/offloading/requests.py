@@ -2,8 +2,9 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from kvxfer import runtime
@@ -11,7 +12,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
 from kvxfer.integrations.vllm.offloading.metrics import IGNORED, OffloadingMetrics
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
+from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.telemetry.metrics import NO_TIER
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
@@ -115,10 +116,10 @@ class Requests:
             return
         positions = key_positions(request.context) or {}
         if self._metrics is not None:
-            counts = Counter(tiers.values())
-            if "" in counts:
-                missed = [key for key in tiers if not tiers[key] and self._is_whole(key, positions)]
-                counts[""] = len(missed) + _num_not_asked(positions, tiers)
+            counted = {**tiers, **dict.fromkeys(self._behind_misses(positions, tiers), "")}
+            counts = Counter(
+                tier for key, tier in counted.items() if tier or self._is_whole(key, positions)
+            )
             for tier, number in counts.items():
                 labels = (tier, "hit") if tier else (NO_TIER, "miss")
                 self._metrics.add("lookup_blocks", *labels, number=number)
@@ -133,6 +134,25 @@ class Requests:
     def _is_whole(self, key: BlockKey, positions: Mapping[BlockKey, int]) -> bool:
         """Whether a key is that of a whole chunk, as far as is known, and not of a part of one."""
         return positions.get(key, 0) % self._tokens_per_chunk.get(group_of(key), 1) == 0
+
+    def _behind_misses(
+        self, positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]
+    ) -> Iterator[BlockKey]:
+        """Yield the chunks of a prompt that it cannot use because of earlier misses.
+
+        In a group with full attention, vLLM looks up one chunk after the other, up to the first
+        miss, but an earlier one may turn out to be corrupt later; in a sliding window it begins at
+        the end, and does not need the rest. `positions` has the end token of each chunk; `tiers` is
+        in the order of the lookups.
+        """
+        groups: dict[int, dict[BlockKey, int]] = defaultdict(dict)
+        for key, end in positions.items():
+            groups[group_of(key)][key] = end
+        for ends in groups.values():
+            asked = [key for key in tiers if key in ends and self._is_whole(key, positions)]
+            first_miss = next((ends[key] for key in asked if not tiers[key]), inf)
+            if asked == sorted(asked, key=lambda key: ends[key]):
+                yield from (key for key, end in ends.items() if end > first_miss)
 
     def _record(self, trace: TraceRecorder, request: _Request) -> None:
         try:
@@ -152,28 +172,6 @@ class Requests:
         except Exception:
             self._cannot_record = True
             logger.exception("a request cannot be recorded; recording ends")
-
-
-def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
-    """Count the chunks of a prompt that vLLM did not look up because of earlier misses.
-
-    In a group with full attention, vLLM looks up one chunk after the other, up to the first miss;
-    in a sliding window it begins at the end, and does not need the rest. `positions` has the end
-    token of each chunk, in the order of each group, followed by keys for parts of chunks; `tiers`
-    is in the order of the lookups.
-    """
-    whole: dict[bytes, dict[BlockKey, int]] = defaultdict(dict)
-    for key, end in positions.items():
-        chunks = whole[key[-GROUP_INDEX_BYTES:]]
-        if end % next(iter(chunks.values()), end) == 0:
-            chunks[key] = end
-    number = 0
-    for chunks in whole.values():
-        asked = [key for key in tiers if key in chunks]
-        ends = [chunks[key] for key in asked]
-        if asked and not tiers[asked[-1]] and ends == sorted(ends):
-            number += sum(end > ends[-1] for end in chunks.values())
-    return number
 
 
 def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
