@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.report import BenchRow
-from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.service import ending_by_signals
 from kvxfer.extras import require_extra
 
 PROGRAM = "python -m benchmarks"
@@ -26,11 +27,7 @@ COLUMNS = BenchRow.__struct_fields__
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one benchmark and print its rows.
-
-    Returns:
-        1 with `--check` when a ratio misses its goal, 0 otherwise.
-    """
+    """Run one benchmark and print its rows; return 1 if `--check` finds a missed goal, else 0."""
     parser = CommandLine(
         prog=PROGRAM,
         description="Measure a part of kvxfer and compare it with a baseline of the same run.",
@@ -49,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
         extra = package if package == "mooncake" else "bench"
         require_extra(extra, package, what=f"{PROGRAM} {arguments.name}")
     bench = importlib.import_module(f"benchmarks.{arguments.name.replace('-', '_')}")
-    with ending_by_sigterm():  # so that the servers and engines of the benchmark end, too
+    with ending_by_signals():  # so that the servers and engines of the benchmark end, too
         rows: list[BenchRow] = bench.run(quick=arguments.quick)
-    sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
-    sys.stdout.write("\n")
+    shown = msgspec.json.encode(rows).decode() if arguments.json else format_table(rows)
+    sys.stdout.write(f"{shown}\n")
     missed = [row for row in rows if not row.meets_goal]
     for row in missed:
         sys.stderr.write(f"missed: {row.case}: ratio {row.ratio:.3f}, goal {row.goal}\n")

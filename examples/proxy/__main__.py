@@ -1,5 +1,7 @@
 """`python -m examples.proxy`: a router for prefill and decode in separate engines."""
 
+import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from kvxfer import runtime
 from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
 from kvxfer.cli.service import (
     add_log_level,
+    ending_by_signals,
     log_to_stderr,
     raise_descriptor_limit,
     stop_signal,
@@ -30,7 +33,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         KVXferError: aiohttp is not installed, or an argument cannot be used.
     """
-    arguments = _parser().parse_args(argv)
+    with contextlib.suppress(KeyboardInterrupt), ending_by_signals():
+        _start(_parser().parse_args(argv))
+    return 0
+
+
+def _start(arguments: argparse.Namespace) -> None:
     try:
         from examples.proxy.config import ProxyConfig
         from examples.proxy.server import Proxy
@@ -52,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
         max_body_bytes=ByteSize.parse(arguments.max_body, name="max-body"),
     )
     runtime.run(_route(Proxy(config)))
-    return 0
 
 
 def _parser() -> CommandLine:
@@ -86,21 +93,13 @@ def _parser() -> CommandLine:
     )
     for option, default, meaning in (
         ("timeout", "600s", "time for a whole request"),
-        (
-            "prefill-timeout",
-            "60s",
-            "time for its prompt; then the decode engine computes it",
-        ),
+        ("prefill-timeout", "60s", "time for its prompt; then the decode engine computes it"),
         ("drain-timeout", "20s", "time for requests in progress after a first signal"),
     ):
         explained = f"{meaning}; default {default}"
         parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
-    parser.add_argument(
-        "--max-body",
-        default="64MiB",
-        metavar="SIZE",
-        help="largest body of a request; default 64MiB",
-    )
+    max_body = "largest body of a request; default 64MiB"
+    parser.add_argument("--max-body", default="64MiB", metavar="SIZE", help=max_body)
     add_log_level(parser)
     return parser
 

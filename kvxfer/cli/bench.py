@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.service import ending_by_signals
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.units import ByteSize, Duration, format_size
 
@@ -52,15 +53,17 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     size = ByteSize.parse(arguments.size)
     seconds = Duration.parse(arguments.seconds, name="seconds")
-    with ending_by_sigterm():
+    with ending_by_signals():
+        from kvxfer.connect import parse_backend  # Ctrl-C would wait for it on an event loop
+
         for url in arguments.url:
-            runtime.run(_measure(url, size, seconds))
+            runtime.run(_measure(url, parse_backend(url)[1], size, seconds))
     return 0
 
 
-async def _measure(url: str, size: int, seconds: float) -> None:
+async def _measure(url: str, config: "msgspec.Struct", size: int, seconds: float) -> None:
     """Move batches by kvxfer and by the raw medium in turn, for some seconds; print the speeds."""
-    from kvxfer.connect import open_backend, parse_backend
+    from kvxfer.connect import open_backend
     from kvxfer.settings import shown
     from kvxfer.storage.keys import GroupIdentity, Namespace
 
@@ -70,7 +73,7 @@ async def _measure(url: str, size: int, seconds: float) -> None:
     async with open_backend(url, namespace) as backend:
         await backend.start()
         batch = _Batch(backend, size, min(max(BATCH_BYTES // size, 1), MAX_BLOCKS))
-        raw, end = _raw_medium(parse_backend(url)[1], batch), runtime.monotonic() + seconds
+        raw, end = _raw_medium(config, batch), runtime.monotonic() + seconds
         # The first round does not count: it starts threads, opens connections, creates folders.
         while len(rounds) <= MIN_ROUNDS or runtime.monotonic() < end:
             ours = await batch.move()

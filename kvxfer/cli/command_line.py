@@ -5,10 +5,9 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO, TypeVar
 
 import msgspec
@@ -111,13 +110,3 @@ def _flush_or_discard(*streams: TextIO) -> None:
             stream.flush()
         except OSError:  # the flush at exit would fail, too, and change the exit status
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-@contextlib.contextmanager
-def ending_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that temporary files and processes are removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

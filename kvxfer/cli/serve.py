@@ -81,14 +81,16 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM, SIGHUP or SIGINT; return 0."""
-    arguments = make_parser().parse_args(argv)
-    service.log_to_stderr(arguments.log_level)
-    service.raise_descriptor_limit()
-    metrics = _make_metrics() if arguments.metrics else None
-    drain_timeout_s = Duration.parse(arguments.drain_timeout, name="drain-timeout")
-    if arguments.events_replay and not arguments.events:
-        raise InvalidArgumentError("events-replay", arguments.events_replay, "--events as well")
     with contextlib.ExitStack() as opened:
+        opened.enter_context(contextlib.suppress(KeyboardInterrupt))
+        opened.enter_context(service.ending_by_signals())
+        arguments = make_parser().parse_args(argv)
+        service.log_to_stderr(arguments.log_level)
+        service.raise_descriptor_limit()
+        metrics = _make_metrics() if arguments.metrics else None
+        drain_timeout_s = Duration.parse(arguments.drain_timeout, name="drain-timeout")
+        if arguments.events_replay and not arguments.events:
+            raise InvalidArgumentError("events-replay", arguments.events_replay, "--events as well")
         events = opened.enter_context(_publish_events(arguments)) if arguments.events else None
         observers = [each for each in (metrics, events) if each is not None]
         holder = _make_holder(arguments, observers)

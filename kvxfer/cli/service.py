@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
 
 from kvxfer.cli.command_line import CommandLine
 
@@ -18,12 +20,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def add_log_level(parser: CommandLine) -> None:
     """Add the option `--log-level`."""
-    parser.add_argument(
-        "--log-level",
-        default="info",
-        choices=LOG_LEVELS,
-        help="lowest level of logged lines; default info",
-    )
+    meaning = "lowest level of logged lines; default info"
+    parser.add_argument("--log-level", default="info", choices=LOG_LEVELS, help=meaning)
 
 
 def log_to_stderr(level: str) -> None:
@@ -59,6 +57,11 @@ def stop_signal() -> asyncio.Event:
     return asked_to_end
 
 
+def ending_by_signals() -> AbstractContextManager[None]:
+    """Treat every signal of `STOP_SIGNALS` as Ctrl-C, so that files and processes are removed."""
+    return _handling(signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def stopping_between_steps() -> Iterator[Callable[[], None]]:
     """Hold back signals that end the process until the next step of its work.
@@ -68,12 +71,10 @@ def stopping_between_steps() -> Iterator[Callable[[], None]]:
         second signal ends it at once.
     """
     received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
-    numbers = _stop_signals() if is_main else []
 
     def note(number: int, _: object) -> None:
         received.append(number)
-        for each in numbers:
+        for each in _stop_signals():
             signal.signal(each, signal.SIG_DFL)
 
     def check() -> None:
@@ -82,12 +83,20 @@ def stopping_between_steps() -> Iterator[Callable[[], None]]:
         if received:
             sys.exit(128 + received[0])  # as shells report a signal
 
-    before = [(number, signal.signal(number, note)) for number in numbers]
-    try:
+    with _handling(note):
         yield check
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle the signals that end the process, except on threads, which cannot handle any."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = [(each, signal.signal(each, handler)) for each in _stop_signals() if is_main]
+    try:
+        yield
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        for number, inherited in before:
+            signal.signal(number, inherited)
 
 
 def _stop_signals() -> list[signal.Signals]:

@@ -50,11 +50,8 @@ def ls(argv: Sequence[str]) -> int:
     parser.add_argument("path", help=STORE)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a list of objects")
-    form.add_argument(
-        "--keys",
-        action="store_true",
-        help="print a line for each block that lookups find: its namespace and its key",
-    )
+    keys = "print a line for each block that lookups find: its namespace and its key"
+    form.add_argument("--keys", action="store_true", help=keys)
     arguments = parser.parse_args(argv)
 
     from kvxfer.pages.maintenance import measure_usage

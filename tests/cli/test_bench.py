@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 
 from kvxfer.backends.file.folders import NamespaceFolder
 from kvxfer.backends.host import HostBackend
+from kvxfer.cli.service import STOP_SIGNALS
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import DONE, MISSING, Outcome
 from tests.backends.object_servers import BUCKET, CREDENTIALS, seaweedfs
 from tests.cli.conftest import Run
 
+KEYBOARD: Any = signal.default_int_handler
 QUICK = ("--size", "8MiB", "--seconds", "0.01s")
 SPEED = r"+[0-9.]+ [KMG]iB/s"
 ROW = re.compile(rf"^  (?:store|load ) {SPEED}  ([a-z ]+?) {SPEED}  ratio [0-9.]+$", re.MULTILINE)
@@ -113,7 +117,7 @@ def test_the_cause_of_a_failure_is_shown_though_nothing_can_be_removed(
 
 
 @pytest.mark.parametrize("removed", ["blocks", "plain files"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_during_a_removal_leaves_no_block_and_is_the_status(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, removed: str
 ) -> None:
@@ -129,10 +133,36 @@ def test_a_signal_during_a_removal_leaves_no_block_and_is_the_status(
         monkeypatch.setattr(shutil, "rmtree", remove_and_signal)
     else:
         monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handlers = dict.fromkeys(STOP_SIGNALS, lambda *_: None) | {signal.SIGINT: KEYBOARD}
+    inherited = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         url = f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB"
         assert run("bench", url, "--size", "2MiB", "--seconds", "0s")[0] == 130
     finally:
-        signal.signal(signal.SIGINT, inherited)
+        for each, handler in inherited.items():
+            signal.signal(each, handler)
     assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("kvxfer-bench-*")]
+
+
+INTERRUPT_CONNECT = """
+import os, signal, sys
+from kvxfer.cli import bench, main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "kvxfer.connect":
+            os.kill(os.getpid(), signal.SIGINT)
+            print("the import goes on")
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(["bench", "host://?capacity=1MiB"]))
+"""
+"""Runs `kvxfer bench`, and interrupts it during its slow imports."""
+
+
+@pytest.mark.processes
+def test_an_interrupt_does_not_wait_for_the_imports() -> None:
+    command = [sys.executable, "-c", INTERRUPT_CONNECT]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

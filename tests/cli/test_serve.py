@@ -7,6 +7,8 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -28,6 +30,7 @@ from kvxfer.backends.nixl import (
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.backends.pool import PoolBackend, PoolConfig
+from kvxfer.cli import service
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import PeerClosedError
 from kvxfer.testing import BlockMemory
@@ -162,6 +165,21 @@ def test_sighup_ends_a_peer_as_sigterm_does(
         assert peer.wait() == 0
         assert "draining: no new peers" in "".join(peer.said)
         assert "DEBUG" not in "".join(peer.said)
+
+
+@processes
+@pytest.mark.parametrize("number", service.STOP_SIGNALS)
+def test_a_signal_before_a_peer_is_ready_ends_it_with_status_0(number: signal.Signals) -> None:
+    script = f"""
+import os, signal, sys
+from kvxfer.cli import main, serve
+signal.signal(signal.{number.name}, signal.default_int_handler if {number == signal.SIGINT} else 0)
+serve._make_holder = lambda *_: os.kill(os.getpid(), signal.{number.name}) or sys.exit(3)
+sys.exit(main(["serve", "--listen", "{ANY_PORT}", "--capacity", "1MiB"]))
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 @processes

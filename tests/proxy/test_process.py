@@ -95,3 +95,16 @@ def test_without_aiohttp_one_line_says_how_to_install_it() -> None:
     assert result.returncode == 2
     wanted = "needs the package aiohttp: pip install aiohttp prometheus_client"
     assert result.stderr == f"{PROGRAM}: {wanted}\n"
+
+
+def test_a_signal_before_it_listens_ends_it_with_status_0() -> None:
+    script = """
+import os, signal, sys
+from examples.proxy import __main__ as proxy
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+proxy.raise_descriptor_limit = lambda: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(proxy.main(["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]))
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
