@@ -257,7 +257,6 @@ class FileBackend(Backend):
     ) -> BlockFiles:
         with contextlib.ExitStack() as opened:
             make_root(self._root)
-            warn_of_other_writers(self._root)
             alignment = probe_direct(self._root) if config.direct == "auto" else 0
             self._folder = NamespaceFolder(self._root, namespace.fingerprint)
             opened.callback(self._folder.close)
@@ -274,6 +273,7 @@ class FileBackend(Backend):
                 file_io=open_engine(config.engine),
                 alignment=alignment,
             )
+            warn_of_other_writers(self._root)  # once: a full disk is opened again
             opened.pop_all()
         return files
 

@@ -342,6 +342,16 @@ async def test_a_store_is_opened_on_a_full_disk_and_keeps_most_blocks(
                 open_store(root, memory.namespace(model="a third"))
 
 
+async def test_a_shared_folder_on_a_full_disk_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with full_disk() as folder:
+        (folder / "store").chmod(0o777)
+        async with open_store(folder / "store", one_page_memory().namespace(model="another")):
+            pass
+    assert len([text for text in caplog.messages if "any user can plant" in text]) == 1
+
+
 async def test_a_full_disk_has_room_for_a_collection_that_makes_room() -> None:
     async with full_disk() as folder:
         found = FolderStore(folder / "store")
