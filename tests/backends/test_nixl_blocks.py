@@ -15,7 +15,7 @@ import torch
 from kvxfer import BlockKey, Descriptors, Status, runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client, exchange, reads
-from kvxfer.backends.nixl.connection import MAX_PLACES, Places
+from kvxfer.backends.nixl.connection import MAX_PLACES, Connection, Places
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
@@ -126,6 +126,31 @@ async def test_a_block_whose_pin_ended_during_the_read_is_neither_corrupt_nor_de
         agent_of(pair).release()
         assert (await loading)[0] == [FAILED, DONE, DONE, DONE], "what is proven has arrived"
         assert await other.lookup(KEYS[:1]) == [True]
+
+
+async def test_a_pin_that_arrives_as_its_caller_is_cancelled_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Cancelling(asyncio.Future[Any]):
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            loading.cancel()
+
+    def send_and_cancel(self: Connection, make: Any) -> tuple[int, asyncio.Future[Any]]:
+        number, _ = send(self, make)
+        answer = self._waiting[number] = Cancelling()
+        return number, answer
+
+    send = Connection._send
+    async with open_pair() as pair:
+        assert pair.holder.server is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "_send", send_and_cancel)
+            loading = asyncio.create_task(load(pair, KEYS))
+            await asyncio.wait([loading])
+        assert loading.cancelled()
+        await pair.client.lookup(KEYS)  # this request lets the pin go
+        assert [session.num_pins for session in pair.holder.server.sessions] == [0]
 
 
 async def test_reads_that_never_end_do_not_keep_all_memory_for_generations_for_ever(

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, InvalidPathError
@@ -31,6 +31,21 @@ from tests.backends.object_memory import MemoryConfig, hang, open_in_memory, ope
 from tests.clock import Clock
 
 DONE = Status.DONE
+
+
+async def test_a_store_that_ends_during_a_lookup_is_not_undone_by_its_answer() -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=1), make_keys(1)
+    async with open_in_memory(memory.namespace()) as backend:
+        is_there = backend._is_there
+
+        async def answer_late(*asked: Any) -> bool:
+            there = await is_there(*asked)
+            await store_generated(backend, keys, memory.describe(0, [0]))
+            return there
+
+        with patch.object(backend, "_is_there", answer_late):
+            await backend.lookup(keys)
+        assert await backend.lookup(keys) == [True]
 
 
 async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:

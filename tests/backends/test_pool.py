@@ -37,6 +37,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     NamespaceMismatchError,
 )
+from kvxfer.storage.lending import BlockParts
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory, DictBackend
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -245,6 +246,23 @@ async def test_a_delete_that_a_tier_below_does_not_answer_goes_on_and_ends_no_at
             assert await engine.delete_or_keep(peers.KEYS) == (set(), {*peers.KEYS})
             assert engine.is_attached, "it waits no longer than that, whatever was asked before"
             may_delete.set()
+
+
+async def test_a_lookup_does_not_wait_for_an_engine_that_stores_a_block(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, namespace = HostConfig(capacity=ByteSize(1 << 20), shared=True), peers.namespace()
+    host, below = HostBackend(config, namespace), DictBackend(None, namespace)
+    await peers.store(below)
+    tiered, key = TieredBackend([host, below], namespace), peers.KEYS[0]
+    pool = PoolServer(path, config.capacity, lambda _: tiered)
+    async with contextlib.aclosing(pool):
+        await pool.start()
+        parts = BlockParts([key], [0], [namespace.chunk_sizes[0]])
+        attaching = asyncio.to_thread(partial(attach, path, timeout_s=0.5))
+        async with await attaching as engine, host.make_room(parts):
+            assert await engine.lookup([key]) == [False]
+    assert "took longer" not in caplog.text
 
 
 async def test_a_holder_keeps_its_socket_while_it_begins(path: Path) -> None:

@@ -261,8 +261,9 @@ def test_what_arrived_counts_where_a_fetch_that_waits_for_a_gpu_first_is_out_of_
     assert time.monotonic() < began + 1.5
 
 
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_fetch_waits_for_the_worker_that_completes_a_ticket_last(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     theirs, ours = open_engine(stack, tp_size=2), open_engine(stack, lends=False)
     hold, told = Client.hold, list[bool]()
@@ -276,10 +277,10 @@ def test_a_fetch_waits_for_the_worker_that_completes_a_ticket_last(
     found, workers = ours.ask(theirs.endpoint, TICKET, TOKENS), theirs.workers
     monkeypatch.setattr(Client, "hold", watched_hold)
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    theirs.workers = workers[:1]
+    theirs.workers = [workers[first]]
     theirs.offer(TICKET, TOKENS, [THEIRS])
     until(lambda: loading.done() or (True in told and told[told.index(True) :].count(False) > 1))
-    theirs.workers = workers[1:]
+    theirs.workers = [workers[1 - first]]
     theirs.offer(TICKET, TOKENS, [THEIRS])
     assert get(loading).bad_blocks == [[]]
     assert ours.all_good(TOKENS, [OURS])
