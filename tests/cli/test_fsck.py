@@ -173,6 +173,22 @@ def test_a_keyed_file_keeps_no_other_from_being_verified_with_several_secrets(
     assert (status, "not verified: keyed" in shown) == (0, True)
 
 
+def test_a_planted_keyed_file_keeps_no_sealed_one_from_being_verified(
+    store: Store, secret_file: Path, run: Run
+) -> None:
+    namespace = store.fill(num_blocks=2, integrity=Integrity.SEALED, secret_file=secret_file)
+    command = ["fsck", store.root, "--repair", "--secret-file", secret_file]
+    keyed, other = Store(store.root.with_name("keyed")), secret_file.with_name("other")
+    other.write_bytes(bytes(32))
+    other.chmod(0o600)
+    keyed.fill(num_blocks=2, integrity=Integrity.KEYED, secret_file=other)
+    path = store.path(namespace, store.keys[0])
+    path.write_bytes(keyed.path(namespace, store.keys[0]).read_bytes())
+    status, printed, _ = run(*command)
+    assert (status, printed.splitlines()[-1]) == (1, "1 good, 1 bad, 1 put in quarantine")
+    assert store.quarantined() == {path.name}
+
+
 def test_what_is_not_sealed_by_the_secret_is_never_put_away(
     store: Store, secret_file: Path, run: Run
 ) -> None:

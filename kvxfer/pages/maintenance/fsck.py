@@ -88,8 +88,7 @@ class BlockCheck:
             raise InvalidArgumentError("tenant", tenant, "no tenant without a secret file")
         if secret is not None:
             require_secrets(secret, several=True)
-        self._secret = secret
-        self._tenant = tenant
+        self._secret, self._tenant = secret, tenant
 
     def has_secret_of(self, integrity: Integrity) -> bool:
         """Whether keyed or sealed files can be verified; several secrets are for sealed ones."""
@@ -172,8 +171,8 @@ class StoreCheck:
 
     Raises:
         OSError: The store cannot be read.
-        InvalidArgumentError: There is no store, or the blocks of a namespace are sealed with
-            another secret.
+        InvalidArgumentError: There is no store, or keyed blocks are sealed with another secret. In
+            a namespace whose records tell of sealed blocks alone, they are corrupt instead.
     """
 
     def __init__(self, store: BlockStore, check: BlockCheck) -> None:
@@ -192,7 +191,8 @@ class StoreCheck:
             if check.has_secret_of(Integrity.KEYED) and samples:
                 with store.namespace(fingerprint) as namespace:
                     heads = [namespace.read_head(block) for block in samples]
-                    if has_keyed(namespace, heads):
+                    is_sealed = _expected_in(namespace) is Integrity.SEALED  # keyed ones are forged
+                    if has_keyed(namespace, heads) and not is_sealed:
                         where = f"{store.place}/{fingerprint}"
                         require_secret(namespace, check.digester(Integrity.KEYED), heads, where)
 
