@@ -138,7 +138,7 @@ class JournalFile:
 def list_files(folder: Path) -> list[JournalFile]:
     """List the files of a journal, by process and in order."""
     try:
-        paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
+        paths = sorted(p for p in folder.iterdir() if p.name.endswith(SUFFIX) and p.is_file())
     except OSError as exc:
         raise _refuse(folder, f"a folder that can be read: {exc.strerror}") from exc
     firsts = [(path, next(_read(path), None)) for path in paths]

@@ -200,6 +200,14 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
+def test_a_pipe_among_the_files_of_a_journal_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0.000000.journal")
+    journal = Journal(str(tmp_path))
+    journal.observer()
+    journal.close()
+    assert len(list_files(tmp_path)) == 1
+
+
 def test_of_unfinished_files_those_of_the_last_day_are_kept(tmp_path: Path) -> None:
     old, new = (tmp_path / f"{name}.000000.journal.new" for name in ("killed", "living"))
     for path in (old, new):
