@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -63,10 +63,18 @@ MAX_ADDRESSES = 64
 
 logger = logging.getLogger(__name__)
 
+_ANSWERS: dict[type, str] = {
+    wire.Lookup: "_lookup",
+    wire.Delete: "_delete",
+    wire.Pin: "_pin",
+    wire.Pull: "_pull",
+    wire.Publish: "_publish",
+}
+"""Methods of `ClientSession` that answer requests; those about tickets have one for all."""
+
 _REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
 _NOTHING = wire.Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
 _ATTACH: msgspec.msgpack.Decoder[wire.Attach] = msgspec.msgpack.Decoder(wire.Attach)
-
 
 HeldBlocks: TypeAlias = tuple[Backend | CacheLender, Lender]
 """Backend of a holder's blocks, and their lender; each is closed by its creator."""
@@ -209,8 +217,8 @@ class ClientSession(Session):
 
     async def _do(self, request: wire.Request) -> None:
         try:
-            answer_of = self._ANSWERS.get(type(request), ClientSession._answer_ticket)
-            answer = await await_call(answer_of(self, request))
+            answer_to = getattr(self, _ANSWERS.get(type(request), "_answer_ticket"))
+            answer: wire.Answer = await await_call(answer_to(request))
         except asyncio.CancelledError:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
@@ -347,14 +355,6 @@ class ClientSession(Session):
             there=held.there,
             found=self._find_places(request) if wants_places else None,
         )
-
-    _ANSWERS: ClassVar[dict[type, Callable[..., Coroutine[Any, Any, wire.Answer]]]] = {
-        wire.Lookup: _lookup,
-        wire.Delete: _delete,
-        wire.Pin: _pin,
-        wire.Pull: _pull,
-        wire.Publish: _publish,
-    }
 
     async def _refuse(self, number: int, reason: str) -> None:
         await self._channel.send(wire.Failed(request_id=number, reason=reason))
