@@ -82,7 +82,7 @@ class BlockIndex:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = require_positive("num_slots", num_slots)
         self._policy = policy
-        self._active = policy.active()  # asked anew after each `retain`, and once for a store
+        self._active = policy  # after a `retain`, until a store asks it for a cheaper one
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
         self._free_slots: list[int] = []  # that once had a block, or that `keep_out` listed
@@ -252,10 +252,10 @@ class BlockIndex:
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a caller's wish for blocks in any state; absent ones are ignored."""
+        self._active = self._policy
         for key in reversed(keys):
             if key in self._entries:
                 self._policy.retain(key, retention)
-        self._active = self._policy.active()
 
     def retentions(self, keys: Iterable[BlockKey]) -> list[Retention]:
         """Return what is left of the wish for each block."""

@@ -1,6 +1,7 @@
 """Eviction policies: LRU and ARC against their definitions, and wishes of callers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,16 @@ def test_what_has_expired_goes_first_then_low_then_old_and_at_last_high(clock: C
     assert evicted == [[key(number)] for number in (5, 1, 3, 2, 4, 6)]
     clock.now += 3 * HALF_LIFE_S
     assert store(index, [12]) == [key(0)], "its priority is used up"
+
+
+def test_a_block_whose_wish_was_noted_before_an_error_is_not_evicted_while_it_is_pinned() -> None:
+    index = retaining(LRU(2), 2)
+    store(index, [0, 1])
+    no_key: Any = []
+    with pytest.raises(TypeError):
+        index.retain([no_key, key(0)], Retention(priority=-1))
+    index.pin([key(0)])
+    assert index.begin_store([key(2)]).evicted == [key(1)]
 
 
 def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
