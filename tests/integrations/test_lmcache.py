@@ -5,7 +5,7 @@ import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,7 @@ class LaterKey(ObjectKey):  # type: ignore[misc]
     """Key of a later release, with a field that nobody knows yet."""
 
     tenant: str = ""
+    groups: list[int] = field(default_factory=list, hash=False)
 
 
 def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
@@ -205,6 +206,7 @@ def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
         make_key(1, cache_salt="tenant"),
         *(make_key(1, cache_salt=salt) for salt in ("t" * 128, "\ud800")),
         LaterKey(**vars(make_key(1)), tenant="another"),
+        LaterKey(**vars(make_key(1)), groups=[1]),
     ]
     driver.store([make_key(1)], [memory.fill(100, 1)])
     assert driver.lookup([make_key(1), *others]) == [True] + [False] * len(others)

@@ -38,11 +38,11 @@ def object_id_of(key: ObjectKey) -> bytes:
         readable = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
     except struct.error:  # a number out of range
         readable = b""
-    others = [
-        f"{each.name}={getattr(key, each.name)!r}".encode()
-        for each in dataclasses.fields(key)
-        if each.name not in DECODED_FIELDS and getattr(key, each.name) != each.default
-    ]
+    others = list[bytes]()
+    for each in dataclasses.fields(key):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if each.name not in DECODED_FIELDS and getattr(key, each.name) != default:
+            others.append(f"{each.name}={getattr(key, each.name)!r}".encode())
     if readable and len(readable) <= MAX_ID_BYTES and not others:
         return readable
     digest = hashlib.blake2b(digest_size=32)
