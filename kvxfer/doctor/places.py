@@ -244,10 +244,12 @@ def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
     """Check that etcd answers, and that the holders announced there can be used."""
     etcd = config.etcd
     assert etcd is not None
+    files = {"cacert": etcd.ca, "cert": etcd.cert, "key": etcd.key}
+    given = "".join(f" --{name} {path}" for name, path in files.items() if path)
+    mend = f"etcdctl --endpoints {etcd.endpoints[0]}{given} get --prefix {etcd.prefix}"
     try:
         entries = runtime.run(look_once(etcd, timeout_s / STEPS_OF_DISCOVERY))
     except EtcdError as exc:
-        mend = f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}"
         return error(str(exc), why=_NO_PEERS, mend=mend)
     except MissingExtraError as exc:
         return error(str(exc), why=_NO_PEERS, mend="pip install 'kvxfer[etcd]'")
@@ -266,14 +268,11 @@ def check_discovery(config: NixlConfig, timeout_s: float) -> Finding:
         return warning(
             f"{len(reasons)} of {len(entries)} entries are skipped; the first: {reasons[0]}",
             why="Entries that name no holder, or one that must not be connected to, are not used.",
-            mend=f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}",
+            mend=mend,
         )
     if not holders:
-        return warning(
-            "answers, and no holder is announced there",
-            why=_NO_PEERS,
-            mend=f"kvxfer serve --listen HOST:PORT --capacity SIZE --discover {etcd}",
-        )
+        mend = f"kvxfer serve --listen HOST:PORT --capacity SIZE --discover {etcd}"
+        return warning("answers, and no holder is announced there", why=_NO_PEERS, mend=mend)
     shown = ", ".join(map(str, holders[:MAX_SHOWN])) + (", ..." if len(holders) > MAX_SHOWN else "")
     return ok(f"answers; {len(holders)} holders are announced: {shown}")
 

@@ -11,9 +11,11 @@ import pytest
 
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Finding, Severity, examine
+from kvxfer.endpoint import free_ports
 from tests import needs
 from tests.backends.etcd_server import EtcdServer
 from tests.backends.mooncake_servers import mooncake_cluster
+from tests.backends.nixl_wire import Authority
 from tests.backends.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from tests.backends.pool_servers import running_pool
 from tests.cli import peers
@@ -110,6 +112,15 @@ def test_an_etcd_that_does_not_answer_is_an_error(tmp_path: Path, fault: str) ->
         getattr(server, fault)()
         told = {"freeze": "no answer within 1 s", "kill": "unavailable"}[fault]
         expect(find_holders(server, 5.0), ERROR, told, "--prefix /kvxfer/test/")
+
+
+def test_the_command_that_asks_an_encrypted_etcd_has_its_files(tmp_path: Path) -> None:
+    files = Authority(tmp_path / "tls").files("etcd_ca", "etcd_cert", "etcd_key")
+    given = "&".join(f"{name}={path}" for name, path in files.items())
+    url = f"etcd://127.0.0.1:{free_ports()}/rack"
+    finding = find(f"nixl://?discover={url}&{given}", "discovery", subject=url)
+    options = " --cacert {etcd_ca} --cert {etcd_cert} --key {etcd_key} get".format(**files)
+    expect(finding, ERROR, "unavailable", options)
 
 
 def find_holders(server: EtcdServer, timeout_s: float = TIMEOUT_S) -> Finding:
