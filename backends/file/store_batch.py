@@ -73,12 +73,10 @@ class StoreBatch:
 
         False for all if blocks must survive a power cut: syncing their folders might hang.
         """
-        if self._writer.is_durable:
-            return [False] * len(self._keys)
-        try:
-            return [outcome is None for outcome in self._look(discard=False)]
-        except OSError:
-            return [False] * len(self._keys)
+        with contextlib.suppress(OSError):
+            if not self._writer.is_durable:
+                return [outcome is None for outcome in self._look(discard=False)]
+        return [False] * len(self._keys)
 
     def give_back(self) -> None:
         """Give back the room of blocks that will not be written; no share may be running."""
@@ -129,7 +127,6 @@ class StoreBatch:
         if not absent:
             return
         keys = [self._keys[index] for index in indices]
-        refusal: Outcome
         try:
             fitting = self._space.reserve(keys, self._file_sizes(indices), spare=spare)
             refusal = NOT_WALKED if self._space.is_walking else NO_ROOM

@@ -740,13 +740,14 @@ async def test_files_of_a_dead_namespace_make_room(
         assert not list(tmp_path.glob(f"{dead.fingerprint}/*/*.safetensors"))  # noqa: ASYNC240 - few
 
 
+@pytest.mark.parametrize("model", ["model", "another user's"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 async def test_files_that_may_not_be_removed_are_passed_over_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, model: str
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(8)
     capacity = ByteSize(4 * FILE_BYTES)
-    theirs = memory.namespace(model="another user's")
+    theirs = memory.namespace(model=model)
     async with open_store(tmp_path, theirs, capacity=capacity) as backend:
         await store(backend, keys[:2], memory.describe(0, range(2)))
     async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
@@ -773,6 +774,22 @@ async def test_a_store_looks_once_at_each_of_many_files_that_may_not_be_removed(
             fail_to(patched, "unlink", "*.safetensors", refused)
             storing = asyncio.wait_for(store(backend, keys[6:], memory.describe(0, [0])), 5)
             assert statuses(await storing) == [FAILED]
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
+
+
+async def test_a_store_tries_few_of_its_own_files_in_a_folder_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, keys, capacity = one_page_memory(), hashed_keys(7), ByteSize(6 * FILE_BYTES)
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await store(backend, keys[:6], memory.describe(0, range(6)))
+        monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
+        refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
+        fail_to(monkeypatch, "unlink", "*.safetensors", refused)
+        (outcome,) = await store(backend, keys[6:], memory.describe(0, [0]))
+        assert outcome.status is FAILED
+        assert os.strerror(errno.EACCES) in outcome.reason
+        assert caplog.text.count("cannot evict") == 2
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
 
 
