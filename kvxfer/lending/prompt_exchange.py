@@ -128,10 +128,9 @@ class PromptExchange:
     ) -> str:
         """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
 
-        If the only offer of a ticket is cancelled, nothing is lent under it.
-
-        Blocks in GPU memory are lent once all work is done that was on the calling thread's current
-        stream before the call.
+        If the only offer of a ticket is cancelled, nothing is lent under it. Blocks in GPU memory
+        are lent once all work is done that was on the calling thread's current stream before the
+        call.
 
         Args:
             tokens: Token ids of the prompt, integers, `(num_tokens,)`.
