@@ -118,10 +118,9 @@ def is_any_host(host: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    labels = text.split(".")
     return all(
         each.isascii() and each.replace("-", "").isalnum() and len(each) <= MAX_LABEL_CHARACTERS
-        for each in labels
+        for each in text.split(".")
     )
 
 

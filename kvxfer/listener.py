@@ -24,20 +24,17 @@ Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
 
 async def listen_at(endpoint: Endpoint) -> tuple[list[socket.socket], Endpoint]:
     """Listen at every local address of an endpoint's host; port 0 becomes the real port."""
-    found = await look_up(endpoint)
     with contextlib.ExitStack() as opened:
-        listening = [opened.enter_context(each) for each in listen_here(found)]
+        listening = [*map(opened.enter_context, listen_here(await look_up(endpoint)))]
         opened.pop_all()
     return listening, Endpoint(endpoint.host, listening[0].getsockname()[1])
 
 
 async def look_up(endpoint: Endpoint) -> list[Any]:
     """Look up the addresses of an endpoint's host; an `OSError` also if no thread can do it."""
-    loop, kind = asyncio.get_running_loop(), socket.SOCK_STREAM
+    loop, at = asyncio.get_running_loop(), (endpoint.host, endpoint.port)
     try:
-        return await loop.getaddrinfo(
-            endpoint.host, endpoint.port, type=kind, flags=socket.AI_PASSIVE
-        )
+        return await loop.getaddrinfo(*at, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except RuntimeError as exc:
         raise OSError(f"{endpoint.host} cannot be looked up: {exc}") from exc
 
@@ -144,9 +141,8 @@ class Listener:
         await end_tasks(self.tasks)
 
     def _accept(self, listening: socket.socket) -> None:
-        loop, pause_s = asyncio.get_running_loop(), 0.0
-        if len(self.unproven) >= self._max_unproven:
-            pause_s = self.cut_oldest()
+        loop = asyncio.get_running_loop()
+        pause_s = self.cut_oldest() if len(self.unproven) >= self._max_unproven else 0.0
         if not pause_s:
             try:
                 connection, address = listening.accept()

@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_926,
+    "kvxfer": 1_921,
     "backends/file": 4_374,
     "backends/host": 1_936,
     "backends/mooncake": 688,
@@ -63,11 +63,11 @@ BUDGETS = {
     "kvxfer/pages": 2_041,
     "kvxfer/replay": 1_564,
     "kvxfer/runtime": 1_106,
-    "kvxfer/storage": 4_737,
+    "kvxfer/storage": 4_730,
     "kvxfer/telemetry": 1_531,
     "kvxfer/testing": 6_029,
     "kvxfer/tiering": 1_615,
-    "kvxfer/transfer": 2_004,
+    "kvxfer/transfer": 1_993,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

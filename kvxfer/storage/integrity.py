@@ -122,8 +122,7 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     scratch = np.empty(min(blocks.num_bytes, max(GATHER_BYTES, largest)), np.uint8)
     for start, stop in blocks.cut(GATHER_BYTES):
         part = blocks.select(start, stop)
-        sizes = part.block_sizes
-        ends = np.cumsum(sizes)
+        sizes, ends = part.block_sizes, np.cumsum(part.block_sizes)
         starts = ends - sizes
         addresses = np.uint64(scratch.ctypes.data) + starts.astype(np.uint64)
         copy_engine.copy(part, Descriptors.of_pieces(addresses, sizes, owners=(scratch,)))

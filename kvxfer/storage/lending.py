@@ -203,9 +203,7 @@ class StagedLender(Lender):
 
 
 NOT_ARRIVED = Outcome(Status.FAILED, reason="the block did not arrive whole")
-NO_ROOM = Outcome(
-    Status.FAILED, reason=f"{NO_ROOM_REASON} in staging memory beside the blocks before it"
-)
+NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON} in staging memory beside the others")
 
 
 def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> NDArray[np.int64]:

@@ -29,11 +29,8 @@ class CacheMemory:
         self._places = list(self._find())
         devices = {each.tensor.device for each in caches.tensors}
         with ExitStack() as stack:
-            self._streams = {
-                device: _open_stream(device.index, stack)
-                for device in devices
-                if device.type == "cuda"
-            }
+            gpus = [device for device in devices if device.type == "cuda"]
+            self._streams = {device: _open_stream(device.index, stack) for device in gpus}
             self._opened = stack.pop_all()
 
     def mark(self, device: torch.device) -> StreamMark | None:

@@ -544,12 +544,11 @@ class TransferEngine(PolledEngine[Backend]):
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:
-        async def flush() -> None:
+        async def flush() -> bool:
             with naming(self.backend):
                 await self.backend.flush()
+            return True
 
-        try:
-            await self._calls.wait_for(timeout_s, flush())
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            return await self._calls.wait_for(timeout_s, flush())
+        return False

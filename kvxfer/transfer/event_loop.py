@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvxfer import runtime
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
@@ -19,6 +19,7 @@ LIVENESS_S = 0.5
 """Interval at which a caller that waits for another event loop checks that the loop still runs."""
 
 T = TypeVar("T")
+Tasks: TypeAlias = set[asyncio.Task[Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class EngineLoop:
         self._thread: LoopThread | None = None
         self._stopping = False
         self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # work that has not ended
-        self._submitted: set[asyncio.Task[Any]] = set()
+        self._submitted: Tasks = set()
 
     def require_other_thread(self, verb: str) -> None:
         """Check that the caller does not run on this loop, so that it may block."""
@@ -160,9 +161,7 @@ class EngineLoop:
             self._thread.stop()
             self._end_given()
 
-    def _give(
-        self, work: Coroutine[Any, Any, T], among: "set[asyncio.Task[Any]] | None" = None
-    ) -> Future[T]:
+    def _give(self, work: Coroutine[Any, Any, T], among: Tasks | None = None) -> Future[T]:
         """Give work to the loop; its task is in the set `among`, if any, as long as it runs."""
         future: Future[T] = _WorkFuture(self)
         try:
@@ -176,12 +175,7 @@ class EngineLoop:
             self._end_given()
         return future
 
-    def _begin(
-        self,
-        work: Coroutine[Any, Any, T],
-        future: Future[T],
-        among: "set[asyncio.Task[Any]] | None",
-    ) -> None:
+    def _begin(self, work: Coroutine[Any, Any, T], future: Future[T], among: Tasks | None) -> None:
         """Begin work on the running loop; cancelling the future cancels the work."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)

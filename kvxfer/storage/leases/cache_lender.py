@@ -349,10 +349,8 @@ class CacheLender(Lender):
         if not slots:
             return
         self.book.pin(slots)
-        blocks = self._describe(slots)
-        hashing = asyncio.ensure_future(
-            self._threads.run(checksum_blocks, blocks, self._copy_engine)
-        )
+        running = self._threads.run(checksum_blocks, self._describe(slots), self._copy_engine)
+        hashing = asyncio.ensure_future(running)
         self._running.add(hashing)
         self._hashings.update(dict.fromkeys(slots, hashing))
         hashing.add_done_callback(partial(self._end_hashing, slots))
@@ -371,8 +369,7 @@ class CacheLender(Lender):
 
     def _require_whole(self, wanted: BlockParts) -> None:
         wholes = require_parts_in_blocks(wanted, self._sizes)
-        parts = wholes != wanted.sizes
-        if parts.any():
+        if (parts := wholes != wanted.sizes).any():
             index = int(parts.argmax())
             what = f"start and size of keys[{index}]"
             found = (wanted.starts[index], wanted.sizes[index])
