@@ -56,11 +56,9 @@ OF_ATTENTION = frozenset({
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
 QUANTIZING = re.compile(
-    r"VLLM_\w*(QUANT|INPUT_DTYPE|W4A8|A4W4|WNA16|FORCE_A16|PRECISION|NVFP4_DISPATCH|FP\dBMM"
-    r"|FP8_MFMA|ROUTING_SIMULATION)"
+    r"VLLM_\w*(QUANT|INPUT_DTYPE|PRECISION|ROUTING|W4A8|A4W4|A16|FP\d(BMM|_MFMA|_DISPATCH))"
 )
-"""Variables by which vLLM rounds weights, activations, products or sums, or draws experts, beside
-its configuration."""
+"""Variables by which vLLM rounds, or draws experts at random, beside its configuration."""
 
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
