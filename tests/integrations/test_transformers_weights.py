@@ -1,6 +1,7 @@
 """Weights of a model on a device: their checksums notice changes, and cost no copy."""
 
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from kvxfer.errors import InvalidArgumentError  # noqa: E402
 from kvxfer.integrations.transformers import weights  # noqa: E402
 from kvxfer.integrations.transformers.weights import sum_in_place  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
+    REFUSED,
     changing,
     fill,
     make_model,
@@ -350,6 +353,18 @@ class Tuner(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        return self.model(input_ids=input_ids, **others)
+
+
+@pytest.mark.parametrize("wrap", [Tuner, functools.partial(torch.compile, backend="eager")])
+def test_positions_of_generate_are_compared_in_a_wrapped_model_too(
+    wrap: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    config_class, settings, reason = REFUSED["roberta"]
+    with pytest.raises(InvalidArgumentError, match=re.escape(reason)):
+        open_cache(wrap(make_model(config_class, settings)).eval(), tmp_path)
 
 
 def test_a_method_that_is_noted_where_it_is_found_anyway_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from kvxfer.integrations.transformers.interface import (
     WHOLE_LAYERS,
     DynamicCache,
     DynamicLayer,
+    GenerationMixin,
     Past,
 )
 
@@ -55,7 +56,8 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "all weights in memory")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    owners = [each for each in model.modules() if isinstance(each, GenerationMixin)] or [model]
+    takes_positions = "position_ids" in inspect.signature(owners[0].forward).parameters
     is_training = any(module.training for module in model.modules())  # dropout is random
     given, past, placed = {"input_ids": token, "use_cache": True}, DynamicCache(), DynamicCache()
     try:
