@@ -119,7 +119,9 @@ class BlockReader:
             try:
                 return self._read_open(key, block, fd)
             except OtherIntegrityError as exc:
-                return self._note_other_integrity(exc)
+                with contextlib.suppress(OSError):  # lookups need the record
+                    self._files.record.note(exc.said, exc.key_id)
+                return exc.outcome  # the block stays for engines that can read it
             except BlockFileError as exc:
                 if not self._files.record.is_sealed_with_our_secret():
                     return OTHER_SECRET
@@ -144,12 +146,6 @@ class BlockReader:
             return PARTIAL
         files.copy_engine.copy(scratch.describe([0], block, skip_bytes=skip), block)
         return DONE
-
-    def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
-        """Leave a block to engines that can read it; record its integrity and key for lookups."""
-        with contextlib.suppress(OSError):
-            self._files.record.note(exc.said, exc.key_id)
-        return exc.outcome
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

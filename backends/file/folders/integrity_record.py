@@ -108,8 +108,7 @@ class IntegrityRecord:
         if self._other_kinds() or self._has_other_keys():
             for index in there:
                 try:
-                    header = header_in(_read_head(self._folder, keys[index]))
-                    if header:
+                    if header := header_in(_read_head(self._folder, keys[index])):
                         require_readable(header, self._digester)
                 except OtherIntegrityError as exc:
                     found[index] = Outcome(Status.FAILED, reason=str(exc))
