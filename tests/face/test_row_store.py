@@ -110,6 +110,16 @@ def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
         assert pages.move(STORE) == [True] * 6
 
 
+def test_jobs_whose_wait_was_interrupted_are_cancelled(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.backend.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOAD}))
+    monkeypatch.setattr(runtime, "result", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        pages.move(LOAD)
+    until(lambda: pages.num_free() == NUM_ROWS)
+
+
 def test_a_call_waits_for_rows_of_others_and_not_for_late_ones(pages: Pages) -> None:
     taken = [pages.free.take(NUM_ROWS, 0)]
     waiting = begin_aside("store", lambda: pages.move(STORE))
