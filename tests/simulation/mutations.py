@@ -553,7 +553,7 @@ TABLE = """
 -            return taken
 +            return self._free[:most]
 @@ rows 40 rows are not given back when a late transfer has ended
--            self._rows_of[job.direction].give_back(late)
+-        self._rows_of[job.direction].give_back(late)
 @@ rows 60 a tier that hangs has all rows
 -            shares.share_out(num_jobs)
 @@ rows 60 rows wait for tiers that hang, and do not touch them

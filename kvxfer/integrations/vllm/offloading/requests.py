@@ -4,6 +4,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from math import inf
 from typing import Any
 
@@ -116,10 +117,11 @@ class Requests:
             return
         positions = key_positions(request.context) or {}
         if self._metrics is not None:
-            counted = {**tiers, **dict.fromkeys(self._behind_misses(positions, tiers), "")}
-            counts = Counter(
-                tier for key, tier in counted.items() if tier or self._is_whole(key, positions)
-            )
+            counts = Counter(tiers.values())
+            if "" in counts:
+                counted = {**tiers, **dict.fromkeys(self._behind_misses(positions, tiers), "")}
+                whole = (self._is_whole(key, positions) or tier for key, tier in counted.items())
+                counts = Counter(compress(counted.values(), whole))
             for tier, number in counts.items():
                 labels = (tier, "hit") if tier else (NO_TIER, "miss")
                 self._metrics.add("lookup_blocks", *labels, number=number)
