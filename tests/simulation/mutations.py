@@ -620,7 +620,7 @@ TABLE = """
 +                    bad[part.group].update((b, None) for b in targets if b)
 @@ lending 20 a released ticket stays kept
 -        self._keepers.pop((endpoint, ticket), None)
-@@ lending 250 a hold goes on after that at another worker has failed
+@@ lending 600 a hold goes on after that at another worker has failed
 -            await end_tasks(holds)
 @@ lending 80 a connection is closed before its call begins
 -        holds = [asyncio.ensure_future(hold(*pair)) for pair in zip(workers, keys, strict=True)]
