@@ -4,7 +4,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
 from math import inf
 from typing import Any
 
@@ -120,8 +119,8 @@ class Requests:
             counts = Counter(tiers.values())
             if "" in counts:
                 counted = {**tiers, **dict.fromkeys(self._behind_misses(positions, tiers), "")}
-                whole = (self._is_whole(key, positions) or tier for key, tier in counted.items())
-                counts = Counter(compress(counted.values(), whole))
+                whole = (key for key in counted if counted[key] or self._is_whole(key, positions))
+                counts = Counter(counted[key] for key in whole)
             for tier, number in counts.items():
                 labels = (tier, "hit") if tier else (NO_TIER, "miss")
                 self._metrics.add("lookup_blocks", *labels, number=number)
