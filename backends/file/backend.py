@@ -210,11 +210,13 @@ class FileBackend(Backend):
         moving = self._readers, self._writers, self._lookups
         pools = *moving, self._removers, self._syncs, self._scans
         closing = (each.aclose(self._close_timeout_s) for each in pools)
-        release: Callable[[], None] = self._close_files
         if sum(await asyncio.gather(*closing)):
+            release: Callable[[], None] = self._close_files
             for each in pools:  # a chain: the end of one pool begins the wait for the one before
                 release = partial(each.when_ended, release)
-        release()
+            release()
+        else:
+            self._close_files()
 
     def _close_files(self) -> None:
         self._files.close()

@@ -119,9 +119,7 @@ class BlockReader:
             try:
                 return self._read_open(key, block, fd)
             except OtherIntegrityError as exc:
-                with contextlib.suppress(OSError):  # lookups need the record
-                    self._files.record.note(exc.said, exc.key_id)
-                return exc.outcome  # the block stays for engines that can read it
+                return self._note_other_integrity(exc)
             except BlockFileError as exc:
                 if not self._files.record.is_sealed_with_our_secret():
                     return OTHER_SECRET
@@ -146,6 +144,12 @@ class BlockReader:
             return PARTIAL
         files.copy_engine.copy(scratch.describe([0], block, skip_bytes=skip), block)
         return DONE
+
+    def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
+        """Leave a block to engines that can read it; record its integrity and key for lookups."""
+        with contextlib.suppress(OSError):
+            self._files.record.note(exc.said, exc.key_id)
+        return exc.outcome
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

@@ -108,7 +108,8 @@ class IntegrityRecord:
         if self._other_kinds() or self._has_other_keys():
             for index in there:
                 try:
-                    if header := header_in(_read_head(self._folder, keys[index])):
+                    header = header_in(_read_head(self._folder, keys[index]))
+                    if header:
                         require_readable(header, self._digester)
                 except OtherIntegrityError as exc:
                     found[index] = Outcome(Status.FAILED, reason=str(exc))

@@ -23,7 +23,7 @@ from kvxfer.backends.file.folders.process_claim import (
     strip_checksum,
 )
 from kvxfer.backends.file.io.file_io import READ_FLAGS, closing
-from kvxfer.pages.names import LEDGER_NAME, FoundBlock, claim_path
+from kvxfer.pages.names import LEDGER_NAME, FoundBlock
 
 LOCK_TIMEOUT_S = 30.0
 """How long to wait for the lock of the ledger, which a process holds for milliseconds, unless the
@@ -64,8 +64,8 @@ class Ledger:
     writes them.
 
     A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
-    root must exist at first, and is created again if it is removed or moved. `on_removed` is called
-    before a count is created again because its path no longer leads to it.
+    root must exist at first, and is created again if it is removed. `on_removed` is called before
+    a removed count is created again.
 
     Attributes:
         known: Whether there is a count; without one, nothing may be added. This and the next two
@@ -75,7 +75,7 @@ class Ledger:
     """
 
     def __init__(self, root: Path, *, on_removed: Callable[[], object] = lambda: None) -> None:
-        self._root, self._path = root, root / LEDGER_NAME
+        self._root = root
         self._on_removed = on_removed
         self._lock = runtime.lock()
         self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
@@ -128,7 +128,7 @@ class Ledger:
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in a new file by now, from a walk that misses bytes not yet written.
-            if self.reserved > reserved and not has_name(self._fd, self._path):
+            if self.reserved > reserved and not has_name(self._fd):
                 self.known = False
                 text = f"{LEDGER_NAME} was removed"
                 raise RemovedCountError(errno.ESTALE, text, str(self._root))
@@ -153,7 +153,7 @@ class Ledger:
                     raise _late("another process") from None
                 runtime.sleep(LOCK_PAUSE_S)
             else:
-                if has_name(self._fd, self._path):
+                if has_name(self._fd):
                     return
 
     def reserve(self, num_bytes: int) -> None:
@@ -253,7 +253,7 @@ class Ledger:
         self._fd = -1
 
     def _open(self) -> tuple[int, ProcessClaim]:
-        fd = _open_ledger(self._path)
+        fd = _open_ledger(self._root / LEDGER_NAME)
         with contextlib.ExitStack() as undo:
             undo.callback(close_locked, fd)
             claim = ProcessClaim(self._root, self.reserved)
@@ -264,8 +264,7 @@ class Ledger:
         return fd, claim
 
     def _reopen_if_removed(self) -> None:
-        named = (self._fd, self._path), (self._claim.fd, claim_path(self._root, self.owner))
-        if all(has_name(*each) for each in named):
+        if has_name(self._fd) and has_name(self._claim.fd):
             return
         require_mounted(self._root, self._fd)
         make_root(self._root)

@@ -30,35 +30,30 @@ def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
 
 def make_root(root: Path) -> None:
     """Create the root of a store if it is missing; sync its name, and the names of new parents."""
-    missing = [each for each in root.parents if _device(each) is None]
-    runtime.disk().makedirs(root, FOLDER_MODE, exist_ok=True)
-    for parent in (root.parent, *(each.parent for each in missing)):
+    disk, synced = runtime.disk(), [root.parent]
+    for parent in root.parents:
+        try:
+            disk.stat(parent)
+            break
+        except OSError:
+            synced.append(parent.parent)
+    disk.makedirs(root, FOLDER_MODE, exist_ok=True)
+    for parent in synced:
         # An error is usually that of a folder that we may not read.
         with contextlib.suppress(OSError), closing(open_folder(parent)) as fd:
-            runtime.disk().fsync(fd)
+            disk.fsync(fd)
 
 
 def require_mounted(root: Path, fd: int) -> None:
-    """Check that `root` is a store, if it is no longer on the file system of its open file `fd`.
+    """If the server of the mount with the open file `fd` has ended, check that `root` is a store.
 
     Until the mount is back, the root's path may lead to the disk below. Raises an OSError then.
     """
     try:
-        found = runtime.disk().fstat(fd)
-        devices = (device for each in (root, *root.parents) if (device := _device(each)))
-        is_away = found.st_nlink > 0 and found.st_dev != next(devices)
+        runtime.disk().fstat(fd)
     except OSError as exc:
-        is_away = exc.errno == errno.ENOTCONN
-    if is_away and _device(root / LEDGER_NAME) is None:
-        text = f"the file system of {root} is no longer mounted: mount it, or restart the engine"
-        raise FileNotFoundError(errno.ENOENT, text, str(root))
-
-
-def _device(path: Path) -> int | None:
-    """Find the device of the file system that a path leads to; None if nothing is there."""
-    with contextlib.suppress(OSError):
-        return runtime.disk().stat(path).st_dev
-    return None
+        if exc.errno == errno.ENOTCONN:
+            runtime.disk().stat(root / LEDGER_NAME)
 
 
 class OpenFolders:

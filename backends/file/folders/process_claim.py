@@ -50,13 +50,12 @@ class ProcessClaim:
         self._root = root
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
-            path = claim_path(root, self.owner)
-            self.fd = open_locked(path, CREATE_FLAGS)
+            self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             try:
                 # Unlocked, it looks like a dead one: others may have locked or removed it.
                 with contextlib.suppress(BlockingIOError):
                     runtime.disk().flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if has_name(self.fd, path):
+                    if has_name(self.fd):
                         self.reserve(reserved)
                         return
             except BaseException:
@@ -149,11 +148,10 @@ def close_locked(fd: int) -> None:
             disk.close(fd)
 
 
-def has_name(fd: int, path: Path) -> bool:
-    """Whether a path still leads to an open file, which was not removed or moved; see `GONE`."""
-    disk = runtime.disk()
+def has_name(fd: int) -> bool:
+    """Whether an open file has not been removed; see `GONE`."""
     try:
-        return os.path.samestat(disk.stat(path, follow_symlinks=False), disk.fstat(fd))
+        return runtime.disk().fstat(fd).st_nlink > 0
     except OSError as exc:
         if exc.errno not in GONE:
             raise
