@@ -223,16 +223,23 @@ async def test_no_ticket_names_a_port_that_nobody_listens_at() -> None:
     assert lender.take_ended() == []
 
 
+async def cancel_first_offer(lender: PromptExchange, ids: list[list[int]]) -> str:
+    """Cancel the first offer of a ticket before it is lent; return the ticket."""
+    ticket = f"127.0.0.1:{lender._handover.port}/lease"
+    with held_back(lender):
+        offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
+        await yield_to_loop(1)
+        offering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await offering
+    return ticket
+
+
 async def test_a_ticket_that_is_offered_again_does_not_end_with_its_first_end() -> None:
     """Even if its end is asked for before it is lent; it is told later, once."""
     async with opened(caches()[0]) as lender:
-        ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
-        with held_back(lender):
-            offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
-            await yield_to_loop(1)
-            offering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await offering
+        ids = [[3, 1, 4, 15, 9, 2]]
+        ticket = await cancel_first_offer(lender, ids)
         while not lender._handover._ended:  # noqa: ASYNC110 - until the blocks are free again
             await asyncio.sleep(0.001)
         submit, told = lender._handover.submit, list[list[str]]()
@@ -254,13 +261,8 @@ async def test_a_ticket_is_offered_again_as_soon_as_its_first_offer_was_cancelle
 ) -> None:
     monkeypatch.setattr(handover, "LOOK_S", 60.0)  # nobody finds out that the first one has ended
     async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
-        ticket, ids = f"127.0.0.1:{lender._handover.port}/lease", [[3, 1, 4, 15, 9, 2]]
-        with held_back(lender):
-            offering = asyncio.ensure_future(lender.offer(TOKENS, ids, ticket=ticket))
-            await yield_to_loop(1)
-            offering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await offering
+        ids = [[3, 1, 4, 15, 9, 2]]
+        ticket = await cancel_first_offer(lender, ids)
         assert await lender.offer(TOKENS, ids, ticket=ticket) == ticket
         assert await reader.ask(ticket, TOKENS) == len(TOKENS)
 
