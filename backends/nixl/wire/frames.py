@@ -137,9 +137,9 @@ class FrameCodec:
 
 
 def _seal(keyed: hmac.HMAC, number: int, payload: bytes | memoryview) -> bytes:
-    # Not `hmac.digest`, which releases the GIL even for a small payload.
-    seal = keyed.copy()
-    seal.update(b"".join((_SEALED.pack(number), payload)))
+    seal = keyed.copy()  # not `hmac.digest`, which releases the GIL even for a small payload
+    seal.update(_SEALED.pack(number))
+    seal.update(payload)
     return seal.digest()[:SEAL_BYTES]
 
 
