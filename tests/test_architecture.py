@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_921,
-    "backends/file": 4_374,
+    "backends/file": 4_373,
     "backends/host": 1_936,
     "backends/mooncake": 688,
     "backends/nixl": 7_576,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_531,
     "kvxfer/testing": 6_020,
     "kvxfer/tiering": 1_613,
-    "kvxfer/transfer": 1_988,
+    "kvxfer/transfer": 1_989,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

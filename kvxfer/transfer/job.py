@@ -155,8 +155,9 @@ class Job:
         """Make the result of the job, once every block has an outcome."""
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
-        num_bytes = self.blocks.take(positions_done(outcomes)).num_bytes
-        seconds = runtime.monotonic() - self.submitted
+        done, blocks = positions_done(outcomes), self.blocks
+        is_whole, seconds = len(done) == len(outcomes), runtime.monotonic() - self.submitted
+        num_bytes = blocks.num_bytes if is_whole else int(blocks.block_sizes[[*done]].sum())
         return FinishedJob(self.job_id, self.direction, outcomes, num_bytes, seconds)
 
 
