@@ -336,7 +336,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         try:
             starts = [wanted.starts[index] for index in there]
             sizes = [wanted.sizes[index] for index in there]
-            stops = list(map(sum, zip(starts, sizes, strict=True)))
+            stops = [start + size for start, size in zip(starts, sizes, strict=True)]
             find = partial(self.pool.find, slots, found, starts, stops, hashed=not fenced)
             is_hashed = not fenced and self.pool.integrity is not MemoryIntegrity.OFF
             num_hashed = self._count_hashed(found, slots, sizes) if is_hashed else 0

@@ -105,8 +105,8 @@ class Bucket:
         self.place, pause_s = config.url, config.retry_after_s
         self._timeout_s = config.timeout_s
         self.slots = asyncio.Semaphore(config.max_requests)
-        num = config.max_requests * 3 // 4
-        shares = num, num - 1, config.max_requests // 2
+        num_changes = config.max_requests * 3 // 4
+        shares = num_changes, num_changes - 1, config.max_requests // 2
         changes, stores, deletes = (asyncio.Semaphore(max(1, share)) for share in shares)
         self.of_stores, self.of_deletes = (stores, changes), (deletes, changes)
         self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0

@@ -280,7 +280,7 @@ class PromptExchange:
 
     def take_ended(self) -> list[str]:
         """Return our tickets that have ended since the last call; their blocks may be reused."""
-        lent, told = self._lent.copy(), self._handover.take_ended()
+        lent, told = self._lent.copy(), self._handover.take_ended()  # twice if given up as it ended
         ended = [lease for lease in told if lease in lent and self._lent.pop(lease, set())]
         return [self._ticket(lease) for lease in ended]
 

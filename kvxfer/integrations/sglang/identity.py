@@ -85,7 +85,7 @@ memory, other caches, samplers, and proposals of a draft model."""
 ROUNDING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
 """Parts of names of settings that count in spite of such a word, as a data type of host memory."""
 
-KERNEL = "_backend", "_dispatch_algorithm"
+KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
 KERNELS = frozenset({
     "aiter", "ascend", "ascend_fuseep", "ascend_tp", "auto", "compressed", "cutedsl", "cutedsl_mla",
     "cutlass", "deep_gemm", "deepep", "deepep_v2", "deepgemm", "dsa", "dsv4", "dynamic", "fa3",
@@ -98,8 +98,8 @@ KERNELS = frozenset({
     "ptx_kda", "qsa", "sgl-kernel", "static", "tilelang", "tokenspeed_mla", "torch", "torch_native",
     "triton", "triton_kernel", "triton_sparse_mla", "trtllm", "trtllm_mha", "trtllm_mla", "wave",
 })  # fmt: skip
-"""Harmless kernels of any setting: their results differ only in the order of additions. Others may
-round, as `flashmla_sparse_q8` does in FP8, or choose experts at random, as the dispatch `fake`."""
+"""Values of settings with these endings that change only the order of additions. Others may round,
+as `flashmla_sparse_q8` does in FP8, or choose experts at random, as the dispatch `fake`."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.
@@ -181,7 +181,7 @@ def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
 def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
     if setting.group == DRAFT and not drafting:
         return False
-    if setting.name.endswith(KERNEL) and str(setting.value) in KERNELS:
+    if setting.name.endswith(KERNEL_ENDINGS) and str(setting.value) in KERNELS:
         return False
     has_word = not HARMLESS_WORDS.isdisjoint(setting.name.split("_"))
     return setting.name not in HARMLESS and (not has_word or bool(ROUNDING.search(setting.name)))
