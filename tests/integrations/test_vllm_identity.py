@@ -205,6 +205,7 @@ IN_BOTH = [
     changes_to("load_config.load_format", "dummy"),
     changes_to("model_config.code_revision", "other"),
     replay_states,
+    changes_to("cache_config.swa_bounded_replay", False),
 ]
 IN_FILES = [
     draft("a"),
@@ -253,7 +254,7 @@ COUNTED = {
     """,
     CacheConfig: """
         cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
-        mamba_cache_mode replayssm_buffer_len use_replayssm
+        mamba_cache_mode replayssm_buffer_len swa_bounded_replay use_replayssm
     """,
     SpeculativeConfig: """
         model quantization kv_cache_dtype max_model_len revision code_revision draft_model_config
@@ -288,8 +289,7 @@ OF_NO_BYTES = {
         kv_sharing_fast_prefill mamba_block_size mamba_page_size_padded num_cpu_blocks
         num_gpu_blocks num_gpu_blocks_override prefix_cache_retention_interval
         prefix_caching_hash_algo prefix_match_unit simple_cpu_offload_num_blocks
-        skip_page_size_padded sliding_window swa_bounded_replay use_kda_recoverssm
-        user_specified_block_size
+        skip_page_size_padded sliding_window use_kda_recoverssm user_specified_block_size
     """,
     SpeculativeConfig: """
         attention_backend disable_eagle_block_drop disable_lookahead_block_hashes

@@ -170,6 +170,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "classes": model.model_class_overrides,
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
+        "whole windows": not getattr(cache, "swa_bounded_replay", True),
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
         "variables": {name: os.environ[name] for name in filter(QUANTIZING.match, os.environ)},
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
