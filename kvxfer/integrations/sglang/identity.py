@@ -179,9 +179,8 @@ def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
 
 
 def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
-    if setting.group == DRAFT and not drafting:
-        return False
-    if setting.name.endswith(KERNEL_ENDINGS) and str(setting.value) in KERNELS:
+    is_known_kernel = setting.name.endswith(KERNEL_ENDINGS) and str(setting.value) in KERNELS
+    if is_known_kernel or (setting.group == DRAFT and not drafting):
         return False
     has_word = not HARMLESS_WORDS.isdisjoint(setting.name.split("_"))
     return setting.name not in HARMLESS and (not has_word or bool(ROUNDING.search(setting.name)))
