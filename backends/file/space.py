@@ -227,8 +227,7 @@ class Space:
         try:
             self._learn_walk()
         finally:
-            now = runtime.monotonic()
-            took = now - began
+            took = (now := runtime.monotonic()) - began
             pause_s = 0.0 if took < SHORT_SCAN_S else self._config.rescan_factor * took
             self._next_scan = now + pause_s
 
@@ -346,6 +345,7 @@ class Space:
 
     def _evict(self, victim: Victim, *, with_folder: bool) -> int:
         """Remove a file, and perhaps its empty folder; return how many inodes that freed."""
+        self._not_removed[victim] = False  # until it is, whatever fails
         with contextlib.ExitStack() as opened:
             folder = self._folder
             try:
@@ -358,14 +358,14 @@ class Space:
                 of_file = victim.quarantined and exc.errno not in UNRELATED_ERRORS
                 is_theirs = victim.fingerprint != self._folder.fingerprint
                 # Many of ours at once: then our folder is read-only, and takes no block either.
-                may_pass = is_theirs or len(self._not_removed) < KEYS_PER_LOCK
+                may_pass = is_theirs or len(self._not_removed) <= KEYS_PER_LOCK
                 may_not = may_pass and exc.errno in (errno.EACCES, errno.EPERM)
-                stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
-                self._not_removed[victim] = stays
-                if not stays:
+                if not (may_not or of_file or exc.errno in DAMAGE_ERRORS):
                     raise
+                self._not_removed[victim] = True
                 logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)
                 return 0
+            del self._not_removed[victim]
             if self._reports and not victim.quarantined:
                 reason = Removal.VANISHED if num_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)

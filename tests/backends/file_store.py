@@ -176,7 +176,7 @@ def counted_bytes(root: Path) -> int:
         return int.from_bytes(ledger.read(16)[8:], "little")
 
 
-def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: OSError) -> None:
+def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: Exception) -> None:
     """Let a call of the disk fail for files and folders whose names match."""
     really = getattr(runtime.disk(), call)
 

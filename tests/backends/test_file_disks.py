@@ -793,6 +793,20 @@ async def test_a_store_tries_few_of_its_own_files_in_a_folder_that_is_read_only(
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+async def test_a_file_that_an_eviction_fails_to_remove_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    async with indexed_store(tmp_path, memory.namespace(), capacity=FILE_BYTES) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        with monkeypatch.context() as patched:
+            fail_to(patched, "unlink", "*.safetensors", error)
+            (outcome,) = await store(backend, keys[1:], memory.describe(0, [0]))
+        assert outcome.status is FAILED
+        assert backend._space.index.gauges()[Gauge.STORED_BLOCKS] == 1
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
 async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int

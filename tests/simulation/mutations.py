@@ -338,8 +338,15 @@ TABLE = """
 +            with contextlib.suppress(OSError):
 +                with self
 @@ files 600 an eviction ends at a file that cannot be removed
--                stays = may_not or of_file or exc.errno in DAMAGE_ERRORS
-+                stays = may_not
+-                if not (may_not or of_file or exc.errno in DAMAGE_ERRORS):
++                if not may_not:
+@@ files 600 memory is short while a file is evicted
+-                num_bytes = folder.remove(victim.key, found_in)
++                try:
++                    num_bytes = folder.remove(victim.key, found_in)
++                except MemoryError:
++                    del self._not_removed[victim]
++                    raise
 @@ files 400 a corrupt block that two have found is taken off the count twice
 -            moved, is_known = self._quarantine(key, fd), True
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
