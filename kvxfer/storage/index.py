@@ -317,9 +317,10 @@ class BlockIndex:
         The caller must ensure that no slot is still being read or written, and must neither finish
         earlier stores nor unpin earlier blocks.
         """
+        for key in self._entries:
+            self._policy.remove(key)
         self._entries.clear()
         self._quarantined.clear()
-        self._policy.clear()
         self._free_slots, self._next_slot = [], 0
 
     def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:

@@ -87,10 +87,6 @@ class EvictionPolicy(ABC):
         """Remove a resident key for a reason other than eviction."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Remove every key, ghosts included."""
-
-    @abstractmethod
     def __len__(self) -> int:
         """Count the candidates."""
 
@@ -223,13 +219,6 @@ class LRU(EvictionPolicy):
             self._passed.pop(key, None)
             self._returned.pop(key, None)
 
-    def clear(self) -> None:
-        """See `EvictionPolicy`."""
-        self._order.clear()
-        self._held.clear()
-        self._passed.clear()
-        self._returned.clear()
-
     def __len__(self) -> int:
         return len(self._order) - len(self._held) + len(self._returned)
 
@@ -313,16 +302,6 @@ class ARC(EvictionPolicy):
         self._order_of(key).remove(key)
         self._new_recent.discard(key)
         self._new_frequent.discard(key)
-
-    def clear(self) -> None:
-        """See `EvictionPolicy`."""
-        self._recent.clear()
-        self._frequent.clear()
-        self._new_recent.clear()
-        self._new_frequent.clear()
-        self._recent_ghosts.clear()
-        self._frequent_ghosts.clear()
-        self._recent_target = 0.0
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
@@ -488,14 +467,6 @@ class RetainingPolicy(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._policy.remove(key)
         self._forget(key)
-
-    def clear(self) -> None:
-        """See `EvictionPolicy`."""
-        self._policy.clear()
-        self._wishes.clear()
-        self._num_spared = 0
-        for ranking in (self._spared, self._expiring, self._low):
-            ranking.clear()  # leaves only stale entries in its heap
 
     def active(self) -> EvictionPolicy:
         """See `EvictionPolicy`: without any wish, the other policy, which costs less."""
