@@ -351,13 +351,14 @@ class _Batch:
     """Pieces of runs that several threads read; calls `landed` for each run that has arrived."""
 
     def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
-        self._runs = enumerate(runs)
         self._landed = landed
         self._lock = runtime.lock()
-        self._pieces: deque[tuple[int, Fragments]] = deque()
-        self._num_missing: list[int] = []
-        self._begin_run()
-        self.is_short = sum(map(len, runs)) <= 1
+        self._pieces = deque((index, piece) for index, run in enumerate(runs) for piece in run)
+        self._num_missing = [len(run) for run in runs]
+        self.is_short = len(self._pieces) <= 1
+        for index, run in enumerate(runs):
+            if not run:
+                landed(index)
 
     def read(self, line: Line) -> None:
         """Read pieces through a connection until none is left; called on threads."""
@@ -369,24 +370,11 @@ class _Batch:
         except BaseException:
             with self._lock:
                 self._pieces.clear()
-                self._runs = enumerate(())
             raise
 
     def _next(self) -> tuple[int, Fragments] | None:
         with self._lock:
-            while not self._pieces:
-                if not self._begin_run():
-                    return None
-            return self._pieces.popleft()
-
-    def _begin_run(self) -> bool:
-        for index, pieces in self._runs:
-            self._num_missing.append(len(pieces))
-            self._pieces.extend((index, piece) for piece in pieces)
-            if not pieces:
-                self._landed(index)
-            return True
-        return False
+            return self._pieces.popleft() if self._pieces else None
 
     def _note(self, index: int) -> None:
         with self._lock:
