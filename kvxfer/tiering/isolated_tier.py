@@ -122,9 +122,8 @@ class IsolatedTier:
             return set()
         if not self._may_call(Operation.LOOKUP, keys):
             return None
-        what, began = f"lookup of {len(keys)} blocks", runtime.monotonic()
-        call, timeout_s = self._look_up(keys), self._timeouts.lookup_s
-        there = await self._await_answer(Operation.LOOKUP, what, keys, timeout_s, call)
+        began, call = runtime.monotonic(), self._look_up(keys)
+        there = await self._await_answer(Operation.LOOKUP, keys, self._timeouts.lookup_s, call)
         status = Status.DONE
         if there is None:
             is_late = self._suspension.is_on(runtime.monotonic())
@@ -156,9 +155,9 @@ class IsolatedTier:
         """See `delete_from`; every block may stay if the backend fails or is late."""
         deleted = None
         if self._may_call(Operation.DELETE, keys):
-            what, timeout_s = f"delete of {len(keys)} blocks", self._timeouts.move_s
             call = self._when_quiet(lambda: delete_from(self.backend, keys))
-            deleted = await self._await_answer(Operation.DELETE, what, keys, timeout_s, call)
+            timeout_s = self._timeouts.move_s
+            deleted = await self._await_answer(Operation.DELETE, keys, timeout_s, call)
         return deleted or (set(), set(keys))
 
     async def purge(self, prefix: bytes) -> bool:
@@ -245,7 +244,6 @@ class IsolatedTier:
     async def _await_answer(
         self,
         operation: Operation,
-        what: str,
         keys: Sequence[BlockKey],
         timeout_s: float | None,
         call: Awaitable[T],
@@ -257,7 +255,7 @@ class IsolatedTier:
         A lookup goes on until its deadline when its caller is cancelled, so that a hanging tier is
         noticed even if no caller waits that long. `keeps_caller` as in `Calls.wait_for`.
         """
-        is_late = False
+        what, is_late = f"{operation} of {len(keys)} blocks", False
 
         def note_late() -> None:
             nonlocal is_late
@@ -324,8 +322,7 @@ class IsolatedTier:
     async def _move_in_time(
         self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
-        call = self._move(operation, keys, blocks, cause)
+        call, timeout_s = self._move(operation, keys, blocks, cause), self._timeouts.move_s
         if cause is Cause.REQUEST:
             if not self.index:
                 return await call
@@ -333,9 +330,7 @@ class IsolatedTier:
         # A cancelled caller waits, too: a load writes to its memory, and a late store may bring
         # back blocks that are deleted after it.
         is_kept = cause is Cause.REQUEST or (cause, operation) == (Cause.PROMOTION, Operation.STORE)
-        outcomes = await self._await_answer(
-            operation, what, keys, timeout_s, call, keeps_caller=is_kept
-        )
+        outcomes = await self._await_answer(operation, keys, timeout_s, call, keeps_caller=is_kept)
         reason = f"{self.name} took longer than {timeout_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)
