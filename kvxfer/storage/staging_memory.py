@@ -47,11 +47,6 @@ class StagedBlocks:
         self.drains: list[Drain] = []  # must return before the buffer is quiet
         self._drain = drain
 
-    @property
-    def quiet(self) -> bool:
-        """Whether only the holder can still touch the buffer."""
-        return not self.drains
-
     def disturb(self) -> None:
         """Note that a transfer may still touch the buffer."""
         self.drains.append(self._drain)
@@ -201,11 +196,11 @@ class StagingMemory:
         try:
             yield staged
         except BaseException:
-            if staged.quiet:
+            if not staged.drains:
                 staged.disturb()
             raise
         finally:
-            if staged.quiet:
+            if not staged.drains:
                 self._give_back(buffer, share)
             else:
                 settling = self._settle(buffer, share, [*dict.fromkeys(staged.drains)])
