@@ -313,12 +313,9 @@ class Client:
         try:
             yield
         finally:
-            self._end_call()
-
-    def _end_call(self) -> None:
-        self._num_calls -= 1
-        if self._retired and not self._num_calls:
-            self.close()
+            self._num_calls -= 1
+            if self._retired and not self._num_calls:
+                self.close()
 
     def _note_places(
         self, connection: Connection, keys: Sequence[BlockKey], found: wire.Found
@@ -359,8 +356,7 @@ class Client:
         slot = self._in_flight if is_direct else contextlib.nullcontext()
         longest = MAX_GENERATIONS if self._is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
-        self._num_calls += 1
-        try:
+        with self._call():
             if len(bounds) == 1:  # saves switching to a task and back
                 return await self._move_piece(move, keys, blocks, stop, slot)
             async with asyncio.TaskGroup() as tasks:
@@ -369,8 +365,6 @@ class Client:
                     piece = self._move_piece(move, keys[i:j], blocks.select(i, j), stop, slot)
                     pieces.append(tasks.create_task(piece))
             return [outcome for piece in pieces for outcome in piece.result()]
-        finally:
-            self._end_call()
 
     async def _move_piece(
         self,
