@@ -214,7 +214,7 @@ def _vllm_lookup() -> Iterator[Callable[[], object]]:
     keys = [make_block_key(b"%d" % number, 0) for number in range(NUM_CHUNKS)]
     shape = PoolShape(num_slots=NUM_CHUNKS, num_parts=1, part_size_bytes=MESSAGE_BYTES)
     pool = HostPool(shape, make_namespace(MESSAGE_BYTES), CPUCopyEngine(num_threads=1))
-    index = BlockIndex(NUM_CHUNKS, RetainingPolicy(LRU(NUM_CHUNKS), NUM_CHUNKS))
+    index = BlockIndex(RetainingPolicy(LRU(NUM_CHUNKS)))
     manager = KVXferOffloadingManager(pool, index, emit_events=False)
     stored = manager.prepare_store(keys, ReqContext("stored"))
     assert stored is not None

@@ -144,7 +144,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         )
         self.hashes = (self._hashed, self._hashed)
         self.num_slots = shape.num_slots
-        self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
+        self._index = BlockIndex(config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
         self._begun: dict[BlockKey, _SharedBegun] = {}  # stores that a device is making

@@ -39,7 +39,7 @@ class SimulatedTier:
         self.num_read = self.num_written = self.num_evicted = 0
         kind = POLICIES["lru" if plan.policy == "none" else plan.policy]
         self._policy = kind(plan.num_slots)
-        self._index = BlockIndex(plan.num_slots, self._policy)
+        self._index = BlockIndex(self._policy)
 
     def __contains__(self, block: object) -> bool:
         """Whether a block is there; does not count as a use."""

@@ -70,17 +70,17 @@ class BlockIndex:
 
     Owned by one event loop or thread; does no I/O and never blocks. Batches are in prefix order:
     the last keys of a batch are the first to be evicted, because a block is of no use without the
-    blocks of its prefix. Each slot holds one block; the policy must be new, for as many slots.
+    blocks of its prefix. Each slot of the policy, which must be new, holds one block.
 
     Attributes:
         num_slots: Number of slots.
 
     Raises:
-        InvalidArgumentError: `num_slots` is below 1.
+        InvalidArgumentError: The policy has no slot.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self.num_slots = require_positive("num_slots", num_slots)
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.num_slots = require_positive("num_slots", policy.num_slots)
         self._policy = policy
         self._active = policy  # after a `retain`, until a store asks it for a cheaper one
         self._entries: dict[BlockKey, _Entry] = {}

@@ -138,7 +138,7 @@ def start() -> Iterator[Start]:
         shape = PoolShape(num_slots=NUM_SLOTS, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         copy_engine = CPUCopyEngine(num_threads=1)
         pool = HostPool(shape, make_namespace(), copy_engine, integrity=MemoryIntegrity.FULL)
-        index = BlockIndex(NUM_SLOTS, RetainingPolicy(LRU(NUM_SLOTS), NUM_SLOTS))
+        index = BlockIndex(RetainingPolicy(LRU(NUM_SLOTS)))
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             make_namespace(),

@@ -20,7 +20,7 @@ def index_hits(
     requests: Sequence[Sequence[int]], policy: PolicyName, num_slots: int
 ) -> tuple[int, int, int]:
     """Count hits, stored and evicted blocks of the index of real stores."""
-    index = BlockIndex(num_slots, POLICIES[policy](num_slots))
+    index = BlockIndex(POLICIES[policy](num_slots))
     num_hits = num_stored = num_evicted = 0
     for blocks in requests:
         keys = [make_block_key(b"%d" % block, 0) for block in blocks]

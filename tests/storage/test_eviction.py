@@ -81,7 +81,7 @@ def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) 
 
 @given(st.lists(st.integers(0, 9), max_size=200))
 def test_arc_evicts_what_the_paper_evicts(requests: list[int]) -> None:
-    index, paper = BlockIndex(NUM_SLOTS, ARC(NUM_SLOTS)), PaperARC(NUM_SLOTS)
+    index, paper = BlockIndex(ARC(NUM_SLOTS)), PaperARC(NUM_SLOTS)
     for number in requests:
         victim = paper.request(key(number))
         assert store(index, [number]) == ([] if victim is None else [victim])
@@ -94,15 +94,14 @@ WISHES = [
 ]
 
 
-def retaining(policy: EvictionPolicy, num_slots: int) -> BlockIndex:
+def retaining(policy: EvictionPolicy) -> BlockIndex:
     return BlockIndex(
-        num_slots,
-        RetainingPolicy(policy, num_slots, priority_share=1.0, priority_half_life_s=HALF_LIFE_S),
+        RetainingPolicy(policy, priority_share=1.0, priority_half_life_s=HALF_LIFE_S),
     )
 
 
 def test_what_has_expired_goes_first_then_low_then_old_and_at_last_high(clock: Clock) -> None:
-    index = retaining(LRU(len(WISHES)), len(WISHES))
+    index = retaining(LRU(len(WISHES)))
     for number, wish in enumerate(WISHES):
         store(index, [number], wish)
     clock.now += 6
@@ -113,7 +112,7 @@ def test_what_has_expired_goes_first_then_low_then_old_and_at_last_high(clock: C
 
 
 def test_a_block_whose_wish_was_noted_before_an_error_is_not_evicted_while_it_is_pinned() -> None:
-    index = retaining(LRU(2), 2)
+    index = retaining(LRU(2))
     store(index, [0, 1])
     no_key: Any = []
     with pytest.raises(TypeError):
@@ -124,7 +123,7 @@ def test_a_block_whose_wish_was_noted_before_an_error_is_not_evicted_while_it_is
 
 def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
     low, short, long = Retention(priority=-1), Retention(ttl_s=1), Retention(ttl_s=100)
-    index = retaining(LRU(6), 6)
+    index = retaining(LRU(6))
     for number, wish in enumerate([short, low, low, NORMAL, low, long]):
         store(index, [number], wish)
     for number, wish in ((2, Retention(priority=1)), (4, NORMAL), (5, short)):
@@ -151,7 +150,7 @@ def test_blocks_in_use_are_never_evicted_and_all_others_can_be(
 ) -> None:
     pinned: set[BlockKey] = set()
     with runtime.use(Clock()) as clock:
-        index = retaining(LRU(NUM_SLOTS), NUM_SLOTS)
+        index = retaining(LRU(NUM_SLOTS))
         for what, number, wish in steps:
             [is_there], each = index.are_ready([key(number)]), key(number)
             if what == "wait":
@@ -174,7 +173,7 @@ def test_blocks_in_use_are_never_evicted_and_all_others_can_be(
 def test_a_prompt_above_normal_loses_its_end_first(
     policy_type: Callable[[int], EvictionPolicy], clock: Clock
 ) -> None:
-    index = retaining(policy_type(8), 8)
+    index = retaining(policy_type(8))
     store(index, [0, 1, 2, 3], Retention(priority=1))
     store(index, [4, 5, 6, 7], Retention(priority=1))
     assert store(index, [8, 9]) == [key(3), key(2)]
@@ -185,7 +184,7 @@ def test_a_prompt_above_normal_loses_its_end_first(
 
 @pytest.fixture(params=[LRU, ARC])
 def index(request: pytest.FixtureRequest) -> BlockIndex:
-    return BlockIndex(NUM_SLOTS, request.param(NUM_SLOTS))
+    return BlockIndex(request.param(NUM_SLOTS))
 
 
 @pytest.mark.parametrize("pinned", [[], [key(3)]])

@@ -39,13 +39,14 @@ class EvictionPolicy(ABC):
     its residence. At most `num_slots` are resident at once.
 
     Attributes:
+        num_slots: Maximum number of resident keys.
         reason: Why the last key was evicted rather than another one.
     """
 
     reason = Removal.EVICTED
 
     def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+        self.num_slots = num_slots
 
     @abstractmethod
     def admit(self, key: BlockKey) -> None:
@@ -328,7 +329,7 @@ class ARC(EvictionPolicy):
         recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if key in self._recent_ghosts:
             step = max(frequent / recent, 1.0)
-            self._recent_target = min(self._recent_target + step, float(self._num_slots))
+            self._recent_target = min(self._recent_target + step, float(self.num_slots))
         elif key in self._frequent_ghosts:
             step = max(recent / frequent, 1.0)
             self._recent_target = max(self._recent_target - step, 0.0)
@@ -344,9 +345,9 @@ class ARC(EvictionPolicy):
         num_recent = self._recent.num_placed + len(self._new_recent)
         num_frequent = self._frequent.num_placed + len(self._new_frequent)
         # Stores that count bytes have more residents than slots when blocks are small.
-        while len(self._recent_ghosts) > max(0, self._num_slots - num_recent):
+        while len(self._recent_ghosts) > max(0, self.num_slots - num_recent):
             self._recent_ghosts.popitem(last=False)
-        num_rest = 2 * self._num_slots - num_recent - num_frequent - len(self._recent_ghosts)
+        num_rest = 2 * self.num_slots - num_recent - num_frequent - len(self._recent_ghosts)
         while len(self._frequent_ghosts) > max(0, num_rest):
             self._frequent_ghosts.popitem(last=False)
 
@@ -381,22 +382,20 @@ class RetainingPolicy(EvictionPolicy):
 
     Args:
         policy: The other policy, which must be new.
-        num_slots: Maximum number of resident keys.
-        priority_share: Maximum share of these that is above normal.
+        priority_share: Maximum share of the slots whose keys are above normal.
         priority_half_life_s: Seconds that one step of priority lasts.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
-        num_slots: int,
         *,
         priority_share: float = DEFAULT_PRIORITY_SHARE,
         priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S,
     ) -> None:
-        super().__init__(num_slots)
+        super().__init__(policy.num_slots)
         self._policy = policy
-        self._max_spared = int(priority_share * num_slots)
+        self._max_spared = int(priority_share * policy.num_slots)
         self._half_life_s = priority_half_life_s
         self._wishes: dict[BlockKey, _Wish] = {}
         self._num_spared = 0
@@ -595,7 +594,6 @@ class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fie
         """Create the eviction policy of an index."""
         return RetainingPolicy(
             POLICIES[self.eviction](num_slots),
-            num_slots,
             priority_share=self.priority_share,
             priority_half_life_s=self.priority_half_life_s,
         )

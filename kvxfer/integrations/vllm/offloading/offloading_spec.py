@@ -111,7 +111,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 undo.callback(tier.close)
             self._manager = KVXferOffloadingManager(
                 pool,
-                BlockIndex(num_slots, self._pool_config.open_policy(num_slots)),
+                BlockIndex(self._pool_config.open_policy(num_slots)),
                 tier,
                 emit_events=self.kv_events_config.enable_kv_cache_events,
                 trace=TraceRecorder.from_environment(),
