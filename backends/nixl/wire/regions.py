@@ -212,10 +212,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     def is_same_agent(self, other: "AgentMetadata") -> bool:
         """Whether both describe one agent; ignores `opaque`, which registering memory changes."""
-        mine, theirs = (
-            (each.name, each.regions, each.beacon_address, each.beacon) for each in (self, other)
-        )
-        return mine == theirs
+        return msgspec.structs.replace(other, opaque=self.opaque) == self
 
     def encode(self) -> bytes:
         """Encode to bytes, for `decode`."""
