@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.connection import Connection, open_channel
@@ -45,9 +44,7 @@ class PeerProbe:
     description: bytes | None = None
 
 
-async def probe_peer(
-    config: NixlConfig, endpoint: Endpoint, *, make_agent: Callable[[], TransferAgent] = NixlAgent
-) -> PeerProbe:
+async def probe_peer(config: NixlConfig, endpoint: Endpoint) -> PeerProbe:
     """Find out what a holder has, whether it accepts this process, and how its bytes would travel.
 
     Stores nothing, and settles no namespace: a holder without one checks only the secret.
@@ -57,7 +54,7 @@ async def probe_peer(
         InvalidArgumentError: The configuration cannot be used.
         BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
     """
-    node = LocalNode(config, None, make_agent=make_agent)
+    node = LocalNode(config, None, make_agent=NixlAgent)
     try:
         return await _probe(node, endpoint)
     finally:
