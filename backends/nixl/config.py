@@ -117,7 +117,11 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_bounds()
+        times = [name for name in self.__struct_fields__ if name.endswith("_s")]
+        self._require_positive("capacity", "staging", "max_unauthenticated", *times)
+        most = (1 << 31) - 1  # the largest backlog of a listening socket
+        require_integer("max_connections", self.max_connections, minimum=1, maximum=most)
+        require_integer("data_port", self.data_port, maximum=MAX_PORT)
         peers, listen = self.peers, self.listen_endpoint
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
@@ -236,13 +240,6 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             wanted = f"a secret of at least {MIN_SECRET_BYTES} bytes, e.g. openssl rand -hex 32"
             raise InvalidArgumentError(argument, source, wanted)
         return secret
-
-    def _require_bounds(self) -> None:
-        times = [name for name in self.__struct_fields__ if name.endswith("_s")]
-        self._require_positive("capacity", "staging", "max_unauthenticated", *times)
-        most = (1 << 31) - 1  # the largest backlog of a listening socket
-        require_integer("max_connections", self.max_connections, minimum=1, maximum=most)
-        require_integer("data_port", self.data_port, maximum=MAX_PORT)
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
         """Refuse an address beyond this machine unless peers must authenticate."""
