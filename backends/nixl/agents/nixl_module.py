@@ -100,14 +100,10 @@ def choose_carrier(ours: Hello, theirs: Hello, ports: Path = PORTS) -> Carrier:
         import_nixl(otherwise="let peers use sockets")
     except BackendUnavailableError:
         return "socket"
-    if _is_same_host(ours, theirs) and _may_reach(theirs.pid):
+    here, there = ((each.boot_id, each.pid_namespace) for each in (ours, theirs))
+    if all(here) and here == there and _may_reach(theirs.pid):
         return "cma"
     return "rdma" if has_active_port(ports) else "socket"
-
-
-def _is_same_host(ours: Hello, theirs: Hello) -> bool:
-    known = bool(ours.boot_id and ours.pid_namespace)
-    return known and (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
 
 
 def _may_reach(pid: int) -> bool:
