@@ -140,11 +140,10 @@ class TierWriter:
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
 
-    def _run(self) -> "asyncio.Task[None]":
+    def _run(self) -> None:
         if self._worker is None or self._worker.done():
             self._settled.clear()
             self._worker = asyncio.create_task(self._copy_all())
-        return self._worker
 
     def _tell_ended(self) -> None:
         self._ended.set()
@@ -231,10 +230,10 @@ class TierWriter:
 
     def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
         """End the blocks that were not read: report those that are gone, retry the others later."""
-        gone = [k for k, each in zip(keys, loaded, strict=True) if each.status is Status.MISSING]
+        missed = [(key, each) for key, each in zip(keys, loaded, strict=True) if not each.done]
+        gone = [key for key, each in missed if each.status is Status.MISSING]
         self._target.reports.not_written_back(gone)
-        lost = {*gone}
-        failed = [k for k, e in zip(keys, loaded, strict=True) if not e.done and k not in lost]
+        failed = [key for key, each in missed if each.status is not Status.MISSING]
         self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 
     def _end(
