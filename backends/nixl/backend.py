@@ -143,7 +143,6 @@ class NixlBackend(TellsKept):
         If one of several peers does not answer in time, its blocks are misses and it is not asked
         for a while, even if the caller did not wait that long.
         """
-        await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         timeout_s = self._config.lookup_timeout_s if len(homes) > 1 else None
         answers = await _ask_each(
@@ -155,8 +154,7 @@ class NixlBackend(TellsKept):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a block is `DONE` when one of its peers has it."""
-        await self._check(keys, blocks)
-        homes, ranked = await self._find_homes(keys)
+        homes, ranked = await self._find_homes(keys, blocks)
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
@@ -173,8 +171,7 @@ class NixlBackend(TellsKept):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that one peer does not deliver are loaded from the next."""
-        await self._check(keys, blocks)
-        homes, ranked = await self._find_homes(keys)
+        homes, ranked = await self._find_homes(keys, blocks)
         outcomes = [MISSING] * len(keys)
         left: Sequence[int] = range(len(keys))
         for nth, choice in enumerate(ranked, 1):
@@ -190,7 +187,6 @@ class NixlBackend(TellsKept):
 
     async def delete_or_keep(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         """See `TellsKept.delete_or_keep`; deletes at every peer that may hold a key."""
-        await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         # An unknown peer may have them; with discovery, an own home does not rule that out.
         finds_nobody = not self._exchange.clients and (self._discovery is not None or not homes)
@@ -217,8 +213,14 @@ class NixlBackend(TellsKept):
             if self._discovery is not None:  # closed first, so that others look elsewhere
                 closing.push_async_callback(self._discovery.aclose)
 
-    async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
-        """Find the homes of blocks, and rank those of each key, best first."""
+    async def _find_homes(
+        self, keys: Sequence[BlockKey], *blocks: Descriptors
+    ) -> tuple[list[Home], NDArray[np.intp]]:
+        """Check a call and find the homes of its blocks, ranked for each key, best first."""
+        self._guard.check_batch(keys, *blocks)
+        for each in blocks:
+            self._exchange.require_reach(each)
+        await self.start()
         endpoints = self._list_peers()
         if not endpoints:
             homes: list[Home] = [self._own] if self._own is not None else []
@@ -267,12 +269,6 @@ class NixlBackend(TellsKept):
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return set()
         return {key for key, found in zip(keys, there, strict=True) if found}
-
-    async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-        self._guard.check_batch(keys, *blocks)
-        for each in blocks:
-            self._exchange.require_reach(each)
-        await self.start()
 
 
 def _is_suspended(home: Home) -> bool:
