@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, groupby, islice
@@ -20,7 +20,7 @@ from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import STREAM_BUFFER_BYTES, FrameChannel, describe_error
-from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.handshake import PROVE_S, Greeting, greet_as_client
 from kvxfer.backends.nixl.wire.regions import Proofs, Regions
 from kvxfer.checks import require_integers
 from kvxfer.endpoint import Endpoint
@@ -45,6 +45,7 @@ RELEASE_WITHIN_S = 5e-3
 """How long released pins wait to be sent with a request. After that, they get a message to
 themselves, which costs each side half a millisecond that the next pieces of a batch may need."""
 
+T = TypeVar("T")
 AnswerT = TypeVar("AnswerT", bound=wire.Message)
 MakeRequest = Callable[..., wire.NumberedRequest]
 """Makes a request, given its `request_id` and `let_go`."""
@@ -214,7 +215,11 @@ class Connection:
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
         """Connect to a holder, shake hands, and wait until it is ready."""
+        opening = partial(cls._open, node, endpoint)
+        return await _despite_cuts(opening, node.config.handshake_timeout_s)
 
+    @classmethod
+    async def _open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
         async def reach(theirs: wire.Hello) -> wire.Reach:
             if theirs.incarnation == node.hello.incarnation:
                 raise OwnEndpointError(str(endpoint), "is this process itself")
@@ -230,11 +235,8 @@ class Connection:
             unless_connected.push_async_callback(channel.aclose)
             memory = await node.link(greeting)
             unless_connected.push_async_callback(memory.aclose)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    ready = await channel.receive(_READY)
-            except TimeoutError as exc:
-                raise PeerTimeoutError(str(endpoint), "linking", timeout_s) from exc
+            async with deadline(endpoint, "linking", timeout_s):
+                ready = await channel.receive(_READY)
             if node.agent is not agent:  # both sides would read through a closed agent
                 raise PeerClosedError(str(endpoint), "NIXL was restarted meanwhile")
             unless_connected.pop_all()
@@ -320,27 +322,24 @@ class Connection:
         await self.memory.aclose()
 
     async def _open_data(self, *, reads: bool) -> DataConnection:
+        # One after the other: their serials must arrive in order.
+        timeout_s, what = self._timeout_s, "opening a data connection"
+        async with deadline(self.endpoint, what, timeout_s), self._opening:
+            return await _despite_cuts(partial(self._attach, reads=reads), timeout_s)
+
+    async def _attach(self, *, reads: bool) -> DataConnection:
+        self._require_open()
+        tls = await self._node.tls.client()
+        data = await DataConnection.connect(self._data_endpoint, self.endpoint.host, tls)
         try:
-            # One after the other: their serials must arrive in order.
-            async with asyncio.timeout(self._timeout_s), self._opening:
-                self._require_open()
-                endpoint, host = self._data_endpoint, self.endpoint.host
-                tls = await self._node.tls.client()
-                data = await DataConnection.connect(endpoint, host, tls)
-                try:
-                    await data.say(self._session.attach(reads=reads))
-                    data.secure(self._session.frame_keys(self._session.last_serial))
-                    await data.hear(_PONG)
-                    self._require_open()  # else nobody would ever close it
-                except BaseException:
-                    data.close()
-                    raise
-                return data
-        except TimeoutError as exc:
-            if isinstance(exc, PeerError):
-                raise
-            what = "opening a data connection"
-            raise PeerTimeoutError(str(self.endpoint), what, self._timeout_s) from exc
+            await data.say(self._session.attach(reads=reads))
+            data.secure(self._session.frame_keys(self._session.last_serial))
+            await data.hear(_PONG)
+            self._require_open()  # else nobody would ever close it
+        except BaseException:
+            data.close()
+            raise
+        return data
 
     def _require_open(self) -> None:
         if self._error is not None:
@@ -437,17 +436,41 @@ class Connection:
 
 async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
     """Connect to a holder, before the handshake."""
-    timeout_s = node.config.handshake_timeout_s
-    try:
-        async with asyncio.timeout(timeout_s):
+    async with deadline(endpoint, "connecting", node.config.handshake_timeout_s):
+        try:
             reader, writer = await runtime.connect(
                 endpoint.host,
                 endpoint.port,
                 tls=await node.tls.client(),
                 buffer_bytes=STREAM_BUFFER_BYTES,
             )
-    except TimeoutError as exc:
-        raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc
-    except (OSError, RuntimeError, UnicodeError) as exc:  # TLS, no thread, a name of no host
-        raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
+        except (OSError, RuntimeError, UnicodeError) as exc:  # TLS, no thread, a name of no host
+            raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
     return FrameChannel(reader, writer)
+
+
+@contextlib.asynccontextmanager
+async def deadline(endpoint: Endpoint, what: str, timeout_s: float) -> AsyncIterator[None]:
+    """Raise a `PeerTimeoutError` unless the block ends in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as exc:
+        if isinstance(exc, PeerError):
+            raise
+        raise PeerTimeoutError(str(endpoint), what, timeout_s) from exc
+
+
+async def _despite_cuts(connect: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """Connect, and again while a busy holder cuts what has not proven itself within `PROVE_S`.
+
+    That happens to an honest peer whose machine is loaded. A refused connection ends sooner.
+    """
+    ends_at = runtime.monotonic() + within_s
+    while True:
+        began = runtime.monotonic()
+        try:
+            return await connect()
+        except PeerClosedError:
+            if not began + PROVE_S <= runtime.monotonic() < ends_at:
+                raise

@@ -1,6 +1,5 @@
 """Probe of a holder: its namespace, whether it accepts this process, and how its bytes travel."""
 
-import asyncio
 import contextlib
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.connection import Connection, open_channel
+from kvxfer.backends.nixl.connection import Connection, deadline, open_channel
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.wire import messages as wire
-from kvxfer.backends.nixl.wire.handshake import ask_hello, greet_as_client
+from kvxfer.backends.nixl.wire.handshake import ask_hello
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, TransferFailedError
+from kvxfer.errors import NamespaceMismatchError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import Namespace
 
@@ -67,23 +66,20 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
     hello = await ask_hello(await open_channel(node, endpoint), node.hello, timeout_s=timeout_s)
     is_here = bool(hello.boot_id) and hello.boot_id == node.hello.boot_id
     if hello.namespace is None:
-        await _prove(node, endpoint)
+        # It checks that this process knows the secret, and only then refuses one without a model.
+        with contextlib.suppress(NamespaceMismatchError):
+            await (await Connection.open(node, endpoint)).aclose()
         return PeerProbe(endpoint, None, is_here)
     node.namespace = hello.namespace
     page = np.zeros(4096, np.uint8)  # a peer without memory would be served by any transport
     node.add_memory([MemoryRegion(page.ctypes.data, page.nbytes, owner=page)])
     async with contextlib.aclosing(await Connection.open(node, endpoint)) as connection:
-        try:
-            async with asyncio.timeout(timeout_s):
-                round_trip_s = min([await _ping(connection) for _ in range(NUM_PINGS)])
-                description: bytes | None = None
-                with contextlib.suppress(TransferFailedError):  # most holders lend no caches
-                    answer = await connection.request(wire.Describe, wire.Described)
-                    description = answer.description
-        except TimeoutError as exc:
-            if isinstance(exc, PeerError):
-                raise
-            raise PeerTimeoutError(str(endpoint), "a round trip", timeout_s) from exc
+        async with deadline(endpoint, "a round trip", timeout_s):
+            round_trip_s = min([await _ping(connection) for _ in range(NUM_PINGS)])
+            description: bytes | None = None
+            with contextlib.suppress(TransferFailedError):  # most holders lend no caches
+                answer = await connection.request(wire.Describe, wire.Described)
+                description = answer.description
         return PeerProbe(
             endpoint,
             hello.namespace,
@@ -92,24 +88,6 @@ async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
             round_trip_s=round_trip_s,
             description=description,
         )
-
-
-async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
-    """Prove to a holder without a namespace that this process knows the secret.
-
-    The holder checks the proof first, and only then refuses a peer without a namespace.
-    """
-    timeout_s = node.config.handshake_timeout_s
-    channel = await open_channel(node, endpoint)
-    with contextlib.suppress(NamespaceMismatchError):
-        await greet_as_client(
-            channel,
-            node.hello,
-            secret=node.secret,
-            reach=lambda _: node.reach(),
-            timeout_s=timeout_s,
-        )
-    await channel.aclose()
 
 
 async def _ping(connection: Connection) -> float:

@@ -20,7 +20,7 @@ from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel, describe_error
-from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_server
+from kvxfer.backends.nixl.wire.handshake import PROVE_S, Greeting, greet_as_server
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -50,10 +50,6 @@ MAX_REQUESTS = 64
 MAX_DATA_CONNECTIONS = 4 * MAX_LINES
 """Maximum data connections of one peer, in both directions together: twice what it opens, because
 it may learn before this side that some have ended."""
-
-PROVE_S = 0.5
-"""Time that every connection has to authenticate. If too many are doing so, others wait until one
-has, or until the oldest has used up this time and is closed."""
 
 PERIOD_S = 1.0
 """Period within which an address gets one line of a kind in the log of refusals."""

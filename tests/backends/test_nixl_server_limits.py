@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, connection
 from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
@@ -114,6 +114,33 @@ async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
         assert all(await asyncio.gather(*map(ends, silent)))
     ours = [each for each in caplog.records if each.name.startswith("kvxfer")]
     assert not [each.getMessage() for each in ours if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("which", PORTS)
+async def test_a_peer_whose_connection_was_cut_before_it_could_authenticate_connects_again(
+    transport: dict[str, Any],
+    which: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a process that stood still for a while."""
+    caplog.set_level(logging.INFO, logger="kvxfer")
+    owner, name = (connection, "greet_as_client") if which == "control" else (DataConnection, "say")
+    begin, cut = getattr(owner, name), "did not authenticate"
+    async with holding(tmp_path, **transport, max_unauthenticated=1) as holder:
+
+        async def begin_late(*args: Any, **how: Any) -> Any:
+            monkeypatch.setattr(owner, name, begin)
+            async with strangers(port(holder, which)), asyncio.timeout(LIMIT_S):
+                while cut not in caplog.text:  # noqa: ASYNC110 - the holder's log
+                    await asyncio.sleep(0)
+                return await begin(*args, **how)
+
+        monkeypatch.setattr(owner, name, begin_late)
+        async with asking(tmp_path, holder, **transport) as client:
+            await require_served(client)
+    assert cut in caplog.text
 
 
 @pytest.mark.parametrize("num_turns", range(6))

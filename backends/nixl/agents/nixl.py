@@ -69,7 +69,6 @@ POLL_WITHIN_S = 5e-3
 """Maximum time without a poll while pieces are posted: peers that connect wait for one. A poll lets
 other threads take the GIL, and so may cost a millisecond between two pieces."""
 
-
 MAX_KEPT = 1024
 """Maximum number of connections kept for peers that have left; beyond it, the oldest is closed."""
 

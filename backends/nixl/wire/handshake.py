@@ -51,6 +51,10 @@ from kvxfer.text import printable
 HANDSHAKE_TIMEOUT_S = 5.0
 """Default of `NixlConfig.handshake_timeout_s`."""
 
+PROVE_S = 0.5
+"""Time that every connection has to authenticate. If too many are doing so, others wait until one
+has, or until the oldest has used up this time and is closed."""
+
 _NAMESPACE = "namespace."
 
 
