@@ -492,3 +492,29 @@ async def test_a_read_that_waits_for_a_connection_ends_when_its_peer_is_removed(
         await asyncio.wait_for(asyncio.wrap_future(flight.done), 10)
     for each in (agent, other):
         await each.aclose()
+
+
+async def test_a_connection_that_opens_after_its_peer_was_removed_is_closed() -> None:
+    agent, other, pool = SocketAgent(timeout_s=60), SocketAgent(timeout_s=60), contract.Pool()
+    began, may_open, sockets = asyncio.Event(), asyncio.Event(), socket.socketpair()
+
+    async def connect() -> DataConnection:
+        began.set()
+        await may_open.wait()
+        return DataConnection(sockets[0], "peer")
+
+    for each in (agent, other):
+        each.register(pool.regions())
+    peer = await agent.add_peer(other.metadata)
+    agent.use(peer, connect)
+    place = contract.words(pool.address)
+    flight = agent.begin(peer, [Fragments.of(place, place, contract.words(64))], lambda _: None)
+    await began.wait()
+    await agent.remove_peer(peer)
+    may_open.set()
+    with pytest.raises(PeerLostError):
+        await asyncio.wrap_future(flight.done)
+    assert sockets[0].fileno() == -1
+    sockets[1].close()
+    for each in (agent, other):
+        await each.aclose()

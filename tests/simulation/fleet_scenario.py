@@ -12,6 +12,7 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage import BlockKey, Namespace
 from kvxfer.testing.simulation import EngineRun, EngineScenario, ProcessRun, Simulation, Step
 from kvxfer.testing.simulation.engine_scenario import CLOSE_TIMEOUT_S, LOOK_S, MOST_S, SLACK_S
+from kvxfer.testing.simulation.network import SimulatedSocket
 from kvxfer.testing.simulation.world import History, Part, World
 
 DRAIN_S = 2.0
@@ -21,6 +22,14 @@ MOST_CALLS = 12
 AFTER_CALLS_S = (2e-4, 0.01, 1.0)
 """Virtual time after the begin of a call within which a fault begins: during the call or soon
 after it."""
+
+
+def require_no_sockets(simulation: Simulation) -> None:
+    """Check that the processes that have closed everything left no socket open."""
+    left = simulation.runtime.network.sockets.values()
+    sockets = [each for each in left if isinstance(each, SimulatedSocket)]
+    if names := sorted(each.process.name for each in sockets if not each.process.has_ended):
+        simulation.fail("sockets left", f"one each in {', '.join(names)}")
 
 
 class Holder(Protocol):
@@ -411,6 +420,7 @@ class _Fleet:
         for holding in self._holders.values():
             await self._close_holder(holding)
         self._simulation.require_no_threads(self._scenario.lasting)
+        require_no_sockets(self._simulation)
 
     async def _bury_all(self) -> None:
         for life in self._killed:

@@ -16,6 +16,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.runtime import begin_aside
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
+from tests.simulation.fleet_scenario import require_no_sockets
 from tests.simulation.lending import StuckAgent, forget, mend
 from tests.simulation.offloading import SLOT_BYTES, leftovers_of_manager
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
@@ -278,6 +279,7 @@ class _Run:
         for life in self._lives.values():
             await self._close(life)
         self._simulation.require_no_threads()
+        require_no_sockets(self._simulation)
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         for life in self._killed:
             life.is_closing = True

@@ -24,6 +24,7 @@ from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.testing import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
 from kvxfer.units import ByteSize
+from tests.simulation.fleet_scenario import require_no_sockets
 from tests.transfer import handover_engines
 from tests.transfer.handover_engines import HND, NHD, NULL, NUM_BLOCKS, Engine
 
@@ -245,6 +246,7 @@ class _Run:
             self._simulation.fail("left", what)
         for name in "dp":
             await self._close(name)
+        require_no_sockets(self._simulation)
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         for process, engine in self._killed:
             await process.bury(partial(process.call, engine.close))

@@ -607,6 +607,12 @@ TABLE = """
 @@ pool 60 pins of a pool engine that has ended stay
 -            await self._release(at_once=said_bye or is_caller_cancelled())
 --- backends/nixl/connection.py
+@@ peers 40 a data connection that was not opened to the end stays open
+-        except BaseException:
+-            data.close()
+-            raise
++        except BaseException:
++            raise
 @@ peers 200 a part of a block is read in place of another
 -        if places is None or not np.array_equal(places.starts, blocks.payload_starts):
 +        if places is None:
@@ -614,6 +620,9 @@ TABLE = """
 -                self._channel.send_soon(wire.Cancel(request_id=number))
 @@ lending 20 a reader keeps the tickets that it has left
 -            self.release(asked.number)
+--- backends/nixl/wire/data.py
+@@ peers 40 the socket of a data connection that does not connect stays open
+-                unless_connected.callback(plain.close)
 --- kvxfer/lending/reader.py
 @@ lending 10 a ticket is released at the first worker alone
 -        workers = self._workers.get(endpoint, [endpoint])

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,9 @@ from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe
 from kvxfer.lending import reader
 from kvxfer.lending.handover import Handover
 from kvxfer.storage import BlockKey, Namespace, PromptKeys
+from kvxfer.testing import FakeNixlAgent
 from tests.clock import until
+from tests.transfer import handover_engines
 from tests.transfer.handover_engines import (
     HND,
     LIMIT_S,
@@ -391,6 +394,30 @@ def test_workers_that_stall_together_leave_staging_memory_to_other_engines(
     loading.cancel()
     assert not any(fetched.bad_blocks)
     assert ours.all_good(TOKENS, ids(ours, OURS))
+
+
+def test_a_fetch_whose_reads_stall_ends_them_and_reports_bad_blocks_in_safe_memory(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents: list[FakeNixlAgent] = []
+
+    def make_agent() -> FakeNixlAgent:
+        agents.append(FakeNixlAgent())
+        return agents[-1]
+
+    opened = partial(Handover, make_agent=make_agent)
+    monkeypatch.setattr(handover_engines, "Handover", opened)
+    config: dict[str, Any] = {"transport": "auto", "timeout_s": 1.0}
+    theirs, ours = open_engine(stack, **config), open_engine(stack, lends=False, **config)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    for agent in agents:
+        agent.hold()
+    [fetched] = map(get, ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS]))
+    for agent in agents:
+        agent.release()
+    assert (fetched.bad_blocks, fetched.memory_safe) == ([OURS], True)
+    assert ours.is_untouched([[]])
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
