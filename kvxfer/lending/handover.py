@@ -24,7 +24,6 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.lending.reader import Reader, worker_keys
 from kvxfer.runtime import Threads, begin_aside
-from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
@@ -86,7 +85,6 @@ class Handover:
         if self.is_on_device:
             config, self.way, in_place = _choose_way(config, regions, make_agent)
         self._description = description
-        self._guard = CallGuard("hand-over")
         self._threads = Threads("kvxfer-handover", NUM_THREADS)
         if self.is_on_device:
             self._copy_engine: CopyEngine = DeviceCopyEngine()
@@ -153,7 +151,7 @@ class Handover:
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin a call of `lend`, `withdraw` or the reader, and return at once."""
-        return self._loop.submit(call, self._guard)
+        return self._loop.submit(call)
 
     def offer(
         self,
@@ -169,7 +167,7 @@ class Handover:
         its lease begins to run; until then more blocks may be offered under it. An error is logged,
         and if `is_complete` it ends the ticket.
         """
-        self._guard.check()
+        self._loop.guard.check()
         ticket = require_ticket("ticket", ticket)
         offer = partial(self._offer, ticket, list(keys), list(block_ids), is_complete=is_complete)
         self._loop.call_soon(offer)
@@ -202,7 +200,7 @@ class Handover:
 
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, even open ones; `take_ended` returns each once no block is pinned."""
-        self._guard.check()
+        self._loop.guard.check()
         for ticket in tickets:
             self._loop.call_soon(self._give_up, ticket)
 
@@ -216,7 +214,7 @@ class Handover:
 
     def close(self) -> None:
         """End every ticket and call, and wait until nothing touches our caches; blocks."""
-        self._loop.close(self._guard, self._shut_down)
+        self._loop.close(self._shut_down)
 
     def _offer(
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool

@@ -30,7 +30,6 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.runtime import Calls
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
-from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import MARK_PAUSE_S, naming
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
@@ -141,8 +140,8 @@ class PolledEngine(Generic[MoverT]):
             )
             opened.pop_all()
         self._job_ids = count()
-        self._guard = CallGuard("transfer engine")
         self._loop = EngineLoop("transfer engine")
+        self._guard = self._loop.guard
         self._adding = runtime.lock()
         self._takes_no_more = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
@@ -208,7 +207,7 @@ class PolledEngine(Generic[MoverT]):
             ClosedError: The engine was closed.
         """
         require_instance("call", call, Coroutine)
-        return self._loop.submit(call, self._guard)
+        return self._loop.submit(call)
 
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never waits.
@@ -288,7 +287,7 @@ class PolledEngine(Generic[MoverT]):
         Raises:
             EventLoopError: The calling thread runs the engine's event loop, or the loop stopped.
         """
-        self._loop.close(self._guard, self._shut_down)
+        self._loop.close(self._shut_down)
 
     def __enter__(self) -> Self:
         """Return the engine, which `close` closes at the end of the block."""
@@ -520,7 +519,7 @@ class TransferEngine(PolledEngine[Backend]):
 
         Ends within `close_timeout_s`, and logs how many transfers it abandons then.
         """
-        await self._loop.aclose(self._guard, self._shut_down)
+        await self._loop.aclose(self._shut_down)
 
     async def __aenter__(self) -> Self:
         self._guard.require_same_process()

@@ -30,10 +30,11 @@ class EngineLoop:
     A loop of the caller may stop at any time, and then work on it never ends. So an engine uses one
     only after `use_running_loop`, and callers that wait for work on it check that the loop still
     runs, and get an `EventLoopError` if not. Once the engine's own loop has ended, calls get a
-    `ClosedError`. Thread-safe.
+    `ClosedError`. Thread-safe. `guard` checks the engine's calls; `close` and `aclose` close it.
     """
 
     def __init__(self, what: str) -> None:
+        self.guard = CallGuard(what)
         self._what = what
         self._lock = runtime.lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,14 +69,13 @@ class EngineLoop:
             future.cancel()
         return future.result()
 
-    def submit(self, work: Coroutine[Any, Any, T], guard: CallGuard | None = None) -> Future[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine on this loop and return at once; `end_submitted` cancels it.
 
         If the guard refuses the call, the coroutine is closed and never begins.
         """
         try:
-            if guard is not None:
-                guard.check()
+            self.guard.check()
         except BaseException:
             work.close()
             raise
@@ -133,21 +133,19 @@ class EngineLoop:
             raise EventLoopError(self._what, f"its event loop did not respond for {timeout_s:g} s")
         return future.result()
 
-    def close(self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have the guard release on this loop, then stop it; blocks, as does a concurrent close."""
         self.require_other_thread("close")
-        with _releasing(guard) as is_first:
+        with self._releasing() as is_first:
             if is_first:
-                self.run_blocking(guard.aclose(release))
+                self.run_blocking(self.guard.aclose(release))
         self.stop()
 
-    async def aclose(
-        self, guard: CallGuard, release: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def aclose(self, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do what `close` does, on any event loop."""
-        with _releasing(guard) as is_first:
+        with self._releasing() as is_first:
             if is_first:
-                await self.run(guard.aclose(release))
+                await self.run(self.guard.aclose(release))
         if self._thread is not None and not self._thread.loop.is_closed():
             await run_aside("kvxfer-close", self.stop)
 
@@ -160,6 +158,16 @@ class EngineLoop:
             self._stopping = True
             self._thread.stop()
             self._end_given()
+
+    @contextmanager
+    def _releasing(self) -> Iterator[bool]:
+        """Refuse later calls; yield whether to release. A concurrent close may do so first."""
+        self.guard.close()
+        try:
+            yield not self.guard.released
+        except ClosedError:  # a concurrent close has stopped the loop
+            if not self.guard.released:
+                raise
 
     def _give(self, work: Coroutine[Any, Any, T], among: Tasks | None = None) -> Future[T]:
         """Give work to the loop; its task is in the set `among`, if any, as long as it runs."""
@@ -253,14 +261,3 @@ class _WorkFuture(Future[T]):
     def _check(self, verb: str, timeout_s: float | None) -> None:
         if timeout_s != 0 and not self.done():
             self._loop.require_other_thread(verb)
-
-
-@contextmanager
-def _releasing(guard: CallGuard) -> Iterator[bool]:
-    """Refuse later calls; yield whether to release. A concurrent close may do so first."""
-    guard.close()
-    try:
-        yield not guard.released
-    except ClosedError:  # a concurrent close has stopped the loop
-        if not guard.released:
-            raise

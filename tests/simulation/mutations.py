@@ -263,9 +263,9 @@ TABLE = """
 -                self._submitted.pop(job_id, None)
 --- kvxfer/transfer/event_loop.py
 @@ polled 600 a close that another one overtakes fails
--        if not guard.released:
--            raise
-+        raise
+-            if not self.guard.released:
+-                raise
++            raise
 --- kvxfer/transfer/job.py
 @@ tiers 20 the memory of a job that is late is said to be safe
 -            safe = not self.in_backend[index]
