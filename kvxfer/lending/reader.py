@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -237,20 +237,17 @@ class Found:
 
 def _keys_of(
     theirs: CacheDescription, prompt: PromptKeys, windows: Sequence[int | None]
-) -> list[list[BlockKey]]:
-    """List, for each group, the keys of a prompt's blocks as another engine divides them."""
-    num_tokens = prompt.num_tokens
-    return [
-        [prompt.state_key(group, num_tokens)]
-        if described.has_states
-        else prompt.block_keys(
-            group,
-            described.tokens_per_block,
-            num_tokens,
-            first_token=0 if window is None else max(num_tokens - window, 0),
-        )
-        for group, (described, window) in enumerate(zip(theirs.groups, windows, strict=True))
-    ]
+) -> list[BlockKey]:
+    """List the keys of a prompt's blocks as another engine divides them, group after group."""
+    keys, num_tokens = list[BlockKey](), prompt.num_tokens
+    for group, (described, window) in enumerate(zip_longest(theirs.groups, windows)):
+        if described.has_states:
+            keys.append(prompt.state_key(group, num_tokens))
+        else:
+            first = 0 if window is None else max(num_tokens - window, 0)
+            size = described.tokens_per_block
+            keys += prompt.block_keys(group, size, num_tokens, first_token=first)
+    return keys
 
 
 @dataclass(slots=True, eq=False)
@@ -338,10 +335,7 @@ class Reader:
         self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):
             engine, workers = await self._find_workers(endpoint)
-            theirs = engine.description
-            windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
-            keys = _keys_of(theirs, prompt, windows)
-            wanted = [key for each in keys for key in each]
+            wanted = _keys_of(engine.description, prompt, windows)
             at_workers = [engine.worker_keys(rank, wanted) for rank in range(len(workers))]
             held = await self._hold(workers, ticket, at_workers)
             stop = runtime.monotonic() + (self._timeout_s if waits else SETTLE_S)
@@ -353,7 +347,8 @@ class Reader:
         is_promised = held.is_known and not held.is_complete
         num_tokens = prompt.num_tokens
         if not (is_promised or all(held.there)):  # windows of a shorter prompt were not asked for
-            num_leading = held.there.index(False) if windows == [None] else 0
+            is_one_run = len(engine.tokens_per_block) == 1 and {*windows} <= {None}
+            num_leading = held.there.index(False) if is_one_run else 0
             num_tokens = num_leading * engine.tokens_per_block[0]
         return Found(
             num_tokens=num_tokens,
