@@ -143,7 +143,6 @@ class PolledEngine(Generic[MoverT]):
         self._loop = EngineLoop("transfer engine")
         self._guard = self._loop.guard
         self._adding = runtime.lock()
-        self._takes_no_more = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # not taken yet
         self._calls = Calls()
@@ -328,8 +327,7 @@ class PolledEngine(Generic[MoverT]):
         if self._may_begin(job) and self._mover.begin(job):
             return job.job_id
         with self._adding:
-            if self._takes_no_more:
-                raise ClosedError("transfer engine")
+            self._guard.check()
             submission = self._submitted[job.job_id] = _Submission(job)
             try:
                 self._loop.call_soon(self._start, submission)
@@ -375,13 +373,13 @@ class PolledEngine(Generic[MoverT]):
         await self._mover.drain_begun()
 
     def _cancel_all(self) -> None:
-        """Cancel every job and take no more; to be called on the engine's loop as it closes.
+        """Cancel every job; to be called on the engine's loop once the guard is closed.
 
         Jobs that the loop has not started end here, since it may stop before it starts them.
         """
-        with self._adding:
-            self._takes_no_more = True
-        for submission in list(self._submitted.values()):
+        with self._adding:  # from here on, the guard lets no job in
+            submitted = list(self._submitted.values())
+        for submission in submitted:
             submission.cancel()
             if submission.task is None and not submission.ended.done():
                 self._end(submission)
