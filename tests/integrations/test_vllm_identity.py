@@ -28,6 +28,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.envs import environment_variables
 
 from kvxfer.backends.file import BlockTree
 from kvxfer.errors import InvalidArgumentError
@@ -331,30 +332,88 @@ def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:
     assert handover_namespace(vllm_config, "r") != before[1]
 
 
+COUNTED_VARIABLES = """
+    B12X_MOE_FP4_FORCE_A16 BATCH_INVARIANT BEAM_ALWAYS_CONSTRAIN_OUTPUT
+    BLOCKSCALE_FP8_GEMM_FLASHINFER CPU_CI_ENV CPU_INT4_W4A8 DEEPEPLL_NVFP4_DISPATCH
+    DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION DISABLED_KERNELS
+    DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE
+    FLOAT32_MATMUL_PRECISION HUMMING_INPUT_QUANT_CONFIG HUMMING_ONLINE_QUANT_CONFIG
+    HUMMING_USE_F16_ACCUM KIMI_K3_AUX_ATTN_RES_STREAM MARLIN_INPUT_DTYPE MEDIA_CONNECTOR
+    MOE_ROUTING_SIMULATION_STRATEGY MOE_USE_DEEP_GEMM MXFP4_EMULATION_DEQUANT_AT_LOAD
+    MXFP8_EMULATION_DEQUANT_AT_LOAD PLUGINS ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS
+    ROCM_FP8_MFMA_PAGE_ATTN ROCM_MUSE_MOE_ONLINE_QUANT ROCM_MUSE_MOE_REDUCE_DTYPE
+    ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB
+    ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB ROCM_QUICK_REDUCE_QUANTIZATION
+    ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB ROCM_SHUFFLE_KV_CACHE_LAYOUT
+    ROCM_USE_AITER_FP4BMM ROCM_USE_AITER_FP4_ASM_GEMM ROCM_USE_AITER_FP8BMM
+    ROCM_USE_AITER_FUSION_SHARED_EXPERTS ROCM_USE_AITER_MOE_A4W4_DSV4 ROCM_USE_AITER_MOE_SITUV2
+    SSM_CONV_STATE_LAYOUT TEST_FORCE_LOAD_FORMAT TPU_USING_PATHWAYS USE_DEEP_GEMM
+    USE_DEEP_GEMM_E8M0 USE_FLASHINFER_MOE_INT4 USE_HW_AGNOSTIC USE_MODELSCOPE
+    VIDEO_LOADER_BACKEND XPU_INC_WNA16_BACKEND
+"""
+"""Variables of vLLM 0.32 and 0.33 that change bytes, or that nobody knows to change none."""
+
+
+@pytest.mark.skipif(Version(installed_version()) < Version("0.32"), reason="an older release")
+def test_every_variable_of_vllm_counts_but_those_that_change_no_byte(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting, names = set(), {each for each in environment_variables if each.startswith("VLLM_")}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    plain = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    for name in names:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            namespaces = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+        assert (namespaces[0] == plain[0]) == (namespaces[1] == plain[1])
+        counting |= {name} if namespaces != plain else set()
+    assert counting == {f"VLLM_{name}" for name in COUNTED_VARIABLES.split()} & names
+
+
 @pytest.mark.parametrize(
     ("name", "value", "counts"),
     [
-        ("VLLM_MARLIN_INPUT_DTYPE", "int8", True),
-        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}', True),
-        ("VLLM_CPU_INT4_W4A8", "0", True),
-        ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
-        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", True),
-        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", True),
-        ("VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "1", True),
-        ("VLLM_ROCM_USE_AITER_FP4BMM", "0", True),
-        ("VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "1", True),
-        ("VLLM_XPU_INC_WNA16_BACKEND", "w4a8", True),
-        ("VLLM_MARLIN_USE_ATOMIC_ADD", "1", False),
-        ("VLLM_ROCM_USE_AITER_LINEAR_HIPBMM", "1", False),
+        ("VLLM_OF_A_LATER_RELEASE", "1", True),
+        ("FLA_TRIL_PRECISION", "tf32", True),
+        ("VLLM_SSM_CONV_STATE_LAYOUT", "DS", True),
+        ("VLLM_SSM_CONV_STATE_LAYOUT", "SD", False),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0", True),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "1", False),
+        ("VLLM_DIST_IDENT", "pid-4711", False),  # which vLLM sets
+        ("VLLM_LLAMA_SERVICE_HOST", "10.0.0.7", False),  # and these, Kubernetes
+        ("VLLM_LLAMA_PORT_8000_TCP_PROTO", "tcp", False),
     ],
 )
-def test_variables_by_which_vllm_quantizes_are_in_the_identity(
+def test_a_variable_counts_unless_it_is_known_to_change_no_byte(
     vllm_config: Any, name: str, value: str, monkeypatch: pytest.MonkeyPatch, *, counts: bool
 ) -> None:
+    """The engines of a fleet differ in addresses and process ids."""
+    monkeypatch.delenv(name, raising=False)
     before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
     monkeypatch.setenv(name, value)
     assert (identify_model(vllm_config) != before[0]) == counts
     assert (handover_namespace(vllm_config, "r") != before[1]) == counts
+
+
+@pytest.mark.parametrize(
+    "default",
+    [
+        "VLLM_FLOAT32_MATMUL_PRECISION=highest",
+        *(
+            f"VLLM_{name}=1"
+            for name in ("USE_DEEP_GEMM", "MOE_USE_DEEP_GEMM", "USE_DEEP_GEMM_E8M0")
+        ),
+    ],
+)
+def test_a_variable_with_its_default_does_not_count(
+    vllm_config: Any, default: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, value = default.partition("=")
+    monkeypatch.delenv(name, raising=False)
+    before = identify_model(vllm_config), environment_variables[name]()
+    monkeypatch.setenv(name, value)
+    assert (identify_model(vllm_config), environment_variables[name]()) == before
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Identity of pages under SGLang: what changes their bytes and is not in SGLang's keys."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
 from kvxfer.engine_side.weight_files import hash_facts
+from kvxfer.integrations.harmless_words import has_harmless_word
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -33,57 +33,39 @@ HARMLESS = frozenset({
     "c128_page_size", "crash_dump_folder", "custom_sigquit_handler",
     "debug_tensor_dump_output_folder", "deepep_config", "deepep_mode", "deepep_v2_mode",
     "delete_ckpt_after_loading", "device", "disable_custom_all_reduce",
-    "disable_outlines_disk_cache", "disable_shared_experts_fusion", "download_dir",
-    "dsa_triton_union", "dwdp_size", "enable_broadcast_mm_inputs_process", "enable_cache_report",
-    "enable_deterministic_inference", "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer",
-    "enable_dynamic_chunking", "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce",
-    "enable_fused_qk_norm_rope", "enable_hierarchical_cache", "enable_kv_cache_sharding",
-    "enable_layernorm_sp", "enable_layerwise_nvtx_marker", "enable_lean_attention", "enable_lora",
-    "enable_mixed_chunk", "enable_mscclpp", "enable_multimodal", "enable_p2p_check",
-    "enable_page_major_kv_layout", "enable_paged_experts", "enable_pd_role_switch",
-    "enable_request_time_stats_logging", "enable_response_store", "enable_scattered_sconv",
-    "enable_waterfill", "encoder_only", "encoder_transfer_backend", "ep_join_mode",
-    "ep_join_rank_offset", "ep_num_redundant_experts", "ep_size", "expert_balancedness_report_mode",
-    "file_storage_path", "flashinfer_mla_disable_ragged", "fuseep_mode", "gpu_id_step",
-    "grammar_backend", "init_expert_location", "int8_mamba_ckpt_size", "keep_mm_feature_on_device",
-    "kt_cpuinfer", "kt_threadpool_count", "kv_events_config", "language_model_only",
-    "language_only", "limit_mm_data_per_request", "load_balance_method", "lora_backend",
-    "lora_drain_wait_threshold", "lora_paths", "lora_target_modules", "mamba_max_states_per_path",
-    "max_ep_size", "max_loaded_loras", "max_lora_chunk_size", "max_lora_rank",
-    "max_loras_per_batch", "max_mamba_cache_size", "max_prefill_tokens", "max_total_tokens",
-    "media_url_max_file_size_mb", "mem_fraction_static", "min_free_slots_delay",
-    "mm_attention_backend", "mm_feature_transport", "mm_global_cache_backend",
-    "mm_preprocess_cache_size_mb", "modelexpress_config", "modelopt_checkpoint_save_path",
-    "modelopt_export_path", "mooncake_ib_device", "node_rank", "num_continuous_decode_steps",
-    "num_reserved_decode_tokens", "numa_node", "optimistic_prefill_attempts", "page_size",
-    "paged_experts_num_resident", "prefill_only_disable_kv_cache", "random_seed",
-    "reasoning_parser", "retraction_policy", "served_model_name", "show_time_cost", "sleep_on_idle",
-    "sm_group_num", "speculative_attention_mode", "speculative_eagle_topk",
-    "speculative_num_draft_tokens", "speculative_num_steps", "speculative_use_block_verification",
-    "startup_weight_load_mode", "stat_loggers", "swa_prefix_tails",
-    "tbo_token_distribution_threshold", "triton_attention_num_kv_splits",
-    "triton_attention_split_tile_size", "weight_cache_mode", "weight_cache_socket",
-    "weight_loader_drop_cache_after_load",
+    "disable_shared_experts_fusion", "download_dir", "dsa_triton_union", "dwdp_size",
+    "enable_broadcast_mm_inputs_process", "enable_cache_report", "enable_deterministic_inference",
+    "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer", "enable_dynamic_chunking",
+    "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce", "enable_fused_qk_norm_rope",
+    "enable_hierarchical_cache", "enable_kv_cache_sharding", "enable_layernorm_sp",
+    "enable_layerwise_nvtx_marker", "enable_lean_attention", "enable_lora", "enable_mixed_chunk",
+    "enable_mscclpp", "enable_multimodal", "enable_page_major_kv_layout", "enable_paged_experts",
+    "enable_pd_role_switch", "enable_response_store", "enable_scattered_sconv", "enable_waterfill",
+    "encoder_only", "encoder_transfer_backend", "ep_join_mode", "ep_join_rank_offset",
+    "ep_num_redundant_experts", "ep_size", "expert_balancedness_report_mode", "file_storage_path",
+    "flashinfer_mla_disable_ragged", "fuseep_mode", "gpu_id_step", "grammar_backend",
+    "init_expert_location", "int8_mamba_ckpt_size", "keep_mm_feature_on_device", "kt_cpuinfer",
+    "kt_threadpool_count", "kv_events_config", "language_model_only", "language_only",
+    "load_balance_method", "lora_backend", "lora_drain_wait_threshold", "lora_paths",
+    "lora_target_modules", "mamba_max_states_per_path", "max_ep_size", "max_loaded_loras",
+    "max_lora_chunk_size", "max_lora_rank", "max_loras_per_batch", "max_mamba_cache_size",
+    "max_prefill_tokens", "max_total_tokens", "media_url_max_file_size_mb", "mem_fraction_static",
+    "min_free_slots_delay", "mm_attention_backend", "mm_feature_transport",
+    "mm_global_cache_backend", "mm_preprocess_cache_size_mb", "modelexpress_config",
+    "modelopt_checkpoint_save_path", "modelopt_export_path", "mooncake_ib_device", "node_rank",
+    "num_continuous_decode_steps", "num_reserved_decode_tokens", "numa_node",
+    "optimistic_prefill_attempts", "page_size", "paged_experts_num_resident",
+    "prefill_only_disable_kv_cache", "random_seed", "reasoning_parser", "retraction_policy",
+    "served_model_name", "show_time_cost", "sleep_on_idle", "sm_group_num",
+    "speculative_attention_mode", "speculative_eagle_topk", "speculative_num_draft_tokens",
+    "speculative_num_steps", "speculative_use_block_verification", "startup_weight_load_mode",
+    "stat_loggers", "swa_prefix_tails", "tbo_token_distribution_threshold",
+    "triton_attention_num_kv_splits", "triton_attention_split_tile_size", "weight_cache_mode",
+    "weight_cache_socket", "weight_loader_drop_cache_after_load",
 })  # fmt: skip
 """Settings that do not change the bytes of a page at equal tokens, or that its key or mapping has.
 `revision` names the weights themselves, whichever way they get to the engine. Any other setting
 counts, as does one that a later release adds, unless it has that release's default."""
-
-HARMLESS_WORDS = frozenset({
-    "accept", "adaptive", "addr", "allreduce", "api", "asr", "autotune", "backup", "boundary",
-    "bucket", "buckets", "canary", "checksum", "chunked", "compile", "constrained", "cp", "dcp",
-    "decoupled", "delayer", "disaggregation", "dp", "elastic", "endpoint", "eplb", "eviction",
-    "fastapi", "flexkv", "gc", "graph", "grpc", "hicache", "host", "http2", "instance", "interval",
-    "linker", "lmcache", "log", "logit", "memory", "metric", "metrics", "mmap", "nccl", "nnodes",
-    "offload", "otlp", "overlap", "pdmux", "port", "pp", "prefetch", "priority", "radix", "ratio",
-    "ray", "recorder", "requests", "return", "sampling", "schedule", "sidecar", "ssl", "stream",
-    "streaming", "symm", "template", "thinking", "timeout", "tokenizer", "tool", "tp", "trace",
-    "urls", "warmup", "warmups", "watermark", "worker",
-})  # fmt: skip
-"""Words in the names of more such settings: of ports, clients, logs, schedules, parallelism, host
-memory, other caches, samplers, and proposals of a draft model."""
-ROUNDING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
-"""Parts of names of settings that count in spite of such a word, as a data type of host memory."""
 
 KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
 KERNELS = frozenset({
@@ -182,5 +164,4 @@ def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
     is_known_kernel = setting.name.endswith(KERNEL_ENDINGS) and str(setting.value) in KERNELS
     if is_known_kernel or (setting.group == DRAFT and not drafting):
         return False
-    has_word = not HARMLESS_WORDS.isdisjoint(setting.name.split("_"))
-    return setting.name not in HARMLESS and (not has_word or bool(ROUNDING.search(setting.name)))
+    return setting.name not in HARMLESS and not has_harmless_word(setting.name)

@@ -17,6 +17,7 @@ from kvxfer.engine_side.weight_files import (
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.harmless_words import has_harmless_word
 from kvxfer.storage.keys import Namespace
 
 HARMLESS_FILES = re.compile(
@@ -55,10 +56,46 @@ OF_ATTENTION = frozenset({
 })  # fmt: skip
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
-QUANTIZING = re.compile(
-    r"VLLM_\w*(QUANT|INPUT_DTYPE|PRECISION|ROUTING|W4A8|A4W4|A16|FP\d(BMM|_MFMA|_DISPATCH))"
+OF_ENVIRONMENT = re.compile(
+    r"""(
+    allow_(insecure_serialization|long_max_model_len|runtime_lora_updating) | ci_env | compiler_mode
+    | cohere2_attn_moe_dual_stream_token_threshold | compute_nans_in_logits
+    | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cudart_so_path
+    | cuda_compatibility_path | dbo_comm_sms | debug_(dump_path|workspace) | pattern_match_debug
+    | deepep_(buffer_size_mb|high_throughput_force_intra_node|low_latency_use_mnnvl)
+    | deepep_v2_allow_hybrid_mode | disable_(pynccl|shared_experts_stream) | dist_ident
+    | distributed_use_split_group | do_not_track | enable_(cuda_compatibility|gemm_rs|hpc_ops)
+    | enable_(fla_packed_recurrent_decode|inductor_coordinate_descent_tuning|pregrad_passes)
+    | enable_(startup_plan|v1_multiprocessing) | fastsafetensors_queue_size | gdn_decode_kernel
+    | flashinfer_workspace_buffer_size | gpt_oss_harmony_system_instructions | gpu_sync_check
+    | has_flashinfer_cubin | humming_moe_gemm_type | (kimi_k3|step5)_shard_sp_shared_expert
+    | image_tag | kv_cache_layout | kv_events_use_int_block_hashes | lora_enable_dual_stream
+    | lora_(disable_pdl|resolver_(cache_dir|hf_repo_list)) | main_cuda_version
+    | marlin_use_atomic_add | max_(audio|bad|embed|media|n|num|stop)_\w+ | max_image_pixels
+    | max_(completion_prompts|tokens_per_expert_fp4_moe) | media_url_allow_redirects
+    | media_(cache(_max_size_mb|_ttl_hours)?|loading_thread_count)
+    | mla_disable | mm_hasher_algorithm | model_redirect_path | mq_max_chunk_bytes_mb
+    | msgpack_zero_copy_threshold | (multi|shared_experts)_stream_(gemm_)?token_threshold
+    | object_storage_shm_buffer_name | process_name_prefix | replicate_embed | rpc_base_path
+    | rocm_(aiter_moe_dispatch_policy|fp8_padding|mono_decode|sleep_mem_chunk_size|use_skinny_gemm)
+    | rocm_use_aiter(_(linear(_hipbmm)?|mha|mla|moe|rmsnorm|unified_attention))?
+    | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | system_start_date
+    | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb
+    | target_device | triton_(force_first_config|use_td) | tuned_config_folder
+    | use_(bytecode_hook|deep_gemm_tma_aligned_scales|experimental_parser_context|fastokens)
+    | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
+    | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
+    | xpu_force_n_contig_weight | zentorch_weight_prepack
+    )=.* | float32_matmul_precision=highest | (moe_)?use_deep_gemm(_e8m0)?=1
+    | ssm_conv_state_layout=SD""",
+    re.VERBOSE | re.DOTALL,
 )
-"""Variables by which vLLM rounds, or draws experts at random, beside its configuration."""
+"""Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
+kernels; some with one value, a default, which vLLM may set itself. The list of vLLM's own cache of
+compiled graphs is another one: it lacks ranks and ports, but has hubs and samplers of videos.
+
+Source: `compile_factors` of vllm/envs.py.
+"""
 
 
 def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
@@ -172,7 +209,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "whole windows": not getattr(cache, "swa_bounded_replay", True),
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
-        "variables": {name: os.environ[name] for name in filter(QUANTIZING.match, os.environ)},
+        "variables": dict(filter(_counts, os.environ.items())),
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     if draft:
@@ -187,6 +224,13 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     return facts
+
+
+def _counts(variable: tuple[str, str]) -> bool:
+    """Whether a variable of the environment may change bytes, in whichever release reads it."""
+    prefix, _, name = variable[0].lower().partition("_")
+    is_harmless = has_harmless_word(name) or OF_ENVIRONMENT.fullmatch(f"{name}={variable[1]}")
+    return prefix in {"vllm", "fla"} and not is_harmless
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
