@@ -669,6 +669,23 @@ def test_rows_of_an_attention_backend_that_was_asked_for_are_in_a_namespace_of_t
 
 
 @has_tier
+@pytest.mark.parametrize("has_config", [True, False])
+def test_rows_that_a_variable_orders_are_in_a_namespace_of_their_own(
+    vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_config: bool
+) -> None:
+    """Whether a state of a convolution has its dimension first is in no configuration."""
+    found = vllm_config if has_config else None
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: found)
+    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
+    for layout in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
+        rows = np.zeros((4, 4096), np.int8).data
+        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
+    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 2
+
+
+@has_tier
 def test_a_tier_by_url_needs_the_revision_of_the_model() -> None:
     with pytest.raises(InvalidArgumentError, match="revision"):
         open_tier(revision="")

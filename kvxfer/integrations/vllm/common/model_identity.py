@@ -209,7 +209,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "whole windows": not getattr(cache, "swa_bounded_replay", True),
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
-        "variables": dict(filter(_counts, os.environ.items())),
+        "variables": _counting_variables(),
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     if draft:
@@ -226,11 +226,15 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     return facts
 
 
-def _counts(variable: tuple[str, str]) -> bool:
-    """Whether a variable of the environment may change bytes, in whichever release reads it."""
-    prefix, _, name = variable[0].lower().partition("_")
-    is_harmless = has_harmless_word(name) or OF_ENVIRONMENT.fullmatch(f"{name}={variable[1]}")
-    return prefix in {"vllm", "fla"} and not is_harmless
+def _counting_variables() -> dict[str, str]:
+    """Find the environment variables that may change bytes, in whichever release reads them."""
+    found = {}
+    for name, value in os.environ.items():
+        prefix, _, short = name.lower().partition("_")
+        is_harmless = has_harmless_word(short) or OF_ENVIRONMENT.fullmatch(f"{short}={value}")
+        if prefix in {"vllm", "fla"} and not is_harmless:
+            found[name] = value
+    return found
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
@@ -260,11 +264,13 @@ def _describe_length(model: Any) -> dict[str, Any]:
     return facts
 
 
-def attention_chosen(vllm_config: Any) -> str:
-    """Name the attention backends that the user chose, which order a page; empty without any."""
+def chosen_order(vllm_config: Any) -> str:
+    """Name the attention backends and variables that are set, which may order a page, if any."""
     config = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
-    return json.dumps(_changed_settings(chosen), default=str) if any(chosen) else ""
+    facts: list[Any] = _changed_settings(chosen) if any(chosen) else []
+    facts += filter(None, [_counting_variables()])
+    return json.dumps(facts, default=str) if facts else ""
 
 
 def _changed_settings(value: Any) -> Any:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import (
-    attention_chosen,
+    chosen_order,
     handover_namespace,
     identify_model,
     require_telling_keys,
@@ -107,7 +107,7 @@ def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> 
             model=config.model_config.model,
             revision=revision,
             dtype=_dtype(config),
-            config_hash=attention_chosen(config),
+            config_hash=chosen_order(config),
             parallel={ours: getattr(config.parallel_config, each) for ours, each in SIZES.items()},
         ),
         fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import attention_chosen, require_telling_keys
+from kvxfer.integrations.vllm.common.model_identity import chosen_order, require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.worker_pages import interleave_tokens
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -85,15 +85,14 @@ class KVXferTier(VLLMPlug, DefinesMetrics, SecondaryTierManager):
         revision: str = "",
     ) -> None:
         require_tiering()
-        turn, attention = 1, ""
+        turn = 1
         if (vllm_config := engine_config()) is not None:
             require_telling_keys(vllm_config)
             turn = interleave_tokens(vllm_config)
-            attention = attention_chosen(vllm_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config
-        model = Namespace(model="", revision=revision, config_hash=attention)
+        model = Namespace(model="", revision=revision, config_hash=chosen_order(vllm_config))
         row_bytes = rows.shape[1]
         namespace = row_namespace(config, model, row_size_bytes=row_bytes, interleave_tokens=turn)
         observers = environment_observers(namespace)
