@@ -1,4 +1,4 @@
-"""Words by which a setting or variable of an engine says that it changes no byte of a cache."""
+"""Words of an engine's settings and variables that say that these change no byte of a cache."""
 
 import re
 
@@ -19,6 +19,28 @@ WORDS = frozenset({
 proposals of a draft model; also in all variables that Kubernetes makes of a service `vllm-a`."""
 ROUNDING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
 """Parts of names of settings that count in spite of such a word, as a data type of host memory."""
+
+KERNELS = frozenset({
+    "aiter", "aiter_triton_mxfp4_bf16", "ascend", "ascend_fuseep", "ascend_tp", "auto", "b12x",
+    "batched_triton", "compressed", "conch", "cooperative", "cutedsl", "cutedsl_mla", "cutlass",
+    "deep_gemm", "deep_gemm_mega_moe", "deep_select", "deepep", "deepep_v2", "deepgemm", "dsa",
+    "dsv4", "dynamic", "exllama", "fa3", "fa4", "fbgemm", "flashinfer", "flashinfer_b12x",
+    "flashinfer_cudnn", "flashinfer_cutedsl", "flashinfer_cutlass", "flashinfer_deepgemm",
+    "flashinfer_moe_ep_mega_deep_gemm", "flashinfer_mxfp4", "flashinfer_sparse_mla",
+    "flashinfer_trtllm", "flashinfer_trtllm_routed", "flashkda", "flashmla", "flashmla_auto",
+    "flashmla_kv", "flashmla_mega", "flashmla_sparse", "flex_attention", "flydsl", "gemv", "helion",
+    "hpc", "hpc_ops", "humming", "intel_amx", "intel_xpu", "lora_cutedsl", "lora_marlin",
+    "lora_triton", "lp", "machete", "marlin", "mooncake", "mori", "nixl", "None", "none", "nsa",
+    "nv_cutedsl", "nvidia_kda", "per_row", "persistent", "pplx", "ptx_kda", "qsa", "rdna3",
+    "sgl-kernel", "static", "tilelang", "tokenspeed_mla", "torch", "torch_native", "triton",
+    "triton_kernel", "triton_sparse_mla", "triton_unfused", "trtllm", "trtllm_mha", "trtllm_mla",
+    "wave", "xpu", "xpu_woq",
+})  # fmt: skip
+"""Kernels that compute with a checkpoint's own weights. They differ in the order of additions, and
+in the type of activations that they can take: in FP4, CUTLASS rounds them, and Marlin does not.
+That follows the GPU, too, under `auto`; engines on several GPUs share, and vLLM promises equal bits
+to no two of them. Others count: `flashmla_sparse_q8` rounds in FP8 what the cache has in 16 bits,
+and `flashinfer_moe_ep_cutedsl` of vLLM quantizes the weights once more."""
 
 
 def has_harmless_word(name: str) -> bool:

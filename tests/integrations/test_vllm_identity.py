@@ -244,8 +244,8 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
 
 COUNTED = {
     VllmConfig: """
-        model_config cache_config load_config attention_config mamba_config lora_config
-        speculative_config additional_config
+        model_config cache_config load_config attention_config kernel_config mamba_config
+        lora_config speculative_config additional_config
     """,
     ModelConfig: """
         model model_weights dtype hf_config hf_config_path revision code_revision max_model_len
@@ -258,15 +258,16 @@ COUNTED = {
         mamba_cache_mode replayssm_buffer_len swa_bounded_replay use_replayssm
     """,
     SpeculativeConfig: """
-        model quantization kv_cache_dtype max_model_len revision code_revision draft_model_config
-        draft_load_config
+        model quantization kv_cache_dtype max_model_len moe_backend revision code_revision
+        draft_model_config draft_load_config
     """,
+    KernelConfig: "linear_backend linear_backend_per_quant moe_backend monokernel",
 }
 """Settings of vLLM 0.32 and 0.33 that are in an identity, are refused, or have their own list."""
 OF_NO_BYTES = {
     VllmConfig: """
         aux_output_config compilation_config device_config diffusion_config ec_manager_config
-        ec_transfer_config engram_config instance_id kernel_config kv_events_config
+        ec_transfer_config engram_config instance_id kv_events_config
         kv_transfer_config logging_config observability_config offload_config optimization_level
         parallel_config performance_mode profiler_config quant_config reasoning_config
         scheduler_config shutdown_timeout structured_outputs_config watchdog_config
@@ -297,7 +298,7 @@ OF_NO_BYTES = {
         disable_padded_drafter_batch draft_lm_head_quantization draft_parallel_config
         draft_sample_method draft_tensor_parallel_size dspark_draft_topk
         enable_adaptive_verification enforce_eager fly_entropy_threshold fly_entropy_top_k
-        fly_window_size index_share_for_mtp_iteration method moe_backend num_speculative_tokens
+        fly_window_size index_share_for_mtp_iteration method num_speculative_tokens
         num_speculative_tokens_per_batch_size parallel_drafting prompt_lookup_max
         prompt_lookup_min rejection_sample_method suffix_decoding_max_cached_requests
         suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth
@@ -307,8 +308,7 @@ OF_NO_BYTES = {
     """,
     KernelConfig: """
         enable_cutedsl_warmup enable_flashinfer_autotune enable_jit_warmup
-        enable_rocm_segmented_attn_autotune ir_op_priority linear_backend linear_backend_per_quant
-        moe_backend monokernel sparse_indexer_topk_backend
+        enable_rocm_segmented_attn_autotune ir_op_priority sparse_indexer_topk_backend
     """,
 }
 """Settings of these releases that change no byte of a cache at equal tokens, but for rounding."""
@@ -441,6 +441,33 @@ def test_whatever_changes_what_a_draft_computes_is_in_the_identity(
     change(vllm_config)
     assert (identify_model(vllm_config) != before[0]) == counts
     assert (handover_namespace(vllm_config, "r") != before[1]) == counts
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "counts"),
+    [
+        ("moe_backend", "marlin", False),
+        ("moe_backend", "flashinfer_moe_ep_cutedsl", True),  # requantizes weights
+        ("moe_backend", "of_a_later_release", True),
+        ("linear_backend", "cutlass", False),
+        ("linear_backend", "emulation", True),
+        ("linear_backend_per_quant", {"nvfp4": "marlin", "fp8": "cutlass"}, False),
+        ("linear_backend_per_quant", {"nvfp4": "emulation"}, True),
+        ("enable_flashinfer_autotune", True, False),
+        ("sparse_indexer_topk_backend", "torch", False),
+    ],
+)
+def test_kernels_count_unless_they_compute_with_the_weights_of_the_checkpoint(
+    vllm_config: Any, setting: str, value: Any, *, counts: bool
+) -> None:
+    vllm_config.kernel_config = KernelConfig()
+    draft(vllm_config.model_config.model)(vllm_config)
+    changed = vllm_config.speculative_config, "moe_backend"
+    for owner, name in ((vllm_config.kernel_config, setting), *[changed] * (setting == changed[1])):
+        before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+        object.__setattr__(owner, name, value)
+        assert (identify_model(vllm_config) != before[0]) == counts
+        assert (handover_namespace(vllm_config, "r") != before[1]) == counts
 
 
 @pytest.mark.parametrize(

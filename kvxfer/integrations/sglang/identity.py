@@ -6,7 +6,7 @@ from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
 from kvxfer.engine_side.weight_files import hash_facts
-from kvxfer.integrations.harmless_words import has_harmless_word
+from kvxfer.integrations.harmless_words import KERNELS, has_harmless_word
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -68,20 +68,7 @@ HARMLESS = frozenset({
 counts, as does one that a later release adds, unless it has that release's default."""
 
 KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
-KERNELS = frozenset({
-    "aiter", "ascend", "ascend_fuseep", "ascend_tp", "auto", "compressed", "cutedsl", "cutedsl_mla",
-    "cutlass", "deep_gemm", "deepep", "deepep_v2", "deepgemm", "dsa", "dsv4", "dynamic", "fa3",
-    "fa4", "flashinfer", "flashinfer_cudnn", "flashinfer_cutedsl", "flashinfer_cutlass",
-    "flashinfer_deepgemm", "flashinfer_mxfp4", "flashinfer_sparse_mla", "flashinfer_trtllm",
-    "flashinfer_trtllm_routed", "flashkda", "flashmla", "flashmla_auto", "flashmla_kv",
-    "flashmla_mega", "flashmla_sparse", "flex_attention", "gemv", "helion", "hpc_ops", "humming",
-    "intel_amx", "intel_xpu", "lora_cutedsl", "lora_marlin", "lora_triton", "lp", "marlin",
-    "mooncake", "mori", "nixl", "None", "none", "nsa", "nv_cutedsl", "nvidia_kda", "pplx",
-    "ptx_kda", "qsa", "sgl-kernel", "static", "tilelang", "tokenspeed_mla", "torch", "torch_native",
-    "triton", "triton_kernel", "triton_sparse_mla", "trtllm", "trtllm_mha", "trtllm_mla", "wave",
-})  # fmt: skip
-"""Values of settings with these endings that change only the order of additions. Others may round,
-as `flashmla_sparse_q8` does in FP8, or choose experts at random, as the dispatch `fake`."""
+"""Endings of settings whose values in `KERNELS` are harmless; the dispatch `fake` draws experts."""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.

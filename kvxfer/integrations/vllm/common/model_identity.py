@@ -17,7 +17,7 @@ from kvxfer.engine_side.weight_files import (
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.harmless_words import has_harmless_word
+from kvxfer.integrations.harmless_words import KERNELS, has_harmless_word
 from kvxfer.storage.keys import Namespace
 
 HARMLESS_FILES = re.compile(
@@ -202,6 +202,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "images": _changed_except(getattr(model, "multimodal_config", None), OF_IMAGES),
         "recurrent states": _changed_except(getattr(vllm_config, "mamba_config", None), OF_STATES),
         "attention": _changed_except(getattr(vllm_config, "attention_config", None), OF_ATTENTION),
+        "kernels": _other_kernels(getattr(vllm_config, "kernel_config", None)),
         "additional": getattr(vllm_config, "additional_config", None),
         "quantization": _changed_settings(model.quantization_config),
         "classes": model.model_class_overrides,
@@ -215,11 +216,13 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     if draft:
         config = _read_config(draft)
         given = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        kernel = getattr(vllm_config.speculative_config, "moe_backend", None)
         settings |= {
             "draft weights": _describe_loading(given or vllm_config.load_config),
             "draft quantization": "quantization_config" not in config and draft.quantization,
             "draft code": getattr(draft, "code_revision", None),
             "draft length": _describe_length(draft),
+            "draft kernel": kernel if kernel not in KERNELS | {None} else "",
         }
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
@@ -303,6 +306,15 @@ def _changed_settings(value: Any) -> Any:
 def _changed_except(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
     made = _changed_settings(config) if is_dataclass(config) else {}
     return {name: value for name, value in made.items() if name not in harmless}
+
+
+def _other_kernels(kernel_config: Any) -> dict[str, Any]:
+    kinds = _changed_except(kernel_config, frozenset()).items()
+    chosen = {kind: each if isinstance(each, dict) else {kind: each} for kind, each in kinds}
+    is_known = {kind: KERNELS.issuperset(map(str, each.values())) for kind, each in chosen.items()}
+    return {
+        kind: chosen[kind] for kind in chosen if not (is_known[kind] or has_harmless_word(kind))
+    }
 
 
 def _describe_loading(load_config: Any) -> dict[str, Any]:
