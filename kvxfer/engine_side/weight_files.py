@@ -17,18 +17,18 @@ quantization settings, and the model's own code."""
 
 
 def find_weights_revision(path: str, *, revision: str = "", commit: str = "") -> str:
-    """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
+    """Find the revision of the weights: a commit, the caller's `revision`, or a hash of files.
 
-    The files of a local folder are hashed by size and time, since hashing their content would read
-    the whole model again. So a copy of the folder is another revision, unless `revision` is given.
-    Empty if nothing identifies the weights.
+    Files of a local folder, and of its parts with a `config.json`, are hashed by size and time: a
+    copy is another revision, unless `revision` is given. Empty if nothing identifies the weights.
     """
     place = Path(path)
     if not path or not place.exists():
         return commit or revision
     if revision:
         return revision
-    files = [place] if place.is_file() else sorted(place.iterdir())
+    folders = [place, *(config.parent for config in place.glob("*/config.json"))]
+    files = sorted(file for folder in folders for file in folder.glob("*")) or [place]
     weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES) and file.exists()]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     return hash_text(json.dumps(stats)) if stats else ""

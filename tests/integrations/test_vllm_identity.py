@@ -153,6 +153,18 @@ def test_weights_their_code_and_quantization_or_a_commit_are_the_revision(vllm_c
     assert identify_model(vllm_config).revision == "c0ffee"
 
 
+def test_weights_of_a_part_in_a_folder_of_its_own_are_in_the_revision(vllm_config: Any) -> None:
+    """As Kimi-Audio has them; a folder without a configuration is of another format."""
+    revisions = []
+    for name in ("original/model.pth", "whisper/model.safetensors", "whisper/config.json"):
+        file = Path(vllm_config.model_config.model, name)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+        revisions.append(identify_model(vllm_config).revision)
+    assert len(set(revisions)) == 2
+    assert revisions[0] == revisions[1]
+
+
 def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any) -> None:
     plain, model = identify_model(vllm_config).revision, vllm_config.model_config
     revisions = {plain}
