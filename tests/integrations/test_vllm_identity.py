@@ -165,6 +165,26 @@ def test_weights_of_a_part_in_a_folder_of_its_own_are_in_the_revision(vllm_confi
     assert revisions[0] == revisions[1]
 
 
+def test_the_weights_of_a_model_that_a_configuration_names_are_in_the_revision(
+    vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ultravox names a language model, whose weights vLLM loads at no revision."""
+    plain, found = identify_model(vllm_config).revision, set()
+    fields = vllm_config.model_config.hf_config.fields
+    fields |= {"audio_model_id": None, "text_model_id": "example/language"}
+    cached = "huggingface_hub.try_to_load_from_cache"
+    for commit in ("c0ffee", "decade"):
+        path = str(tmp_path / "snapshots" / commit / "config.json")
+        monkeypatch.setattr(cached, lambda *_, path=path, **__: path)
+        found |= {identify_model(vllm_config).revision, handover_namespace(vllm_config).revision}
+    assert len(found) == 2
+    assert all(each.startswith(f"{plain} with ") for each in found)
+    monkeypatch.setattr(cached, lambda *_, **__: None)
+    assert handover_namespace(vllm_config, "r").revision == "r"
+    with pytest.raises(InvalidArgumentError, match="text_model_id is 'example/language'"):
+        identify_model(vllm_config)
+
+
 def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any) -> None:
     plain, model = identify_model(vllm_config).revision, vllm_config.model_config
     revisions = {plain}

@@ -26,6 +26,12 @@ HARMLESS_FILES = re.compile(
 )
 """Files beside the weights that change no value at equal tokens, or that are read elsewhere."""
 
+OF_PARTS = "audio_model_id", "text_model_id"
+"""Fields of a configuration, Ultravox's, that name checkpoints whose weights vLLM loads, too.
+
+Source: `secondary_weights` of vllm/model_executor/models; all others are of the same repository.
+"""
+
 OF_IMAGES = frozenset({
     "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings",
     "language_model_only", "limit_per_prompt", "mm_encoder_attn_backend",
@@ -309,11 +315,13 @@ def _changed_except(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
 
 
 def _other_kernels(kernel_config: Any) -> dict[str, Any]:
-    kinds = _changed_except(kernel_config, frozenset()).items()
-    chosen = {kind: each if isinstance(each, dict) else {kind: each} for kind, each in kinds}
-    is_known = {kind: KERNELS.issuperset(map(str, each.values())) for kind, each in chosen.items()}
+    """Describe the kernels that are not known to compute with the weights of the checkpoint."""
+    made = _changed_except(kernel_config, frozenset())
     return {
-        kind: chosen[kind] for kind in chosen if not (is_known[kind] or has_harmless_word(kind))
+        kind: each
+        for kind, each in made.items()
+        if not has_harmless_word(kind)
+        and not KERNELS.issuperset(map(str, each.values() if isinstance(each, dict) else [each]))
     }
 
 
@@ -340,7 +348,21 @@ def find_revision(model: Any) -> str:
     if not revision:
         rule = f"a revision of the weights at {path!r}, which has no commit or weight file"
         raise InvalidArgumentError("revision", revision, rule)
-    return revision
+    config = model.hf_config.to_dict()
+    parts = {name: _name_part(name, config[name]) for name in OF_PARTS if config.get(name)}
+    return revision + (f" with {hash_facts(parts)}" if parts else "")
+
+
+def _name_part(setting: str, place: str) -> str:
+    """Name the weights of another checkpoint, which vLLM loads at no revision, by its commit."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = None if Path(place).exists() else try_to_load_from_cache(place, "config.json")
+    commit = Path(cached).parent.name if isinstance(cached, str) else ""
+    if revision := find_weights_revision(place, commit=commit):
+        return revision
+    rule = "a folder with weights, or in the cache of Hugging Face: else they have no name"
+    raise InvalidArgumentError(setting, place, rule)
 
 
 def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
