@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.block_reader import BlockReader
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.config import FileConfig, require_room, require_root
@@ -210,13 +210,11 @@ class FileBackend(Backend):
         moving = self._readers, self._writers, self._lookups
         pools = *moving, self._removers, self._syncs, self._scans
         closing = (each.aclose(self._close_timeout_s) for each in pools)
+        release: Callable[[], None] = self._close_files
         if sum(await asyncio.gather(*closing)):
-            release: Callable[[], None] = self._close_files
             for each in pools:  # a chain: the end of one pool begins the wait for the one before
                 release = partial(each.when_ended, release)
-            release()
-        else:
-            self._close_files()
+        release()
 
     def _close_files(self) -> None:
         self._files.close()
@@ -338,7 +336,7 @@ class FileBackend(Backend):
                 return move(start, stop)
             except Exception as exc:
                 logger.exception("%s: moving %d blocks failed", self._root, stop - start)
-                return [failure(exc)] * (stop - start)
+                return [self._files.failure(exc)] * (stop - start)
 
         cuts = self._files.shares(blocks, num_threads)
         async with asyncio.TaskGroup() as tasks:

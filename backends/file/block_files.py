@@ -17,6 +17,7 @@ from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import PAGE_BYTES, padded
+from kvxfer.pages.names import file_name
 from kvxfer.pages.namespace_format import NamespaceFormat
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -126,6 +127,13 @@ class Scratch:
         return [pieces[first:end] for first, end in bounds]
 
 
+@dataclass(frozen=True, slots=True)
+class SystemFailure(Outcome):
+    """Outcome of a block after a system call for its file failed, with the error's number."""
+
+    errno: int = 0
+
+
 class BlockFiles(NamespaceFormat):
     """Block files of one namespace in its folder, with the engines that read and write them.
 
@@ -196,22 +204,19 @@ class BlockFiles(NamespaceFormat):
             memory = self._scratches.memory = mmap.mmap(-1, num_bytes)
         return Scratch(np.frombuffer(memory, np.uint8, num_bytes), header_sizes)
 
+    def failure(self, exc: Exception, key: BlockKey | None = None) -> SystemFailure:
+        """Translate an error about a key's file, or about any in the folder, to an outcome."""
+        reason, errno = f"{type(exc).__name__}: ", 0
+        if isinstance(exc, OSError):
+            where = self.folder.root / self.fingerprint
+            where = where if key is None else where / key[:1].hex() / file_name(key)
+            named = exc.filename if str(exc.filename).startswith("/") else where
+            reason, errno = f"{reason}{named}: ", exc.errno or 0
+        text = getattr(exc, "strerror", None) or exc
+        return SystemFailure(Status.FAILED, reason=f"{reason}{text}", errno=errno)
+
     def close(self) -> None:
         """Release every resource; may be called again. No other call may be under way."""
         self.file_io.close()
         self.copy_engine.close()
         self.folder.close()
-
-
-@dataclass(frozen=True, slots=True)
-class SystemFailure(Outcome):
-    """Outcome of a block after a system call for its file failed, with the error's number."""
-
-    errno: int = 0
-
-
-def failure(exc: Exception) -> SystemFailure:
-    """Translate an error about one file, usually of the operating system, to an outcome."""
-    errno, text = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (None, None)
-    reason = f"{type(exc).__name__}: {text or exc}"
-    return SystemFailure(Status.FAILED, reason=reason, errno=errno or 0)

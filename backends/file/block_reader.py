@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.file.block_files import BlockFiles, Round, failure
+from kvxfer.backends.file.block_files import BlockFiles, Round
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result, closing
 from kvxfer.backends.file.space import Space
@@ -114,18 +114,20 @@ class BlockReader:
             fd = self._files.folder.open_block(key, self._files.flags)
         except OSError as exc:
             is_absent = runtime.is_absent(exc) or self._files.folder.sizes([key]) == [None]
-            return MISSING if is_absent else failure(exc)
+            return MISSING if is_absent else self._files.failure(exc, key)
         with closing(fd):
             try:
                 return self._read_open(key, block, fd)
             except OtherIntegrityError as exc:
-                return self._note_other_integrity(exc)
+                with contextlib.suppress(OSError):  # lookups need the record
+                    self._files.record.note(exc.said, exc.key_id)
+                return exc.outcome  # the block stays for engines that can read it
             except BlockFileError as exc:
                 if not self._files.record.is_sealed_with_our_secret():
                     return OTHER_SECRET
                 return self._quarantine(key, fd, exc)
             except OSError as exc:
-                return failure(exc)
+                return self._files.failure(exc, key)
 
     def _read_open(self, key: BlockKey, block: Descriptors, fd: int) -> Outcome:
         files, found = self._files, runtime.disk().fstat(fd)
@@ -133,23 +135,15 @@ class BlockReader:
             return MISSING  # as a lookup says
         size = files.data_size(key, found.st_size)
         scratch = files.scratch([key], size)
-        result = files.file_io.read(fd, scratch.vectors([scratch.room_bytes])[0])
-        if isinstance(result, OSError):
-            raise result
-        if result != found.st_size:
-            raise BlockFileError(f"short read of {result} bytes of {found.st_size}")
+        num_read = files.file_io.read(fd, scratch.vectors([scratch.room_bytes])[0])
+        if num_read != found.st_size:
+            raise BlockFileError(f"short read of {num_read} bytes of {found.st_size}")
         start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
             return PARTIAL
         files.copy_engine.copy(scratch.describe([0], block, skip_bytes=skip), block)
         return DONE
-
-    def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
-        """Leave a block to engines that can read it; record its integrity and key for lookups."""
-        with contextlib.suppress(OSError):
-            self._files.record.note(exc.said, exc.key_id)
-        return exc.outcome
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvxfer.backends.file.block_files import BlockFiles, Round, failure
+from kvxfer.backends.file.block_files import BlockFiles, Round
 from kvxfer.backends.file.file_index import file_ids
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.open_folders import GONE
@@ -48,7 +48,7 @@ class BlockWriter:
             try:
                 outcomes += self._write_round(some)
             except Exception as exc:  # noqa: BLE001 - the outcome of these blocks
-                outcomes += [failure(exc)] * len(some.keys)
+                outcomes += [self._files.failure(exc)] * len(some.keys)
         return outcomes
 
     def sync_names(self, keys: Sequence[BlockKey]) -> Outcome | None:
@@ -61,7 +61,7 @@ class BlockWriter:
             if keys and self.is_durable:
                 self._files.folder.sync(keys)
         except OSError as exc:
-            return failure(exc)
+            return self._files.failure(exc)
         return None
 
     def _write_round(self, some: Round) -> list[Outcome]:
@@ -98,7 +98,10 @@ class BlockWriter:
                 break
         if self.is_durable:
             self._sync(keys, results)
-        return [_failure(each) if isinstance(each, OSError) else DONE for each in results]
+        return [
+            DONE if isinstance(each, int) else self._failure(each, key)
+            for each, key in zip(results, keys, strict=True)
+        ]
 
     def _make(
         self,
@@ -138,6 +141,6 @@ class BlockWriter:
                 with contextlib.suppress(OSError):  # a file that stays is counted
                     self._files.folder.remove(keys[index])
 
-
-def _failure(exc: OSError) -> Outcome:
-    return BUSY if isinstance(exc, FileExistsError) else failure(exc)  # made by another process
+    def _failure(self, exc: OSError, key: BlockKey) -> Outcome:
+        # The file was made by another process.
+        return BUSY if isinstance(exc, FileExistsError) else self._files.failure(exc, key)

@@ -12,7 +12,7 @@ from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_wa
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS, Size, closing
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS, Size, SuppressAbsent, closing
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.header import padded
 from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
@@ -74,12 +74,9 @@ class FolderStore(BlockTree, BlockStore):
 
 
 def _is_file(path: Path) -> bool:
-    try:
+    with SuppressAbsent():
         return stat.S_ISREG(runtime.disk().stat(path).st_mode)
-    except OSError as exc:
-        if runtime.is_absent(exc):
-            return False
-        raise
+    return False
 
 
 class _Folder(StoredNamespace):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
+from kvxfer.backends.file.block_files import BlockFiles, SystemFailure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size, closing
@@ -62,7 +62,7 @@ class StoreBatch:
                 try:
                     self._reserve()
                 except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
-                    self._outcomes[:] = [failure(exc)] * len(self._keys)
+                    self._outcomes[:] = [self._files.failure(exc)] * len(self._keys)
             ours = sorted(self._reserved.intersection(range(start, stop)))
         if ours:
             self._write(ours)
@@ -131,7 +131,7 @@ class StoreBatch:
             fitting = self._space.reserve(keys, self._file_sizes(indices), spare=spare)
             refusal = NOT_WALKED if self._space.is_walking else NO_ROOM
         except OSError as exc:
-            fitting, refusal = 0, failure(exc)
+            fitting, refusal = 0, self._files.failure(exc)
         self._reserved.update(indices[:fitting])
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
@@ -150,8 +150,10 @@ class StoreBatch:
             expected, size = formats[index], found[index]
             outcome: Outcome | None
             try:
-                if (refusal := unreadable.get(index)) is not None:
-                    outcome = failure(refusal) if isinstance(refusal, OSError) else refusal
+                if isinstance(refusal := unreadable.get(index), OSError):
+                    raise refusal
+                if refusal is not None:
+                    outcome = refusal
                 elif (
                     num_bytes != expected.chunk_size_bytes
                     and size != expected.file_size_bytes
@@ -164,7 +166,7 @@ class StoreBatch:
                     covers = self._covers(index, size, discard=discard)
                     outcome = unsynced if covers else MISSING
             except OSError as exc:
-                outcome = failure(exc)
+                outcome = self._files.failure(exc, self._keys[index])
             outcomes.append(outcome)
         return outcomes
 

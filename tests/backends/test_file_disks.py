@@ -27,7 +27,7 @@ from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger, ledger
-from kvxfer.backends.file.io import FileIO, Result
+from kvxfer.backends.file.io import FileIO
 from kvxfer.backends.file.space import Space
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.pages.maintenance import GarbageCollection
@@ -125,9 +125,7 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
     first = next(keys)
 
-    def fail(*_: Any) -> Result:
-        return OSError(errno.EIO, os.strerror(errno.EIO))
-
+    failing = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
 
         async def store_another() -> str:
@@ -135,7 +133,7 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
             return outcome.reason
 
         await store(backend, [first], blocks)
-        monkeypatch.setattr(FileIO, "write", fail)
+        monkeypatch.setattr(FileIO, "write", failing)
         for _ in range(NUM_TOLERATED):
             assert "Input/output error" in await store_another()
         assert "paused" in await store_another()
@@ -146,6 +144,27 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
         assert "paused" in await store_another()
         clock.now += 1.0
         assert [await store_another() for _ in range(2)] == [""] * 2
+
+
+async def test_the_reason_of_a_failed_block_names_its_file_or_a_folder_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, (there, new) = one_page_memory(), hashed_keys(2)
+    failing = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    files = [path_of(tmp_path, memory.namespace(), key) for key in (there, new)]
+    namespace = tmp_path / memory.namespace().fingerprint
+    async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await store(backend, [there], memory.describe(0, [0]))
+        for target, call, key, path in (
+            (FileIO, "read", there, files[0]),
+            (FileIO, "write", new, files[1]),
+            (runtime.disk(), "statvfs", new, namespace),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(target, call, failing)
+                move = backend.load if call == "read" else backend.store
+                (outcome,) = await move([key], memory.describe(0, [1]))
+            assert outcome.reason == f"OSError: {path}: {os.strerror(errno.EIO)}"
 
 
 async def test_a_paused_store_syncs_no_folder_of_a_disk_that_may_hang(
@@ -247,7 +266,7 @@ async def test_no_walk_ends_while_room_is_given_back(
     monkeypatch.setattr(FileIndex, "settle", look)
     async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
         failing = OSError(errno.EIO, os.strerror(errno.EIO))
-        monkeypatch.setattr(FileIO, "write", lambda *_: failing)
+        monkeypatch.setattr(FileIO, "write", Mock(side_effect=failing))
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert could_end == [False]
         assert counted_bytes(tmp_path) == 0
@@ -262,7 +281,7 @@ async def test_what_did_not_fit_is_given_back_when_an_eviction_fails(
         raise MemoryError
 
     async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
-        monkeypatch.setattr(FileIO, "write", lambda *_: full)
+        monkeypatch.setattr(FileIO, "write", Mock(side_effect=full))
         monkeypatch.setattr(backend._space, "evict", fail)
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert backend._ledger.reserved == counted_bytes(tmp_path) == 0

@@ -321,8 +321,8 @@ TABLE = """
 @@ files 10 padding is not cut off
 -                runtime.disk().ftruncate(fd, file.size_bytes)
 @@ files 40 the rest of a short write is forgotten
--            vector = _rest(vector, moved)
-+            vector = vector[len(vector) :]
+-        vector = _rest(vector, moved)
++        vector = vector[len(vector) :]
 --- backends/file/folders/ledger.py
 @@ files 300 the count is changed without the lock of other processes
 -            self._lock_file(ends_at)

@@ -5,11 +5,10 @@ import itertools
 import logging
 from collections.abc import Sequence
 
-from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import Size, closing
+from kvxfer.backends.file.io.file_io import Size, SuppressAbsent, closing
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import OTHER_KEY_REASON, BlockFileError, OtherIntegrityError, header_in
@@ -108,8 +107,7 @@ class IntegrityRecord:
         if self._other_kinds() or self._has_other_keys():
             for index in there:
                 try:
-                    header = header_in(_read_head(self._folder, keys[index]))
-                    if header:
+                    if header := header_in(_read_head(self._folder, keys[index])):
                         require_readable(header, self._digester)
                 except OtherIntegrityError as exc:
                     found[index] = Outcome(Status.FAILED, reason=str(exc))
@@ -170,12 +168,10 @@ def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> byt
 
 def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
     """Read the header of a block file, or raise an OSError; empty if there is none."""
-    try:
-        fd = folder.open_block(key, found_in=found_in)
-    except OSError as exc:
-        if runtime.is_absent(exc):
-            return b""
-        raise
-    with closing(fd), contextlib.suppress(BlockFileError):
+    with (
+        SuppressAbsent(),
+        contextlib.suppress(BlockFileError),
+        closing(folder.open_block(key, found_in=found_in)) as fd,
+    ):
         return read_header(fd)[0]
     return b""

@@ -100,12 +100,12 @@ class FileIO:
     files_per_call: int = 1
     max_threads: int = 64
 
-    def read(self, fd: int, vector: IOVector) -> Result:
-        """Read a file into pieces of memory until either ends."""
+    def read(self, fd: int, vector: IOVector) -> int:
+        """Read a file into pieces of memory until either ends; return the number of bytes."""
         return _move(runtime.disk().read_pieces, fd, vector)
 
-    def write(self, fd: int, vector: IOVector) -> Result:
-        """Write a file from pieces of memory, from its first byte on."""
+    def write(self, fd: int, vector: IOVector) -> int:
+        """Write a file from pieces of memory, from its first byte on, as far as there is room."""
         return _move(runtime.disk().write_pieces, fd, vector)
 
     def read_named(self, files: Sequence[NamedFile], flags: int) -> list[Result]:
@@ -128,51 +128,44 @@ class FileIO:
         disk = runtime.disk()
         try:
             fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
+            try:
+                return self.read(fd, file.vector)
+            finally:
+                disk.close(fd)
         except OSError as exc:
             return exc
-        try:
-            return self.read(fd, file.vector)
-        finally:
-            disk.close(fd)
 
     def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
         try:
-            fd = _create(file, flags)
+            with closing(_create(file, flags)) as fd:
+                self._write_open(file, fd, durable=durable)
         except OSError as exc:
             return exc
-        try:
-            return self._write_open(file, fd, durable=durable)
-        finally:
-            runtime.disk().close(fd)
+        return file.size_bytes
 
-    def _write_open(self, file: NewFile, fd: int, *, durable: bool) -> Result:
+    def _write_open(self, file: NewFile, fd: int, *, durable: bool) -> None:
         is_named = False
         try:
             written = self.write(fd, file.vector)
-            _require_written(written, file.vector)
+            if written != (num_bytes := int(file.vector[:, 1].sum())):
+                raise OSError(errno.EIO, f"short write of {written} bytes of {num_bytes}")
             if written != file.size_bytes:
                 runtime.disk().ftruncate(fd, file.size_bytes)
             _give_name(file, fd, durable=durable)
             is_named = True
-        except OSError as exc:
-            return exc
         finally:  # whatever was raised, no temporary file is left
             if not is_named:
                 discard(file)
-        return file.size_bytes
 
 
-def _move(call: Callable[[int, int, int, int], int], fd: int, vector: IOVector) -> Result:
+def _move(call: Callable[[int, int, int, int], int], fd: int, vector: IOVector) -> int:
     done = 0
-    try:
-        while len(vector):
-            moved = call(fd, vector.ctypes.data, min(len(vector), IOV_MAX), done)
-            if moved == 0:
-                break
-            done += moved
-            vector = _rest(vector, moved)
-    except OSError as exc:
-        return exc
+    while len(vector):
+        moved = call(fd, vector.ctypes.data, min(len(vector), IOV_MAX), done)
+        if moved == 0:
+            break
+        done += moved
+        vector = _rest(vector, moved)
     return done
 
 
@@ -236,6 +229,13 @@ def require_known(sizes: Sequence[Size]) -> list[int | None]:
     return [None if isinstance(size, OSError) else size for size in sizes]
 
 
+class SuppressAbsent(contextlib.AbstractContextManager["SuppressAbsent", bool]):
+    """Suppresses the error that a file or folder is absent; see `runtime.is_absent`."""
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> bool:
+        return isinstance(exc, OSError) and runtime.is_absent(exc)
+
+
 @contextlib.contextmanager
 def closing(fd: int) -> Iterator[int]:
     """Close an open file or folder at the end of the context."""
@@ -264,11 +264,3 @@ def discard(file: NewFile) -> None:
     """Remove a temporary file; if that fails, a walk removes it once this process has ended."""
     with contextlib.suppress(OSError):
         runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)
-
-
-def _require_written(result: Result, vector: IOVector) -> None:
-    if isinstance(result, OSError):
-        raise result
-    num_bytes = int(vector[:, 1].sum())
-    if result != num_bytes:
-        raise OSError(errno.EIO, f"short write of {result} bytes of {num_bytes}")

@@ -130,10 +130,8 @@ class Ring:
     def _enter(self, num_submitted: int, num_awaited: int) -> int:
         try:
             return _call(_ENTER, self._fd, num_submitted, num_awaited, _ENTER_GETEVENTS, 0, 0)
-        except (InterruptedError, BlockingIOError):
-            return 0
         except OSError as exc:
-            if exc.errno != errno.EBUSY:
+            if exc.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                 raise
             return 0
 
