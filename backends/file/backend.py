@@ -259,7 +259,7 @@ class FileBackend(Backend):
             self._folder = NamespaceFolder(self._root, namespace.fingerprint)
             opened.callback(self._folder.close)
             self._folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
-            self._ledger = Ledger(self._root, on_removed=self._folder.leave_moved_root)
+            self._ledger = Ledger(self._root, on_removed=self._folder.leave_moved)
             opened.callback(self._ledger.close)
             record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
             record.open()

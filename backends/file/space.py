@@ -267,6 +267,7 @@ class Space:
                     self._require_counted()
                     if not self._ledger.known:
                         return 0
+                    self._must_rescan |= self._folder.leave_moved()
                     with self._spared(spare):
                         room, is_cut = self._make_room(needed, *self._free(), KEYS_PER_LOCK)
                     if not is_cut:

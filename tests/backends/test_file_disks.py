@@ -659,6 +659,87 @@ async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved
         assert (root / memory.namespace().fingerprint / "namespace.json").exists()
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+async def test_blocks_are_stored_where_the_path_leads_once_the_root_was_moved(
+    tmp_path: Path, *, is_anew: bool
+) -> None:
+    """As after `mv store old`, which keeps the old blocks, and perhaps a new store."""
+    memory, keys = one_page_memory(), hashed_keys(8)
+    root, old, capacity = tmp_path / "store", tmp_path / "old", ByteSize(4 * FILE_BYTES)
+    async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
+        await store(ours, keys[:4], memory.describe(0, range(4)))
+        root.rename(old)
+        if is_anew:
+            async with open_store(root, memory.namespace()):
+                pass
+        assert await ours.lookup(keys) == [True] * 4 + [False] * 4, "until a block is stored"
+        for some in (keys[4:], keys[:4]):
+            assert statuses(await store(ours, some, memory.describe(0, range(4)))) == [DONE] * 4
+            assert counted_bytes(root) == bytes_on_disk(root) == capacity
+        async with open_store(root, memory.namespace(), capacity=capacity) as theirs:
+            assert await theirs.lookup(keys) == [True] * 4 + [False] * 4
+        assert bytes_on_disk(old) == capacity
+
+
+async def test_blocks_are_stored_in_the_tree_once_the_folder_of_their_namespace_was_moved(
+    tmp_path: Path,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    root, old, capacity = tmp_path / "store", tmp_path / "old", ByteSize(4 * FILE_BYTES)
+    async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
+        await store(ours, keys[:4], memory.describe(0, range(4)))
+        (root / memory.namespace().fingerprint).rename(old)
+        assert await ours.lookup(keys) == [True] * 4 + [False] * 4, "until a block is stored"
+        for some in (keys[4:], keys[:4]):
+            assert statuses(await store(ours, some, memory.describe(0, range(4)))) == [DONE] * 4
+        assert counted_bytes(root) == bytes_on_disk(root) == capacity
+        async with open_store(root, memory.namespace(), capacity=capacity) as theirs:
+            assert await theirs.lookup(keys) == [True] * 4 + [False] * 4
+        assert bytes_on_disk(old) == capacity
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+@pytest.mark.parametrize("pattern", ["store", "usage.ledger", "*.claim"])
+async def test_no_count_is_made_anew_because_its_path_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, pattern: str
+) -> None:
+    memory, keys, root = one_page_memory(), hashed_keys(2), tmp_path / "store"
+    async with indexed_store(root, memory.namespace()) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        before = sorted(root.glob("*"))
+        if pattern == root.name:
+            root.rename(tmp_path / "old")
+        with monkeypatch.context() as patched:
+            fail_to(patched, "stat", pattern, error)
+            (outcome,) = await store(backend, keys[1:], memory.describe(0, [1]))
+            assert outcome.status is FAILED
+            assert not root.exists() or sorted(root.glob("*")) == before
+        assert statuses(await store(backend, keys[1:], memory.describe(0, [1]))) == [DONE]
+
+
+@pytest.mark.parametrize("folder", ["", "store"])
+async def test_nothing_is_stored_on_the_disk_below_a_mount_that_was_taken_away(
+    folder: str,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    with tmpfs(MIB) as mount:
+        root = mount / folder
+        async with indexed_store(root, memory.namespace()) as backend:
+            await store(backend, keys[:2], memory.describe(0, range(2)))
+            call("umount", "--lazy", mount)
+            try:
+                (outcome,) = await store(backend, keys[2:3], memory.describe(0, [0]))
+                assert outcome.status is FAILED
+                assert str(root) in outcome.reason
+                assert not runtime.disk().listdir(mount)
+                assert await load_verified(backend, keys[:2], memory.describe(0, [4, 5])) == [
+                    DONE,
+                    DONE,
+                ]
+            finally:
+                call("mount", "-t", "tmpfs", "tmpfs", mount)
+
+
 # Capacity, free space, and the count of bytes
 
 

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.open_folders import make_root, require_mounted
+from kvxfer.backends.file.folders.open_folders import has_name, make_root, require_mounted
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
     ProcessClaim,
     add_checksum,
     close_locked,
-    has_name,
     open_locked,
     strip_checksum,
 )
-from kvxfer.backends.file.io.file_io import READ_FLAGS, closing
-from kvxfer.pages.names import LEDGER_NAME, FoundBlock
+from kvxfer.backends.file.io.file_io import READ_FLAGS, SuppressAbsent, closing
+from kvxfer.pages.names import LEDGER_NAME, FoundBlock, claim_path
 
 LOCK_TIMEOUT_S = 30.0
 """How long to wait for the lock of the ledger, which a process holds for milliseconds, unless the
@@ -64,8 +63,8 @@ class Ledger:
     writes them.
 
     A damaged count is unknown. Works on any file system with `flock`, NFS version 4 included. The
-    root must exist at first, and is created again if it is removed. `on_removed` is called before
-    a removed count is created again.
+    root must exist at first, and is created again if it is removed or moved. `on_removed` is called
+    before a count is created again because its path no longer leads to it.
 
     Attributes:
         known: Whether there is a count; without one, nothing may be added. This and the next two
@@ -75,7 +74,7 @@ class Ledger:
     """
 
     def __init__(self, root: Path, *, on_removed: Callable[[], object] = lambda: None) -> None:
-        self._root = root
+        self._root, self._path = root, root / LEDGER_NAME
         self._on_removed = on_removed
         self._lock = runtime.lock()
         self._lists: dict[int, list[bytes]] = {}  # files of each list in the claim
@@ -99,7 +98,9 @@ class Ledger:
                 was locked by others for `LOCK_TIMEOUT_S`; nothing was changed, not even `reserved`.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
-        with self._locked_here(ends_at):
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise _late("another thread")
+        try:
             was_known = self.known
             self._lock_file(ends_at)
             try:
@@ -119,6 +120,8 @@ class Ledger:
             finally:
                 with contextlib.suppress(OSError, MemoryError):  # the change is made all the same
                     runtime.disk().flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._lock.release()
 
     def _write(self, record: bytes, reserved: int) -> None:
         """Write what has changed since the count was read."""
@@ -128,19 +131,10 @@ class Ledger:
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in a new file by now, from a walk that misses bytes not yet written.
-            if self.reserved > reserved and not has_name(self._fd):
+            if self.reserved > reserved and not has_name(self._fd, self._path):
                 self.known = False
                 text = f"{LEDGER_NAME} was removed"
                 raise RemovedCountError(errno.ESTALE, text, str(self._root))
-
-    @contextlib.contextmanager
-    def _locked_here(self, ends_at: float) -> Iterator[None]:
-        if not self._lock.acquire(timeout=max(0.0, ends_at - runtime.monotonic())):
-            raise _late("another thread")
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _lock_file(self, ends_at: float) -> None:
         """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
@@ -153,7 +147,7 @@ class Ledger:
                     raise _late("another process") from None
                 runtime.sleep(LOCK_PAUSE_S)
             else:
-                if has_name(self._fd):
+                if has_name(self._fd, self._path):
                     return
 
     def reserve(self, num_bytes: int) -> None:
@@ -253,7 +247,7 @@ class Ledger:
         self._fd = -1
 
     def _open(self) -> tuple[int, ProcessClaim]:
-        fd = _open_ledger(self._root / LEDGER_NAME)
+        fd = _open_ledger(self._path)
         with contextlib.ExitStack() as undo:
             undo.callback(close_locked, fd)
             claim = ProcessClaim(self._root, self.reserved)
@@ -264,7 +258,8 @@ class Ledger:
         return fd, claim
 
     def _reopen_if_removed(self) -> None:
-        if has_name(self._fd) and has_name(self._claim.fd):
+        named = (self._fd, self._path), (self._claim.fd, claim_path(self._root, self.owner))
+        if all(has_name(*each) for each in named):
             return
         require_mounted(self._root, self._fd)
         make_root(self._root)
@@ -280,13 +275,9 @@ def read_count(root: Path) -> int | None:
 
     None if there is no count, or it is damaged or being changed.
     """
-    try:
-        with closing(runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)) as fd:
-            record = _read_record(fd)
-    except OSError as exc:
-        if runtime.is_absent(exc):
-            return None
-        raise
+    record = b""
+    with SuppressAbsent(), closing(runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)) as fd:
+        record = _read_record(fd)
     return int(_RECORD.unpack(record)[1]) if record else None
 
 

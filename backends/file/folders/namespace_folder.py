@@ -2,18 +2,18 @@
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.open_folders import GONE, OWN, OpenFolders
+from kvxfer.backends.file.folders.open_folders import GONE, OWN, OpenFolders, has_name
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
     READ_FLAGS,
     Result,
     Size,
+    SuppressAbsent,
     closing,
     read_whole,
     regular_size,
@@ -121,12 +121,9 @@ class NamespaceFolder:
                 runtime.disk().unlink(name, dir_fd=fd)
             return size
 
-        try:
+        with SuppressAbsent():
             return self._folders.within(found_in or name[:2], unlink)
-        except OSError as exc:
-            if runtime.is_absent(exc):
-                return None
-            raise
+        return None
 
     def remove_if_empty(self, key: BlockKey) -> bool:
         """Remove the folder of a key if it is empty; return whether it was removed."""
@@ -193,9 +190,9 @@ class NamespaceFolder:
             return False
         return True
 
-    def leave_moved_root(self) -> None:
-        """See `OpenFolders.leave_moved_root`."""
-        self._folders.leave_moved_root()
+    def leave_moved(self) -> bool:
+        """See `OpenFolders.leave_moved`."""
+        return self._folders.leave_moved()
 
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
@@ -215,8 +212,7 @@ class NamespaceFolder:
         """Act if the name is still that of the open file, not of another; return whether it is."""
 
         def check_and_act(folder_fd: int) -> bool:
-            named = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            is_ours = os.path.samestat(named, runtime.disk().fstat(fd))
+            is_ours = has_name(fd, name, folder_fd)
             if is_ours:
                 act(folder_fd)
             return is_ours

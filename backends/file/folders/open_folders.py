@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.io.file_io import closing
+from kvxfer.backends.file.io.file_io import SuppressAbsent, closing
 from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME, OWNER_BYTES
 
 OWN = "."
@@ -30,30 +30,54 @@ def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
 
 def make_root(root: Path) -> None:
     """Create the root of a store if it is missing; sync its name, and the names of new parents."""
-    disk, synced = runtime.disk(), [root.parent]
-    for parent in root.parents:
-        try:
-            disk.stat(parent)
-            break
-        except OSError:
-            synced.append(parent.parent)
-    disk.makedirs(root, FOLDER_MODE, exist_ok=True)
-    for parent in synced:
+    missing = [each for each in root.parents if _device(each) is None]
+    runtime.disk().makedirs(root, FOLDER_MODE, exist_ok=True)
+    for parent in (root.parent, *(each.parent for each in missing)):
         # An error is usually that of a folder that we may not read.
         with contextlib.suppress(OSError), closing(open_folder(parent)) as fd:
-            disk.fsync(fd)
+            runtime.disk().fsync(fd)
 
 
 def require_mounted(root: Path, fd: int) -> None:
-    """If the server of the mount with the open file `fd` has ended, check that `root` is a store.
+    """Check that `root` is a store, if it is no longer on the file system of its open file `fd`.
 
     Until the mount is back, the root's path may lead to the disk below. Raises an OSError then.
     """
     try:
-        runtime.disk().fstat(fd)
+        found = runtime.disk().fstat(fd)
+        devices = (
+            device for each in (root, *root.parents) if (device := _device(each)) is not None
+        )
+        is_away = found.st_nlink > 0 and found.st_dev != next(devices)
     except OSError as exc:
-        if exc.errno == errno.ENOTCONN:
+        if exc.errno not in GONE:
+            raise
+        is_away = exc.errno == errno.ENOTCONN
+    if is_away:
+        try:
             runtime.disk().stat(root / LEDGER_NAME)
+        except OSError as exc:
+            text = "its file system is no longer mounted: mount it, or restart the engine"
+            raise FileNotFoundError(errno.ENOENT, text, str(root)) from exc
+
+
+def has_name(fd: int, path: str | Path, parent_fd: int | None = None) -> bool:
+    """Whether a path leads to an open file, which was not removed or moved; see `GONE`."""
+    disk = runtime.disk()
+    try:
+        named = disk.stat(path, dir_fd=parent_fd, follow_symlinks=parent_fd is None)
+        return os.path.samestat(named, disk.fstat(fd))
+    except OSError as exc:
+        if exc.errno not in GONE:
+            raise
+        return False
+
+
+def _device(path: Path) -> int | None:
+    """Find the device of the file system that a path leads to; None if nothing is there."""
+    with SuppressAbsent():
+        return runtime.disk().stat(path).st_dev
+    return None
 
 
 class OpenFolders:
@@ -125,24 +149,20 @@ class OpenFolders:
             own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
             return own if name == OWN else self._renew(name, name, own, create=create)
 
-    def leave_moved_root(self) -> None:
-        """Make all folders count as removed if the root was moved: its path leads elsewhere now."""
-        disk = runtime.disk()
-        with self._lock, contextlib.ExitStack() as opened:
-            if _is_one_removed([self.root_fd]):
-                return
-            if os.path.samestat(disk.stat(self._root), disk.fstat(self.root_fd)):
-                return
-            # Not in the moved root, which may be read-only, or about to be removed.
-            removed = self._root / runtime.token_bytes(OWNER_BYTES).hex()
-            disk.mkdir(removed, FOLDER_MODE)
-            try:
-                removed_fd = open_folder(removed)
-                opened.callback(disk.close, removed_fd)
-            finally:
-                disk.rmdir(removed)
-            for fd in (self.root_fd, *self._opened.values()):
-                disk.dup2(removed_fd, fd, inheritable=False)
+    def leave_moved(self) -> bool:
+        """Make all folders count as removed if the root, which must be there, or our own was moved.
+
+        Returns whether one was.
+        """
+        with self._lock:
+            own, fds = self._opened.get(OWN), [*self._opened.values()]
+            if not has_name(self.root_fd, self._root):
+                self._leave([self.root_fd, *fds])
+            elif own is None or has_name(own, self._fingerprint, self.root_fd):
+                return False
+            else:
+                self._leave(fds)
+            return True
 
     def sync(self, names: Iterable[str]) -> None:
         """Sync the names in these folders, and those of all folders opened since the last sync."""
@@ -172,6 +192,20 @@ class OpenFolders:
             if self.root_fd >= 0:
                 runtime.disk().close(self.root_fd)
             self.root_fd = -1
+
+    def _leave(self, fds: Sequence[int]) -> None:
+        """Make these descriptors refer to a removed folder."""
+        # Not one in the moved folder, which may be read-only, or about to be removed.
+        disk, removed = runtime.disk(), self._root / runtime.token_bytes(OWNER_BYTES).hex()
+        disk.mkdir(removed, FOLDER_MODE)
+        with contextlib.ExitStack() as opened:
+            try:
+                removed_fd = open_folder(removed)
+                opened.callback(disk.close, removed_fd)
+            finally:
+                disk.rmdir(removed)
+            for fd in fds:
+                disk.dup2(removed_fd, fd, inheritable=False)
 
     def _renew(self, name: str, path: str, parent_fd: int, *, create: bool) -> int:
         known = self._opened.get(name)

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.open_folders import GONE
+from kvxfer.backends.file.folders.open_folders import has_name
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     DAMAGE_ERRORS,
@@ -50,12 +50,13 @@ class ProcessClaim:
         self._root = root
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
-            self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
+            path = claim_path(root, self.owner)
+            self.fd = open_locked(path, CREATE_FLAGS)
             try:
                 # Unlocked, it looks like a dead one: others may have locked or removed it.
                 with contextlib.suppress(BlockingIOError):
                     runtime.disk().flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if has_name(self.fd):
+                    if has_name(self.fd, path):
                         self.reserve(reserved)
                         return
             except BaseException:
@@ -146,16 +147,6 @@ def close_locked(fd: int) -> None:
         disk.locked.remove(fd)
         with contextlib.suppress(OSError):  # a file server's error: the file is closed all the same
             disk.close(fd)
-
-
-def has_name(fd: int) -> bool:
-    """Whether an open file has not been removed; see `GONE`."""
-    try:
-        return runtime.disk().fstat(fd).st_nlink > 0
-    except OSError as exc:
-        if exc.errno not in GONE:
-            raise
-        return False
 
 
 def _close_all() -> None:
