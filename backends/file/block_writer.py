@@ -98,10 +98,7 @@ class BlockWriter:
                 break
         if self.is_durable:
             self._sync(keys, results)
-        return [
-            DONE if isinstance(each, int) else self._failure(each, key)
-            for each, key in zip(results, keys, strict=True)
-        ]
+        return [self._outcome(*each) for each in zip(results, keys, strict=True)]
 
     def _make(
         self,
@@ -141,6 +138,7 @@ class BlockWriter:
                 with contextlib.suppress(OSError):  # a file that stays is counted
                     self._files.folder.remove(keys[index])
 
-    def _failure(self, exc: OSError, key: BlockKey) -> Outcome:
-        # The file was made by another process.
-        return BUSY if isinstance(exc, FileExistsError) else self._files.failure(exc, key)
+    def _outcome(self, result: Result, key: BlockKey) -> Outcome:
+        if isinstance(result, FileExistsError):  # made by another process
+            return BUSY
+        return self._files.failure(result, key) if isinstance(result, OSError) else DONE

@@ -223,18 +223,18 @@ class FileIndex:
                 now = runtime.wall_time()
                 self._make_candidate(file, self._add(file, victim.num_bytes, now, self._policy))
 
-    def remove(self, key: BlockKey) -> None:
-        """Drop a file that this process removed."""
+    def remove(self, key: BlockKey) -> int | None:
+        """Drop a file that this process removed; return its bytes, None if it was not known."""
         (file,) = self._ids([key])
         with self._lock:
-            self._forget(file)
+            return self._forget(file)
 
     def quarantine(self, key: BlockKey, num_bytes: int) -> None:
         """Move a file to quarantine, where it may replace another file of its key."""
         (file,) = self._ids([key])
         with self._lock:
-            self._forget(file)
-            self._quarantine(file, num_bytes)
+            known = self._forget(file)
+            self._quarantine(file, num_bytes if known is None else known)
 
     def begin_walk(self) -> None:
         """Begin a walk, and note which files this process removes, until `end_walk`."""
@@ -375,13 +375,15 @@ class FileIndex:
             entry.held = False
             self._policy.release(file)
 
-    def _forget(self, file: FileId) -> None:
+    def _forget(self, file: FileId) -> int | None:
         self._note_gone(file, quarantined=False)
         entry = self._entries.get(file)
-        if entry is not None and entry.held:
-            entry.removed = True  # dropped when it is settled or released
-        elif entry is not None:
+        if entry is None:
+            return None
+        entry.removed = True
+        if not entry.held:  # else it is dropped when it is settled or released
             self._drop(file)
+        return entry.num_bytes
 
     def _note_gone(self, file: FileId, *, quarantined: bool) -> None:
         if self._walk is not None:

@@ -184,8 +184,7 @@ class Space:
             num_bytes = padded(runtime.disk().fstat(fd).st_size)  # `fstat` may fail once removed
             was_there = self._folder.remove_open(key, fd)
             if was_there:
-                self._ledger.remove(num_bytes)
-                self.index.remove(key)
+                self._take_off(num_bytes, self.index.remove(key))
                 self._reports.removed([key], reason)
         return was_there
 
@@ -216,11 +215,15 @@ class Space:
                     continue
                 if num_bytes is not None:
                     removed[index] = True
-                    self._ledger.remove(padded(num_bytes))
-                    self.index.remove(key)
+                    self._take_off(padded(num_bytes), self.index.remove(key))
             gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone is True]
             self._reports.removed(gone, reason)
         return removed
+
+    def _take_off(self, num_bytes: int, counted: int | None) -> None:
+        """Take a removed file off the count, but no bytes that other programs added to it since."""
+        self._must_rescan |= counted not in (None, num_bytes)  # a file that shrank still counts
+        self._ledger.remove(num_bytes if counted is None else min(num_bytes, counted))
 
     def _scan(self) -> None:
         began = runtime.monotonic()
@@ -372,7 +375,7 @@ class Space:
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
             if num_bytes is None:  # another process removed it, and subtracted its bytes
                 return 0
-            self._ledger.remove(padded(num_bytes))
+            self._take_off(padded(num_bytes), victim.num_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self, num_walks: int) -> bool:

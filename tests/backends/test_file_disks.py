@@ -743,6 +743,26 @@ async def test_nothing_is_stored_on_the_disk_below_a_mount_that_was_taken_away(
 # Capacity, free space, and the count of bytes
 
 
+@pytest.mark.parametrize("size_bytes", [0, 10 * FILE_BYTES])
+@pytest.mark.parametrize("end", ["evict", "load", "delete"])
+async def test_a_file_that_other_programs_have_grown_or_cut_leaves_the_count_right(
+    tmp_path: Path, size_bytes: int, end: str
+) -> None:
+    memory, keys, capacity = one_page_memory(), hashed_keys(8), ByteSize(4 * FILE_BYTES)
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+        os.truncate(path_of(tmp_path, memory.namespace(), keys[3]), size_bytes)
+        if end == "load":
+            (outcome,) = await backend.load(keys[3:4], memory.describe(0, [0]))
+            assert outcome.status is Status.CORRUPT
+        elif end == "delete":
+            assert await backend.delete(keys[3:4]) == [True]
+        for key in keys[4:]:
+            assert statuses(await store(backend, [key], memory.describe(0, [0]))) == [DONE]
+            assert counted_bytes(tmp_path) >= bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
+
+
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
 async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, eviction: str) -> None:
     memory, keys = one_page_memory(), hashed_keys(7)

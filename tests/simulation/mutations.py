@@ -356,7 +356,7 @@ TABLE = """
 -                self._ledger.used + total > self._config.capacity
 +                self._ledger.used > self._config.capacity
 @@ files 100 an evicted file stays counted
--            self._ledger.remove(padded(num_bytes))
+-            self._take_off(padded(num_bytes), victim.num_bytes)
 -            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 +            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 @@ files 60 an evicted file is not told

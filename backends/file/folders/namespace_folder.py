@@ -217,12 +217,9 @@ class NamespaceFolder:
                 act(folder_fd)
             return is_ours
 
-        try:
+        with SuppressAbsent(*GONE):
             return self._folders.within(folder, check_and_act)
-        except OSError as exc:
-            if exc.errno not in GONE:
-                raise
-            return False
+        return False
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:

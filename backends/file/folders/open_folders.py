@@ -64,13 +64,10 @@ def require_mounted(root: Path, fd: int) -> None:
 def has_name(fd: int, path: str | Path, parent_fd: int | None = None) -> bool:
     """Whether a path leads to an open file, which was not removed or moved; see `GONE`."""
     disk = runtime.disk()
-    try:
+    with SuppressAbsent(*GONE):
         named = disk.stat(path, dir_fd=parent_fd, follow_symlinks=parent_fd is None)
         return os.path.samestat(named, disk.fstat(fd))
-    except OSError as exc:
-        if exc.errno not in GONE:
-            raise
-        return False
+    return False
 
 
 def _device(path: Path) -> int | None:

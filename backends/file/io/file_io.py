@@ -230,10 +230,15 @@ def require_known(sizes: Sequence[Size]) -> list[int | None]:
 
 
 class SuppressAbsent(contextlib.AbstractContextManager["SuppressAbsent", bool]):
-    """Suppresses the error that a file or folder is absent; see `runtime.is_absent`."""
+    """Suppresses errors of an absent file or folder (`runtime.is_absent`), and of other numbers."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> bool:
-        return isinstance(exc, OSError) and runtime.is_absent(exc)
+        if not isinstance(exc, OSError):
+            return False
+        return runtime.is_absent(exc) or exc.errno in self._numbers
 
 
 @contextlib.contextmanager
