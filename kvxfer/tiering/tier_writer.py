@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
+from typing import TypeAlias
 
 from kvxfer import runtime
 from kvxfer.errors import ClosedError
@@ -28,7 +29,7 @@ class StoredBlock:
     """Block that tier `source` has stored, and that is to be copied to the tiers below.
 
     It `is_new` if the tiers below are known not to have it. `may_have` lists the tiers that had the
-    chunk before, or did not answer.
+    chunk before, or did not answer. If the source has lost it, a part is copied `instead`.
     """
 
     source: int
@@ -36,13 +37,21 @@ class StoredBlock:
     num_bytes: int  # maybe only a part of the chunk
     is_new: bool = field(compare=False)
     may_have: frozenset[int] = field(default=frozenset(), compare=False)
+    instead: "StoredBlock | None" = field(default=None, compare=False)
 
-    def covers(self, other: "StoredBlock") -> bool:
-        """Whether this has all bytes of `other`, stored later, and its source may still have it."""
+    def joined(self, later: "StoredBlock") -> "StoredBlock":
+        """Choose `later`, unless this has all its bytes and the source may still have this."""
         ends_at = self.start + self.num_bytes
-        covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
-        is_there = self.source == other.source and not other.is_new
-        return covers and (is_there or self.source in other.may_have)
+        covers = self.start <= later.start and later.start + later.num_bytes <= ends_at
+        is_there = self.source == later.source and not later.is_new
+        if not (covers and (is_there or self.source in later.may_have)):
+            return later
+        if self == later:
+            return self
+        return replace(self, instead=self.instead.joined(later) if self.instead else later)
+
+
+Batch: TypeAlias = Mapping[BlockKey, StoredBlock]
 
 
 class TierWriter:
@@ -61,7 +70,7 @@ class TierWriter:
         locks: KeyLocks,
         chunk_sizes: Sequence[int],
     ) -> None:
-        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue(covers=StoredBlock.covers)
+        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue(join=StoredBlock.joined)
         self._tiers = tiers
         self._target = target
         self._staging = staging
@@ -80,7 +89,7 @@ class TierWriter:
         """Report how many blocks wait to be written to the tier."""
         self._target.reports.watch(self._gauges)
 
-    def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
+    def add(self, blocks: Batch) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
         if self._is_closed:
             self._target.reports.not_written_back([*blocks])
@@ -172,7 +181,7 @@ class TierWriter:
             self._settled.set()
             self._tell_ended()
 
-    async def _copy_taken(self, taken: Mapping[BlockKey, StoredBlock]) -> None:
+    async def _copy_taken(self, taken: Batch) -> None:
         """Copy blocks through a staging buffer, which is taken before their keys are locked."""
         if not self._target.is_available:
             self.queue.give_back(runtime.monotonic(), taken)
@@ -190,14 +199,13 @@ class TierWriter:
             wanted = [index for index, key in enumerate(taken) if key in batch]
             await self._copy(batch, staged, staged.blocks.take(wanted))
 
-    async def _copy(
-        self, batch: Mapping[BlockKey, StoredBlock], staged: StagedBlocks, buffer: Descriptors
-    ) -> None:
+    async def _copy(self, batch: Batch, staged: StagedBlocks, buffer: Descriptors) -> None:
         """Copy the blocks of a batch that the source still has and the target does not."""
         old = [key for key, block in batch.items() if not (block.is_new or key in self._in_part)]
         known = await self._target.ask(old) or set()
         wanted = [index for index, key in enumerate(batch) if key not in known]
-        keys, buffer = [key for key in batch if key not in known], buffer.take(wanted)
+        batch = {key: block for key, block in batch.items() if key not in known}
+        keys, buffer = list(batch), buffer.take(wanted)
         if not keys:
             return
         source = self._tiers[batch[keys[0]].source]
@@ -211,7 +219,7 @@ class TierWriter:
         load = source.moving(Operation.LOAD, Cause.WRITE_BACK)
         loaded = await staged.move(load, keys, buffer, drain=source.drain)
         there = positions_done(loaded)
-        self._end_unread(keys, loaded)
+        self._end_unread(batch, loaded)
         if there:
             keys, buffer = [keys[index] for index in there], buffer.take(there)
             store = self._target.moving(Operation.STORE, Cause.WRITE_BACK)
@@ -219,7 +227,7 @@ class TierWriter:
             self._end(source, keys, stored)
             self._note_parts({keys[at]: batch[keys[at]] for at in positions_done(stored)})
 
-    def _note_parts(self, stored: Mapping[BlockKey, StoredBlock]) -> None:
+    def _note_parts(self, stored: Batch) -> None:
         """Note the keys of which the target has only a part, as a lookup there does not tell."""
         for key, block in stored.items():
             self._in_part.pop(key, None)
@@ -228,12 +236,13 @@ class TierWriter:
         for key in list(islice(self._in_part, max(0, len(self._in_part) - MAX_BLOCKS))):
             del self._in_part[key]
 
-    def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
+    def _end_unread(self, batch: Batch, loaded: Sequence[Outcome]) -> None:
         """End the blocks that were not read: report those that are gone, retry the others later."""
-        missed = [(key, each) for key, each in zip(keys, loaded, strict=True) if not each.done]
-        gone = [key for key, each in missed if each.status is Status.MISSING]
-        self._target.reports.not_written_back(gone)
-        failed = [key for key, each in missed if each.status is not Status.MISSING]
+        missed = [(key, each) for key, each in zip(batch, loaded, strict=True) if not each.done]
+        gone = {key: batch[key].instead for key, each in missed if each.status is Status.MISSING}
+        self.queue.retry_as({key: part for key, part in gone.items() if part is not None})
+        self._target.reports.not_written_back([key for key, part in gone.items() if part is None])
+        failed = [key for key, _ in missed if key not in gone]
         self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 
     def _end(

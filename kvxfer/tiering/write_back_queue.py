@@ -46,16 +46,16 @@ class WriteBackQueue(Generic[T]):
       `MAX_ATTEMPTS` failures while its tier works, it is given up.
     - A block that cannot be read above is put off, with a pause of its own, and delays no other.
     - A block that is added again while it is being copied waits for that copy to end.
-    - A block is kept if it `covers` one that is added under its key; else it is replaced.
+    - A block that is added under its key is joined with it; by default, it replaces it.
     """
 
     def __init__(
         self,
         *,
         max_blocks: int = MAX_BLOCKS,
-        covers: Callable[[T, T], bool] = lambda earlier, block: False,  # noqa: ARG005
+        join: Callable[[T, T], T] = lambda earlier, block: block,  # noqa: ARG005
     ) -> None:
-        self._covers = covers
+        self._join = join
         self.max_blocks = max_blocks
         self.pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         # Oldest first. In a plain dict, finding the first is slow after many were taken.
@@ -94,13 +94,13 @@ class WriteBackQueue(Generic[T]):
         return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
-        """Add blocks in place of earlier ones that do not cover them; return the keys dropped."""
+        """Add blocks, joined with earlier ones of their keys; return the keys dropped."""
         number = next(self._numbers)
         for key, block in blocks.items():
             earlier = self._put_off.pop(key, None) or self._waiting.get(key)
             known = earlier or self._taken.get(key)
-            kept = known.block if known and self._covers(known.block, block) else block
-            self._waiting[key] = _Entry(kept, number if earlier is None else earlier.number)
+            joined = self._join(known.block, block) if known else block
+            self._waiting[key] = _Entry(joined, number if earlier is None else earlier.number)
         oldest = chain(self._put_off, self._waiting)
         dropped = list(islice(oldest, max(0, len(self) - self.max_blocks)))
         for key in dropped:
@@ -143,11 +143,10 @@ class WriteBackQueue(Generic[T]):
             entry, newer = self._taken.get(key), self._waiting.get(key)
             if entry is None:
                 continue
-            if newer is None or newer.block == entry.block:
-                self._waiting.pop(key, None)
-                claimed[key] = entry.block
-            else:
+            if newer is not None and newer.block != entry.block:
                 self._merge(newer, entry)
+                continue
+            claimed[key] = entry.block = self._waiting.pop(key, entry).block
         return claimed
 
     def mark(self) -> int:
@@ -194,6 +193,13 @@ class WriteBackQueue(Generic[T]):
             self._put_off[key] = entry
             heappush(self._due, (entry.pause.until, key))
         return given_up
+
+    def retry_as(self, blocks: Mapping[BlockKey, T]) -> None:
+        """End taken blocks that the tiers above lost; these are copied in their place."""
+        for key, block in blocks.items():
+            if key in self._taken:
+                self._taken[key].block = block
+            self._retry(key)
 
     def give_back(self, now: float, keys: Iterable[BlockKey]) -> None:
         """End blocks that were not tried because the tier is unavailable; they are retried."""

@@ -128,6 +128,7 @@ FOUND = (
     ("tiers", 21804),  # a part replaced its chunk because a tier did not report the chunk
     ("rows", 6479),  # a store that stalled at its beginning stored its pages after a purge
     ("rows", 3),  # a purge that came too late deleted pages that were stored after it
+    ("pool", 91000157),  # a part was not written back after its whole chunk was lost
     ("pool", 13082),  # an answer that arrived in parts was taken for the end of the holder
     ("peers", 1011),  # a deleted block was read at a place that was learned before
     ("peers", 263),  # a block was reported deleted but stayed at one of two peers, in use there

@@ -13,6 +13,7 @@ from kvxfer import Descriptors, runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.storage import BlockKey, GroupIdentity, Namespace, Outcome, Status, make_block_key
 from kvxfer.storage.backend import DONE
+from kvxfer.storage.lending import BlockParts
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.testing.simulation import Simulation
@@ -379,6 +380,21 @@ async def test_a_chunk_that_was_completed_before_its_turn_is_copied_down_whole()
                 await yield_to_loop(20)  # the writer waits for a buffer
         await backend.flush()
         assert await tiers[1].load(KEYS[:1], memory.describe(0, [4, 5])) == [DONE]
+
+
+async def test_a_part_is_copied_down_if_the_whole_chunk_that_waited_was_lost() -> None:
+    memory = BlockMemory([[64]], num_blocks=8, blocks_per_chunk=2)
+    first, second = (open_dict(memory.namespace()) for _ in range(2))
+    async with TieredBackend([first, second], memory.namespace()) as backend:
+        async with AsyncExitStack() as held:
+            for _ in range(backend._staging.num_buffers):
+                await held.enter_async_context(backend._staging.hold([1], [0]))
+            await backend.store(KEYS[:1], memory.describe(0, [0, 1]))
+            await first.delete(KEYS[:1])  # as if it was corrupt
+            await first.store(KEYS[:1], memory.describe(0, [0]))  # another process of the pool
+            backend.write_back(BlockParts(keys=KEYS[:1], starts=[0], sizes=[64]))
+        await backend.flush()
+        assert await second.load(KEYS[:1], memory.describe(0, [4])) == [DONE]
 
 
 async def test_a_drain_of_blocks_waits_for_a_late_load_of_any_engine(memory: BlockMemory) -> None:
