@@ -13,7 +13,7 @@ from kvxfer.backends.file.file_index import FileIndex, Victim
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import STEP_PAUSE_S, Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, MEDIUM_ERRORS
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, MEDIUM_ERRORS, require_known
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
@@ -198,9 +198,7 @@ class Space:
             if start:
                 runtime.sleep(STEP_PAUSE_S)
             removed += self._remove(keys[start : start + KEYS_PER_LOCK], reason)
-        for each in removed:
-            if isinstance(each, OSError):
-                raise each
+        require_known([each for each in removed if isinstance(each, OSError)])
         return [each is True for each in removed]
 
     def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool | OSError]:

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import xxhash
 
-from kvxfer import Outcome, Status, TransferEngine, runtime
+from kvxfer import Outcome, Status, TransferEngine, make_block_key, runtime
 from kvxfer.backends.file import backend as file_backend
 from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
@@ -738,6 +738,29 @@ async def test_nothing_is_stored_on_the_disk_below_a_mount_that_was_taken_away(
                 ]
             finally:
                 call("mount", "-t", "tmpfs", "tmpfs", mount)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_folder_gets_no_more_temporary_files_while_one_cannot_be_removed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    engine: str,
+) -> None:
+    """As after `chattr +a`, which lets files be created, but not be renamed or removed."""
+    memory, keys = one_page_memory(), [make_block_key(bytes([0, n]), 0) for n in range(2)]
+    refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    async with indexed_store(tmp_path, memory.namespace(), engine=engine) as backend:
+        path_of(tmp_path, memory.namespace(), keys[0]).mkdir(parents=True)  # no file may replace it
+        with monkeypatch.context() as patched:
+            fail_to(patched, "unlink", "*.tmp", refused)
+            for _ in range(3):
+                outcomes = await store(backend, keys[:1], memory.describe(0, [0]))
+                assert statuses(outcomes) == [FAILED]
+                assert len(temporary_files(tmp_path)) == 1
+        assert len([each for each in caplog.messages if "cannot remove" in each]) == 1
+        assert statuses(await store(backend, keys[1:], memory.describe(0, [0]))) == [DONE]
+        assert not temporary_files(tmp_path)
 
 
 # Capacity, free space, and the count of bytes

@@ -127,7 +127,7 @@ class IntegrityRecord:
                 heads = (read_head(self._folder, block.key, block.folder) for block in some)
                 where = str(self._folder.root / self._folder.fingerprint)
                 require_secret(self._folder, self._digester, heads, where)
-            if not any(map(self._has, Integrity)):  # a folder of an earlier version
+            if not any(map(self._folder.has_text, RECORDS.values())):  # an earlier version's
                 heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
                 headers = filter(None, map(header_in, heads))
                 for said in dict.fromkeys((h.integrity, key_id_in(h.checksum)) for h in headers):
@@ -150,10 +150,7 @@ class IntegrityRecord:
         return said not in ("", proof_in(self._text))
 
     def _other_kinds(self) -> list[Integrity]:
-        return [kind for kind in self._unreadable if self._has(kind)]
-
-    def _has(self, kind: Integrity) -> bool:
-        return self._folder.has_text(RECORDS[kind])
+        return [kind for kind in self._unreadable if self._folder.has_text(RECORDS[kind])]
 
     def _read(self, kind: Integrity) -> str | None:
         return read_record(self._folder, kind)

@@ -34,6 +34,7 @@ STEP_PAUSE_S = 2 * LOCK_PAUSE_S
 
 MAX_COUNT = (1 << 64) - 1
 
+_KEPT_LOCKED = f"has kept {LEDGER_NAME} locked for {LOCK_TIMEOUT_S:g} s"
 _RECORD = struct.Struct("<8sQQ")
 _MAGIC = b"kvxfer02"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -99,7 +100,7 @@ class Ledger:
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            raise _late("another thread")
+            raise TimeoutError(errno.ETIMEDOUT, f"another thread {_KEPT_LOCKED}")
         try:
             was_known = self.known
             self._lock_file(ends_at)
@@ -127,14 +128,14 @@ class Ledger:
         """Write what has changed since the count was read."""
         if reserved != self.reserved:  # first: a recount must never miss reserved bytes
             self._claim.reserve(self.reserved)
-        changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self._added))
+        counts = [max(0, min(each, MAX_COUNT)) for each in (self.used, self._added)]
+        changed = _RECORD.pack(_MAGIC, *counts)
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in a new file by now, from a walk that misses bytes not yet written.
             if self.reserved > reserved and not has_name(self._fd, self._path):
                 self.known = False
-                text = f"{LEDGER_NAME} was removed"
-                raise RemovedCountError(errno.ESTALE, text, str(self._root))
+                raise RemovedCountError(errno.ESTALE, "the count was removed", str(self._root))
 
     def _lock_file(self, ends_at: float) -> None:
         """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
@@ -144,7 +145,7 @@ class Ledger:
                 runtime.disk().flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if runtime.monotonic() >= ends_at:
-                    raise _late("another process") from None
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process {_KEPT_LOCKED}") from None
                 runtime.sleep(LOCK_PAUSE_S)
             else:
                 if has_name(self._fd, self._path):
@@ -301,12 +302,3 @@ def _open_ledger(path: Path) -> int:
         close_locked(fd)
     wanted = f"{LEDGER_NAME} must be a regular file with a single hard link: move this one away"
     raise OSError(errno.EINVAL, wanted, str(path))
-
-
-def _bounded(count: int) -> int:
-    return max(0, min(count, MAX_COUNT))
-
-
-def _late(who: str) -> TimeoutError:
-    text = f"{who} has kept {LEDGER_NAME} locked for {LOCK_TIMEOUT_S:g} s"
-    return TimeoutError(errno.ETIMEDOUT, text)

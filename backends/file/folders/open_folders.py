@@ -45,9 +45,7 @@ def require_mounted(root: Path, fd: int) -> None:
     """
     try:
         found = runtime.disk().fstat(fd)
-        devices = (
-            device for each in (root, *root.parents) if (device := _device(each)) is not None
-        )
+        devices = (d for each in (root, *root.parents) if (d := _device(each)) is not None)
         is_away = found.st_nlink > 0 and found.st_dev != next(devices)
     except OSError as exc:
         if exc.errno not in GONE:

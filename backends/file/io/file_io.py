@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ DAMAGE_ERRORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 """Errors of one damaged file or folder; others may be intact."""
 
 _TEXT_BYTES = 64 << 10
+
+logger = logging.getLogger(__name__)
 
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
@@ -100,13 +103,19 @@ class FileIO:
     files_per_call: int = 1
     max_threads: int = 64
 
+    def __init__(self) -> None:
+        self._left: dict[int, NewFile] = {}  # by folder, a temporary file that cannot be removed
+
     def read(self, fd: int, vector: IOVector) -> int:
         """Read a file into pieces of memory until either ends; return the number of bytes."""
         return _move(runtime.disk().read_pieces, fd, vector)
 
     def write(self, fd: int, vector: IOVector) -> int:
-        """Write a file from pieces of memory, from its first byte on, as far as there is room."""
-        return _move(runtime.disk().write_pieces, fd, vector)
+        """Write a file from pieces of memory, all of them, from its first byte on."""
+        written = _move(runtime.disk().write_pieces, fd, vector)
+        if written != (num_bytes := int(vector[:, 1].sum())):
+            raise OSError(errno.EIO, f"short write of {written} bytes of {num_bytes}")
+        return written
 
     def read_named(self, files: Sequence[NamedFile], flags: int) -> list[Result]:
         """Open each file with `flags`, read it as `read` does, and close it."""
@@ -124,6 +133,19 @@ class FileIO:
     def close(self) -> None:
         """Release every resource; may be called again."""
 
+    def discard(self, file: NewFile) -> None:
+        """Remove a temporary file; if that fails, its folder gets no other until it is removed.
+
+        Those that stay are removed by a walk once this process has ended.
+        """
+        try:
+            runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)
+        except OSError as exc:
+            is_there = sizes_in([file.folder_fd], [file.temporary]) != [None]
+            if is_there and self._left.setdefault(file.folder_fd, file) is file:
+                text = "cannot remove %s, so nothing more is stored in its folder: %s"
+                logger.warning(text, file.temporary.decode(), exc.strerror)
+
     def _read_one(self, file: NamedFile, flags: int) -> Result:
         disk = runtime.disk()
         try:
@@ -137,25 +159,27 @@ class FileIO:
 
     def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
         try:
-            with closing(_create(file, flags)) as fd:
-                self._write_open(file, fd, durable=durable)
+            with closing(self._create(file, flags)) as fd, contextlib.ExitStack() as undo:
+                undo.callback(self.discard, file)  # whatever is raised
+                written = self.write(fd, file.vector)
+                if written != file.size_bytes:
+                    runtime.disk().ftruncate(fd, file.size_bytes)
+                _give_name(file, fd, durable=durable)
+                undo.pop_all()
         except OSError as exc:
             return exc
         return file.size_bytes
 
-    def _write_open(self, file: NewFile, fd: int, *, durable: bool) -> None:
-        is_named = False
-        try:
-            written = self.write(fd, file.vector)
-            if written != (num_bytes := int(file.vector[:, 1].sum())):
-                raise OSError(errno.EIO, f"short write of {written} bytes of {num_bytes}")
-            if written != file.size_bytes:
-                runtime.disk().ftruncate(fd, file.size_bytes)
-            _give_name(file, fd, durable=durable)
-            is_named = True
-        finally:  # whatever was raised, no temporary file is left
-            if not is_named:
-                discard(file)
+    def _create(self, file: NewFile, flags: int) -> int:
+        if (left := self._left.get(file.folder_fd)) is not None:
+            with SuppressAbsent():
+                runtime.disk().unlink(left.temporary, dir_fd=file.folder_fd)
+            self._left.pop(file.folder_fd, None)
+        if require_known(sizes_in([file.folder_fd], [file.name])) != [None]:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return runtime.disk().open(
+            file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd
+        )
 
 
 def _move(call: Callable[[int, int, int, int], int], fd: int, vector: IOVector) -> int:
@@ -181,14 +205,6 @@ def _rest(vector: IOVector, num_bytes: int) -> IOVector:
     return rest
 
 
-def _create(file: NewFile, flags: int) -> int:
-    if require_known(sizes_in([file.folder_fd], [file.name])) != [None]:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    return runtime.disk().open(
-        file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd
-    )
-
-
 def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
     folder, disk = file.folder_fd, runtime.disk()
     if durable:
@@ -205,19 +221,14 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
 def sizes_in(folders: Sequence[Result], names: Sequence[str | bytes]) -> list[Size]:
     """Get the sizes of files in folders: open descriptors, or the errors of opening them."""
     sizes: list[Size] = []
-    get_status = runtime.disk().stat
     for folder, name in zip(folders, names, strict=True):
         if not isinstance(folder, int):
             sizes.append(None if runtime.is_absent(folder) else folder)
             continue
         try:
-            found = get_status(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            sizes.append(None)
+            sizes.append(regular_size(folder, name))
         except OSError as exc:
             sizes.append(None if runtime.is_absent(exc) else exc)
-        else:
-            sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else None)
     return sizes
 
 
@@ -263,9 +274,3 @@ def write_whole(fd: int, data: bytes) -> None:
     done = 0
     while done < len(data):
         done += runtime.disk().pwrite(fd, data[done:], done)
-
-
-def discard(file: NewFile) -> None:
-    """Remove a temporary file; if that fails, a walk removes it once this process has ended."""
-    with contextlib.suppress(OSError):
-        runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)

@@ -18,7 +18,6 @@ from kvxfer.backends.file.io.file_io import (
     NamedFile,
     NewFile,
     Result,
-    discard,
 )
 from kvxfer.backends.file.io.ring import (
     CLOSE,
@@ -55,6 +54,7 @@ class UringFileIO(FileIO):
     max_threads = MAX_THREADS
 
     def __init__(self) -> None:
+        super().__init__()
         self._has_noreplace = True  # until the file system refuses RENAME_NOREPLACE
         self._local = threading.local()
         self._lock = runtime.lock()
@@ -68,7 +68,7 @@ class UringFileIO(FileIO):
 
     def write_named(self, files: Sequence[NewFile], flags: int, *, durable: bool) -> list[Result]:
         """See `FileIO.write_named`."""
-        ring = self._ring() if self._has_noreplace else None
+        ring = self._ring() if self._has_noreplace and not self._left else None
         pieces = np.concatenate([file.vector for file in files])
         padded = sum(file.size_bytes for file in files) != int(pieces[:, 1].sum())
         if ring is None or (padded and ring.last_opcode < FTRUNCATE):  # before Linux 6.9
@@ -78,7 +78,7 @@ class UringFileIO(FileIO):
         results: list[Result] = []
         for file, code in zip(files, codes, strict=True):
             if code:  # plain calls report the error, or succeed after a short write
-                discard(file)
+                self.discard(file)
             results.append(
                 self._write_one(file, flags, durable=durable) if code else file.size_bytes
             )
