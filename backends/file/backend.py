@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -50,6 +52,9 @@ STALLED_S = 30.0
 
 ROOM_BYTES = 1 << 20
 """Bytes of blocks to remove if the disk is too full to open the store."""
+
+MIN_OPEN_FILES = 320
+"""Open files that a process needs: 259 folders of a namespace stay open, and there are others."""
 
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
@@ -253,6 +258,10 @@ class FileBackend(Backend):
     def _open_here(
         self, config: FileConfig, namespace: Namespace, digester: Digester
     ) -> BlockFiles:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= most < MIN_OPEN_FILES:
+            text = f"the process may open {most} files: raise `ulimit -n` to {MIN_OPEN_FILES}"
+            raise OSError(errno.EMFILE, text)
         with contextlib.ExitStack() as opened:
             make_root(self._root)
             alignment = probe_direct(self._root) if config.direct == "auto" else 0

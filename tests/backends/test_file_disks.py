@@ -7,6 +7,7 @@ import fnmatch
 import math
 import os
 import random
+import resource
 import stat
 import struct
 import subprocess
@@ -761,6 +762,16 @@ async def test_a_folder_gets_no_more_temporary_files_while_one_cannot_be_removed
         assert len([each for each in caplog.messages if "cannot remove" in each]) == 1
         assert statuses(await store(backend, keys[1:], memory.describe(0, [0]))) == [DONE]
         assert not temporary_files(tmp_path)
+
+
+def test_a_store_is_not_opened_by_a_process_that_may_open_too_few_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with pytest.raises(BackendUnavailableError, match="may open 200 files: raise `ulimit -n`"):
+            open_store(tmp_path, one_page_memory().namespace())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # Capacity, free space, and the count of bytes
