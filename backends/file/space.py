@@ -204,7 +204,9 @@ class Space:
     def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool | OSError]:
         """Remove files; return for each whether it was there, or why it cannot be removed."""
         removed: list[bool | OSError] = [False] * len(keys)
-        with self._ledger.locked():
+        with self._ledger.locked(), contextlib.ExitStack() as ending:
+            gone = list[BlockKey]()
+            ending.callback(self._reports.removed, gone, reason)  # whatever is raised
             for index, key in enumerate(keys):
                 try:
                     num_bytes = self._folder.remove(key)
@@ -214,8 +216,7 @@ class Space:
                 if num_bytes is not None:
                     removed[index] = True
                     self._take_off(padded(num_bytes), self.index.remove(key))
-            gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone is True]
-            self._reports.removed(gone, reason)
+                    gone.append(key)
         return removed
 
     def _take_off(self, num_bytes: int, counted: int | None) -> None:

@@ -774,6 +774,51 @@ def test_a_store_is_not_opened_by_a_process_that_may_open_too_few_files(tmp_path
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+async def test_what_a_delete_removed_before_it_failed_for_want_of_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, recorder = one_page_memory(), hashed_keys(2), Recorder()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
+        backend.observe(Reports([recorder]))
+        await store(backend, keys, memory.describe(0, range(2)))
+        with monkeypatch.context() as patched:
+            fail_to(patched, "unlink", f"{keys[1].hex()}*", MemoryError())
+            with pytest.raises(BackendUnavailableError, match="MemoryError"):
+                await backend.delete(keys)
+        assert [*recorder.kept.values()] == [{keys[1]}]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+async def test_a_folder_made_anew_is_described_though_the_first_attempt_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(1)
+    folder = tmp_path / memory.namespace().fingerprint
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
+        await asyncio.to_thread(remove_folder, folder)
+        with monkeypatch.context() as patched:
+            fail_to(patched, "rename", "*.tmp", error)
+            assert statuses(await store(backend, keys, memory.describe(0, [0]))) == [FAILED]
+        assert statuses(await store(backend, keys, memory.describe(0, [0]))) == [DONE]
+        assert (folder / "namespace.json").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
+async def test_a_folder_keeps_its_texts_if_it_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    memory = one_page_memory()
+    async with open_store(tmp_path, memory.namespace()):
+        pass
+    folder = tmp_path / memory.namespace().fingerprint
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    with FolderStore(tmp_path).namespace(folder.name) as namespace:
+        fail_to(monkeypatch, "rmdir", folder.name, error)
+        with contextlib.suppress(MemoryError):
+            assert not namespace.remove_empty()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == texts
+
+
 # Capacity, free space, and the count of bytes
 
 

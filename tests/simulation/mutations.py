@@ -313,13 +313,13 @@ TABLE = """
 +set()
 --- backends/file/io/file_io.py
 @@ files 40 a file has its name before its bytes
-+                _give_name(file, fd, durable=False)
++                disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                  written = self.write(fd, file.vector)
 @@ files 20 a file has its name before its bytes are on the disk
--    if durable:
--        disk.fsync(fd)
+-                if durable:
+-                    disk.fsync(fd)
 @@ files 10 padding is not cut off
--                    runtime.disk().ftruncate(fd, file.size_bytes)
+-                    disk.ftruncate(fd, file.size_bytes)
 @@ files 40 the rest of a short write is forgotten
 -        vector = _rest(vector, moved)
 +        vector = vector[len(vector) :]

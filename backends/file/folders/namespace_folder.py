@@ -183,11 +183,13 @@ class NamespaceFolder:
                 texts[name] = self.read_text(name)
                 runtime.disk().unlink(name, dir_fd=folder)
             runtime.disk().rmdir(self.fingerprint, dir_fd=self._folders.root_fd)
-        except OSError:
-            for name, text in texts.items():  # a block was stored meanwhile
-                with contextlib.suppress(FileNotFoundError):
-                    _write_text(name, text, folder)
+            texts.clear()
+        except OSError:  # such as that of a block that was stored meanwhile
             return False
+        finally:
+            for name, text in texts.items():
+                with contextlib.suppress(OSError):
+                    _write_text(name, text, folder)
         return True
 
     def leave_moved(self) -> bool:

@@ -96,6 +96,7 @@ class OpenFolders:
         self._on_made = on_made
         self._lock = runtime.lock()
         self.num_renewed = 0
+        self._is_new = False  # the namespace's own folder
         self._opened: dict[str, int] = {}
         self._unsynced: dict[int, object] = {}
         self.root_fd = open_folder(root)
@@ -142,6 +143,9 @@ class OpenFolders:
                     make_root(self._root)
                 self._replace(self.root_fd, open_folder(self._root))
             own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
+            if create and self._is_new:
+                self._on_made(own)  # if this fails, it is tried again
+                self._is_new = False
             return own if name == OWN else self._renew(name, name, own, create=create)
 
     def leave_moved(self) -> bool:
@@ -210,13 +214,12 @@ class OpenFolders:
             with contextlib.suppress(FileExistsError):
                 runtime.disk().mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
         fd = open_folder(path, parent_fd)
+        self._is_new |= name == OWN
         self._unsynced[parent_fd] = object()  # another process may just have made the folder
         if known is None:
             self._opened[name] = fd
         else:
             self._replace(known, fd)
-        if create and name == OWN:
-            self._on_made(fd if known is None else known)
         return self._opened[name]
 
     def _replace(self, known: int, fd: int) -> None:

@@ -158,13 +158,16 @@ class FileIO:
             return exc
 
     def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
+        folder, disk = file.folder_fd, runtime.disk()
         try:
             with closing(self._create(file, flags)) as fd, contextlib.ExitStack() as undo:
                 undo.callback(self.discard, file)  # whatever is raised
                 written = self.write(fd, file.vector)
                 if written != file.size_bytes:
-                    runtime.disk().ftruncate(fd, file.size_bytes)
-                _give_name(file, fd, durable=durable)
+                    disk.ftruncate(fd, file.size_bytes)
+                if durable:
+                    disk.fsync(fd)
+                disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                 undo.pop_all()
         except OSError as exc:
             return exc
@@ -203,13 +206,6 @@ def _rest(vector: IOVector, num_bytes: int) -> IOVector:
         rest[0] += np.array([used, 0], np.uint64)
         rest[0, 1] -= used
     return rest
-
-
-def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
-    folder, disk = file.folder_fd, runtime.disk()
-    if durable:
-        disk.fsync(fd)
-    disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:

@@ -121,9 +121,7 @@ class Ring:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            nothing = np.zeros(0, np.uint32)
-            self._submitted = self._taken = self._completed = nothing
-            self._operations = self._completions = np.zeros(0, OPERATION)
+            del self._submitted, self._taken, self._completed, self._operations, self._completions
             for memory in self._maps:  # each has a descriptor of its own
                 memory.close()
 
