@@ -338,6 +338,20 @@ def test_models_whose_prefixes_cannot_be_kept(family: str, tmp_path: Path) -> No
     assert type(model).__name__ in str(caught.value)
 
 
+def test_a_model_in_training_has_no_pages(tmp_path: Path) -> None:
+    """Dropout, which GPT-2 has, gives equal tokens other keys at each call."""
+    model, prompt = make_model(*FAMILIES["gpt2"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        model.transformer.h[1].train()
+        for _ in range(2):
+            assert fill(cache, model, prompt) == 0
+            assert num_loaded(cache, prompt) == 0
+        with pytest.raises(InvalidArgumentError, match=r"in training, .* expected a model in eval"):
+            open_cache(model, tmp_path)
+        model.eval()
+        assert fill(cache, model, prompt) == 48
+
+
 def test_a_model_without_generate_or_weights_in_memory(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model is 'Linear'; expected a model with gen"):
         open_cache(torch.nn.Linear(2, 2), tmp_path)

@@ -122,7 +122,7 @@ def train_a_weight(model: Any) -> None:
     ("change", "words"),
     [
         (changing("model.layers.1.self_attn.scaling", 9.0), r"another model\.layers\.1\.self_attn"),
-        (lambda model: model.train(), "with another training"),
+        (lambda model: model.train(), r"in training, .* expected a model in eval\(\)"),
         (train_a_weight, r"one that differs in model\.layers\.2\.mlp\.down_proj"),
         (
             changing("model.layers.0.self_attn.extra", torch.nn.Linear(2, 2)),

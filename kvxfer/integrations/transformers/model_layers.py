@@ -17,6 +17,7 @@ from kvxfer.integrations.transformers.interface import (
     GenerationMixin,
     Past,
 )
+from kvxfer.integrations.transformers.module_state import draws_at_random
 
 CHANGING_ROPES = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the length of the whole sequence, not yet known.
@@ -55,15 +56,17 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
         raise InvalidArgumentError("model", f"{kind}, {reason}", expected)
     if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise InvalidArgumentError("model", f"{on_meta[0]} on meta", "all weights in memory")
+    if any(map(draws_at_random, model.modules())):
+        found = f"{kind}, in training, where dropout is random"
+        raise InvalidArgumentError("model", found, "a model in eval()")
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     owners = [each for each in model.modules() if isinstance(each, GenerationMixin)] or [model]
     takes_positions = "position_ids" in inspect.signature(owners[0].forward).parameters
-    is_training = any(module.training for module in model.modules())  # dropout is random
     given, past, placed = {"input_ids": token, "use_cache": True}, DynamicCache(), DynamicCache()
     try:
         with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
             model(**given, **{CACHE_ARGUMENT: past})
-            if takes_positions and not is_training:  # positions as those of `generate()`
+            if takes_positions:  # positions as those of `generate()`
                 model(**given, position_ids=token, **{CACHE_ARGUMENT: placed})
     except Exception as exc:
         wanted = "a model that runs on tokens alone"

@@ -7,6 +7,7 @@ such as a hook, is an obstacle: while it is there, no page is found or stored.
 import copy
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -251,8 +252,18 @@ def _is_found_anyway(owner: Any, name: str, method: object) -> bool:
     return False
 
 
+def draws_at_random(module: Any) -> bool:
+    """Whether a module is in training, and its code asks for that, as dropout does."""
+    kinds = type(module).__mro__
+    own = (each for kind in kinds[: kinds.index(torch.nn.Module)] for each in vars(kind).values())
+    codes = (getattr(inspect.unwrap(each), "__code__", None) for each in own if callable(each))
+    return module.training and any("training" in code.co_names for code in codes if code)
+
+
 def _require_known(module: Any) -> None:
-    """Check that a module has no hook, which may do anything, and no unknown adapter of PEFT."""
+    """Check that a module draws nothing at random, and has no hook or unknown adapter of PEFT."""
+    if draws_at_random(module):
+        raise Unknown("training, where dropout is random,")
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         for hook in list(getattr(module, name).values()):  # another thread may add some
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:

@@ -28,10 +28,9 @@ class Weights:
     """Weights of a model: parameters, buffers, and the modules that they are in.
 
     The digest is that of the bytes and of the modules' attributes. Weights that are fine-tuned,
-    merged or replaced have another one, as do a model with an adapter or another `scaling`, and one
-    in training, whose dropout is random. Hashing takes about as long as decoding a token on a CPU.
-    Weights on a GPU are hashed once; later, only sums of their rows and columns, which any training
-    changes, are computed there.
+    merged or replaced have another one, as does a model with an adapter or another `scaling`.
+    Hashing takes about as long as decoding a token on a CPU. Weights on a GPU are hashed once;
+    later, only sums of their rows and columns, which any training changes, are computed there.
 
     Attributes:
         digest: 32 hexadecimal digits, of the weights at the start.
