@@ -237,6 +237,7 @@ IN_BOTH = [
     changes_to("model_config.model_class_overrides", {"A": "b:C"}),
     changes_to("load_config.load_format", "dummy"),
     changes_to("model_config.code_revision", "other"),
+    changes_to("parallel_config.worker_extension_cls", "own.Extension"),
     replay_states,
     changes_to("cache_config.swa_bounded_replay", False),
 ]
@@ -343,7 +344,8 @@ OF_NO_BYTES = {
         enable_rocm_segmented_attn_autotune ir_op_priority sparse_indexer_topk_backend
     """,
 }
-"""Settings of these releases that change no byte of a cache at equal tokens, but for rounding."""
+"""Settings of these releases that change no byte of a cache at equal tokens, but for rounding.
+`use_kda_recoverssm` follows from `use_replayssm`, which counts, and is in the shapes of states."""
 
 
 @pytest.mark.skipif(Version(installed_version()) < Version("0.32"), reason="an older release")

@@ -212,6 +212,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "additional": getattr(vllm_config, "additional_config", None),
         "quantization": _changed_settings(model.quantization_config),
         "classes": model.model_class_overrides,
+        "worker": getattr(vllm_config.parallel_config, "worker_extension_cls", ""),
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "whole windows": not getattr(cache, "swa_bounded_replay", True),
