@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
+from kvxfer.engine_side.harmless_words import KERNELS, has_harmless_word
 from kvxfer.engine_side.weight_files import hash_facts
-from kvxfer.integrations.harmless_words import KERNELS, has_harmless_word
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from kvxfer.engine_side.harmless_words import KERNELS, has_harmless_word
 from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
@@ -17,7 +18,6 @@ from kvxfer.engine_side.weight_files import (
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.harmless_words import KERNELS, has_harmless_word
 from kvxfer.storage.keys import Namespace
 
 HARMLESS_FILES = re.compile(
