@@ -35,7 +35,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Reports
 
-AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+AnswerT = TypeVar("AnswerT", bound=wire.Found | wire.Pinned | wire.Reserved | wire.Done)
 
 _WELCOME: msgspec.msgpack.Decoder[wire.Welcome | wire.Refusal]
 _WELCOME = msgspec.msgpack.Decoder(wire.Welcome | wire.Refusal)
@@ -90,20 +90,20 @@ class Attachment:
                 raise
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
 
-    def ask(self, request: wire.Message, kind: type[AnswerT]) -> AnswerT:
+    def ask(self, request: wire.Question, kind: type[AnswerT]) -> AnswerT:
         """Send a request and wait for its answer; blocks."""
         with self._lock:
             try:
                 self._send(request)
                 size = wire.body_bytes(self._receive_exactly(wire.HEADER.size))
                 answer = _ANSWER.decode(self._receive_exactly(size))
-            except (OSError, ValueError) as exc:
-                raise self._lose(exc) from exc
+            except (OSError, ValueError, MemoryError, RecursionError) as exc:
+                raise self._lose(exc) from exc  # the next answer would be the rest of this one
         if isinstance(answer, wire.Failed):
             raise BackendUnavailableError(f"the host pool at {self._path}: {answer.reason}")
-        if not isinstance(answer, kind):
-            raise self._lose(ValueError(f"it answered with {type(answer).__name__}"))
-        return answer
+        if isinstance(answer, kind) and wire.fits(answer, request, self.pool.shape.num_slots):
+            return answer
+        raise self._lose(ValueError(f"it sent {type(answer).__name__}, which cannot be the answer"))
 
     def tell(self, notice: wire.Message) -> None:
         """Send a message that has no answer; if the holder is gone, set `error`."""
@@ -320,7 +320,11 @@ class PoolBackend(TellsKept):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; the holder promotes blocks of its lower tiers to the pool."""
         self._guard.check_batch(keys)
-        return await self._threads.run(self._lookup, keys)
+        try:
+            return await self._threads.run(self._find, keys)
+        except BackendUnavailableError as exc:
+            logger.debug("lookup of %d keys failed: %s", len(keys), exc)
+            return [False] * len(keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
@@ -363,13 +367,6 @@ class PoolBackend(TellsKept):
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.PEERS: self.is_attached}
-
-    def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        try:
-            return self._find(keys)
-        except BackendUnavailableError as exc:
-            logger.debug("lookup of %d keys failed: %s", len(keys), exc)
-            return [False] * len(keys)
 
     def _find(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._attached() as attachment:
@@ -467,32 +464,30 @@ class PoolBackend(TellsKept):
         self._attachment = None
         if lost is not None:
             logger.warning("lost the host pool at %s: %s", self._config.path, lost.error)
-            self._begin_pause(lost.lost_at, silent=lost.timed_out)
+            (self._silence if lost.timed_out else self._pause).begin(lost.lost_at)
         now = runtime.monotonic()
         if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path}; not retried yet")
         try:
             attachment = Attachment(self._config, self._namespace)
         except BackendUnavailableError as exc:
-            self._begin_pause(runtime.monotonic(), silent=isinstance(exc.__cause__, TimeoutError))
+            is_silent = isinstance(exc.__cause__, TimeoutError)
+            (self._silence if is_silent else self._pause).begin(runtime.monotonic())
             raise
         except NamespaceMismatchError as exc:
-            self._begin_pause(runtime.monotonic(), silent=True)
+            self._silence.begin(runtime.monotonic())
             logger.warning("refused by the host pool at %s: %s", self._config.path, exc)
             raise BackendUnavailableError(str(exc)) from exc
         try:
             attachment.pool.attach(self._memory)
         except KVXferError as exc:
             attachment.close()
-            self._begin_pause(runtime.monotonic(), silent=True)
+            self._silence.begin(runtime.monotonic())
             raise BackendUnavailableError(f"cannot use the host pool: {exc}") from exc
         self._attachment = attachment
         text = "attached to the host pool at %s: %d slots"
         logger.info(text, self._config.path, attachment.pool.shape.num_slots)
         return attachment
-
-    def _begin_pause(self, since: float, *, silent: bool) -> None:
-        (self._silence if silent else self._pause).begin(since)
 
 
 _BUSY = Outcome(Status.FAILED, reason="another engine has been storing it for too long")

@@ -11,10 +11,11 @@ the engine writes into it directly, and no message pays for request ids, leases 
 import asyncio
 import socket
 import struct
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvxfer.configuration import LONGEST_S
 from kvxfer.storage.keys import BlockKey, Namespace
 
 PROTOCOL_VERSION = 1
@@ -79,7 +80,7 @@ class Lookup(Message, frozen=True):
     """
 
     keys: list[BlockKey]
-    within_s: float
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)]
 
 
 class Found(Message, frozen=True):
@@ -92,7 +93,7 @@ class Pin(Message, frozen=True):
     """Request to pin blocks until `Unpin`; those not in the pool are looked up first."""
 
     keys: list[BlockKey]
-    within_s: float
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)]
 
 
 class Pinned(Message, frozen=True):
@@ -180,6 +181,19 @@ class Bye(Message, frozen=True):
 Question: TypeAlias = Lookup | Pin | Reserve | Publish | Delete
 Request: TypeAlias = Question | Unpin | Bye
 Answer: TypeAlias = Found | Pinned | Reserved | Done | Failed
+
+
+def fits(answer: Found | Pinned | Reserved | Done, request: Question, num_slots: int) -> bool:
+    """Whether an answer is about the blocks of a request, each once, and slots that there are."""
+    num_blocks = len(request.checksums if isinstance(request, Publish) else request.keys)
+    if isinstance(answer, Found | Done):
+        there = answer.there if isinstance(answer, Found) else answer.done
+        return len(there) == num_blocks or not num_blocks
+    also = [*answer.busy, *answer.refused] if isinstance(answer, Reserved) else []
+    return len(answer.slots) == len(answer.rows) and all(
+        len({*each}) == len(each) and min(each, default=0) >= 0 and max(each, default=-1) < stop
+        for each, stop in ((answer.rows + also, num_blocks), (answer.slots, num_slots))
+    )
 
 
 def encode(message: Message) -> bytearray:

@@ -172,9 +172,8 @@ class PoolSession(Session):
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; a block that an engine is still storing is a miss, as in any tier."""
-        host = self._host
         self._within_s = within_s
-        asked = [key for key in keys if not host.is_storing(key)]
+        asked = [key for key in keys if not self._host.is_storing(key)]
         there: set[BlockKey] = set()
         if asked:
             try:
@@ -182,7 +181,7 @@ class PoolSession(Session):
                     found = await await_call(self._backend.lookup(asked))
             except TimeoutError:
                 logger.warning("a lookup in the lower tiers took longer than %g s", within_s)
-                found = await host.lookup(asked)
+                found = await self._host.lookup(asked)
             there = {key for key, is_there in zip(asked, found, strict=True) if is_there}
         return [key in there for key in keys]
 
@@ -214,28 +213,20 @@ class PoolSession(Session):
         wanted = BlockParts(request.keys, request.starts, request.sizes)
         require_parts_in_blocks(wanted, self._chunk_sizes)
         host = self._host
-        busy: list[int] = []
-        rows: list[int] = []
-        for row, key in enumerate(request.keys):
-            (busy if host.is_storing(key) else rows).append(row)
-        refused: dict[int, str] = {}
-        given: list[int] = []
-        slots: list[int] = []
+        busy = [row for row, key in enumerate(request.keys) if host.is_storing(key)]
+        rows = sorted({*range(len(request.keys))}.difference(busy))
+        given, slots, refused = list[int](), list[int](), dict[int, str]()
         if rows:
             async with AsyncExitStack() as stack:
-                making = host.make_room(_chosen(request, rows))
-                room = await stack.enter_async_context(making)
-                for row, outcome in zip(rows, room.outcomes, strict=True):
-                    if outcome is None:
-                        given.append(row)
-                    elif not outcome.done:
-                        refused[row] = outcome.reason
+                room = await stack.enter_async_context(host.make_room(_chosen(request, rows)))
+                ended = dict(zip(rows, room.outcomes, strict=True))
+                given = [row for row, outcome in ended.items() if outcome is None]
+                refused = {row: out.reason for row, out in ended.items() if out and not out.done}
                 if room.blocks is not None:
                     pool = host.pool
                     offsets = room.blocks.addresses.astype(np.int64) - pool.region.address
                     slots = (offsets // pool.shape.slot_size_bytes).tolist()
-                    parts = _chosen(request, given)
-                    self._rooms[request.number] = room, parts, stack.pop_all()
+                    self._rooms[request.number] = room, _chosen(request, given), stack.pop_all()
         return wire.Reserved(rows=given, slots=slots, busy=busy, refused=refused)
 
     async def _publish(self, request: wire.Publish) -> wire.Done:

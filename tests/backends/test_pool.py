@@ -16,12 +16,15 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer import Backend, BlockKey, Namespace, Status, TieredBackend, make_block_key
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
 from kvxfer.backends.pool.messages import (
+    Done,
+    Found,
     Lookup,
     Message,
     Pin,
@@ -339,6 +342,73 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(memory.fd, 4096)
     memory.close()
+
+
+IMPOSSIBLE: dict[str, tuple[type[Message], dict[str, Any]]] = {
+    "found for other keys": (Found, {"there": [True]}),
+    "pinned beyond the keys": (Pinned, {"rows": [99], "slots": [0]}),
+    "pinned twice": (Pinned, {"rows": [0, 0], "slots": [0, 1]}),
+    "pinned without slots": (Pinned, {"slots": []}),
+    "pinned in no slot": (Pinned, {"rows": [0], "slots": [1 << 62]}),
+    "pinned below the first slot": (Pinned, {"rows": [0], "slots": [-1]}),
+    "reserved beyond the keys": (Reserved, {"rows": [99], "slots": [0]}),
+    "reserved in one slot": (Reserved, {"rows": [0, 1], "slots": [0, 0]}),
+    "reserved in no slot": (Reserved, {"rows": [0], "slots": [1 << 62]}),
+    "busy beyond the keys": (Reserved, {"rows": [], "slots": [], "busy": [99]}),
+    "refused below the keys": (Reserved, {"rows": [], "slots": [], "refused": {-1: "full"}}),
+    "done for other blocks": (Done, {"done": [True]}),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_answer_of_a_holder_that_cannot_be_costs_its_call_and_nobody_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (kind, changes), honest = IMPOSSIBLE[name], server.PoolSession._answer
+    memory = BlockMemory(peers.PAGES, num_blocks=len(peers.KEYS))
+
+    async def answer(session: server.PoolSession, request: Any) -> Any:
+        answered = await honest(session, request)
+        return replace(answered, **changes) if isinstance(answered, kind) else answered
+
+    async def ask_all(engine: PoolBackend) -> None:
+        target = memory.describe(0, range(len(peers.KEYS)))
+        assert len(await engine.lookup(peers.KEYS)) == len(peers.KEYS)
+        stored, loaded = await peers.store(engine), await engine.load(peers.KEYS, target)
+        assert len(stored) == len(loaded) == len(peers.KEYS)
+        assert await engine.delete_or_keep(peers.KEYS[:2])
+
+    with running_pool(path), attached(path) as other, attached(path) as engine:
+        monkeypatch.setattr(server.PoolSession, "_answer", answer)
+        for _ in range(2):
+            engine._pause.reset()
+            asyncio.run(ask_all(engine))
+        monkeypatch.undo()
+        assert all(each.done for each in asyncio.run(peers.store(other)))
+
+
+def test_an_answer_that_memory_is_short_for_is_not_taken_for_part_of_the_next_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pool(path), attached(path) as engine:
+        asyncio.run(peers.store(engine))
+        with monkeypatch.context() as patched:
+            patched.setattr(Attachment, "_receive_exactly", Mock(side_effect=MemoryError))
+            assert not any(asyncio.run(engine.lookup(peers.KEYS)))
+        engine._pause.reset()
+        assert all(asyncio.run(engine.lookup(peers.KEYS)))
+
+
+@pytest.mark.parametrize("within_s", [float("nan"), float("inf"), -1.0])
+def test_a_deadline_that_is_none_ends_its_own_session_only(path: Path, within_s: float) -> None:
+    """A timer at NaN has no place in the order of those of others, which would be late."""
+    with running_pool(path), attached(path) as other:
+        for question in (Lookup(keys=[], within_s=within_s), Pin(keys=[], within_s=within_s)):
+            engine = Attachment(PoolConfig(path=str(path)), peers.namespace())
+            with pytest.raises(BackendUnavailableError, match="ended the connection"):
+                engine.ask(question, Found)
+            engine.close()
+        assert all(each.done for each in asyncio.run(peers.store(other)))
 
 
 class Nonsense(Message, frozen=True):
