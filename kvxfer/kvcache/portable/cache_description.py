@@ -192,9 +192,9 @@ def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
     """Check that a box is well formed and that all its elements lie in the payload."""
     texts = (box.layer_name, box.part, box.encoding, *(digit.axis for digit in box.digits))
     texts += tuple(axis for axis, _ in box.first)
-    if (longest := max(map(len, texts))) > MAX_NAME_CHARACTERS:
-        found = f"a text of {longest} characters"
-        raise InvalidArgumentError(name, found, f"at most {MAX_NAME_CHARACTERS} characters")
+    if bad := [each for each in texts if len(each) > MAX_NAME_CHARACTERS or not each.isprintable()]:
+        expected = f"text of at most {MAX_NAME_CHARACTERS} printable characters"
+        raise InvalidArgumentError(name, bad[0], expected)
     if len(box.digits) > MAX_DIGITS or len(dict(box.first)) != len(box.first):
         expected = f"at most {MAX_DIGITS} digits, and each axis once in `first`"
         raise InvalidArgumentError(name, f"{len(box.digits)} digits, {box.first}", expected)
