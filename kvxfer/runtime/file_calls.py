@@ -59,6 +59,7 @@ class Disk:
     fstat = staticmethod(os.fstat)
     fsync = staticmethod(os.fsync)
     ftruncate = staticmethod(os.ftruncate)
+    listdir: Callable[..., list[str]] = staticmethod(os.listdir)
     makedirs = staticmethod(os.makedirs)
     mkdir = staticmethod(os.mkdir)
     open = staticmethod(os.open)
@@ -75,11 +76,6 @@ class Disk:
     read_pieces = staticmethod(_vectored("preadv"))
     write_pieces = staticmethod(_vectored("pwritev"))
     sync_file_system = staticmethod(_sync_file_system)
-
-    @staticmethod
-    def listdir(folder: int | os.PathLike[str]) -> list[str]:
-        """See `os.listdir`."""
-        return os.listdir(folder)  # noqa: PTH208 - mostly of a file descriptor
 
 
 def is_absent(exc: OSError) -> bool:

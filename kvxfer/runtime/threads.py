@@ -64,7 +64,10 @@ class Threads:
             asyncio.CancelledError: The caller was cancelled; `func` has ended, or never begun.
         """
         started = self.start(func, *args, **kwargs)
-        return await wait_despite_cancel(started, started.cancel)
+        try:
+            return await wait_despite_cancel(started, started.cancel)
+        except MemoryError:  # perhaps of the wait: `func` may still use the caller's memory
+            return result(started)
 
     async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func`, which touches no memory of the caller, on a thread.
@@ -127,11 +130,10 @@ class DaemonThreads(ThreadPoolExecutor):
         super().__init__(num_threads)  # starts nothing
         self._name = name
         self._num_threads = num_threads
-        self._calls: SimpleQueue[Callable[[], None] | None] = queue()
+        self._calls: SimpleQueue[partial[None] | None] = queue()
         self._lock = lock()
         self._started: list[threading.Thread] = []
-        self._num_busy = 0  # calls that run or are queued
-        self._num_alive = 0
+        self._num_busy = self._num_alive = 0  # calls that run or are queued; threads
         self._closed = False
         self._when_ended: list[Callable[[], object]] = []
 
@@ -148,9 +150,8 @@ class DaemonThreads(ThreadPoolExecutor):
             if self._started:
                 self._calls.put(call)
                 return future
-        call()
-        with self._lock:
             self._num_busy -= 1
+        call()
         return future
 
     def join(self, timeout_s: float = END_OF_THREADS_S) -> None:
@@ -186,7 +187,10 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def _work(self) -> None:
         while call := self._calls.get():
-            call()
+            try:
+                call()
+            except MemoryError as exc:  # before it began
+                call.args[0].set_exception(exc)
             del call  # else its arguments would stay alive until the next call
             with self._lock:
                 self._num_busy -= 1
