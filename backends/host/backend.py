@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import compress
 
@@ -174,15 +174,14 @@ class HostBackend(LendingBackend, ImmediateMover):
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._guard.check_batch(keys, blocks)
         stops = blocks.payload_starts + blocks.block_sizes
-        plan = await self._begin_store(keys, blocks.payload_starts.tolist(), stops.tolist())
-        if plan.keys:
-            with self._storing(plan.keys) as stored:
-                chosen = _chosen(plan.keys, keys, blocks)
-                if self._needs_thread(chosen):
-                    await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
-                    stored.extend(plan.keys)
-                else:
-                    await self._write(plan.slots, plan.keys, chosen, stored)
+        starts = blocks.payload_starts.tolist()
+        async with self._storing(keys, starts, stops.tolist()) as (plan, stored):
+            chosen = _chosen(plan.keys, keys, blocks)
+            if plan.keys and self._needs_thread(chosen):
+                await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
+                stored.extend(plan.keys)
+            elif plan.keys:
+                await self._write(plan.slots, plan.keys, chosen, stored)
         return self._outcomes(keys, plan)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -206,15 +205,17 @@ class HostBackend(LendingBackend, ImmediateMover):
             if any(self._index.are_storing(keys)):
                 return None
             plan = self._plan_store(keys, blocks.payload_starts.tolist(), stops.tolist())
-            if plan.keys and blocks.device != HOST:
-                return self._begin_device_store(plan, keys, blocks)
-            stored: Sequence[BlockKey] = ()
+            begun, stored = None, list[BlockKey]()
             try:
+                if plan.keys and blocks.device != HOST:
+                    begun = self._begin_device_store(plan, keys, blocks)
+                    return begun
                 if plan.keys:
                     self.pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
                 stored = plan.keys
             finally:
-                self._end_store(plan.keys, stored)
+                if begun is None:
+                    self._end_store(plan.keys, stored)
         return Begun(self._outcomes(keys, plan))
 
     def _begin_device_store(
@@ -222,12 +223,8 @@ class HostBackend(LendingBackend, ImmediateMover):
     ) -> Begun:
         """Begin a copy by a device; the caller holds the index's lock."""
         stored: list[BlockKey] = []
-        try:
-            outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
-            copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
-        except BaseException:
-            self._end_store(plan.keys, ())
-            raise
+        outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
+        copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
 
         def land() -> None:
             finish()
@@ -274,7 +271,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             read = partial(self._begin_load, keys, blocks, is_use=is_use)
             return [*await self._threads.run(lambda: read().wait())]
         slices = list(_slices(blocks))
-        there = self.pin(keys, is_use=False)[0] if len(slices) > 1 else []
+        pinned = self.pin(keys, is_use=False)[1] if len(slices) > 1 else []
         outcomes: list[Outcome] = []
         try:
             with self._threads.counting():
@@ -284,7 +281,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                     part = keys[start:stop], blocks.select(start, stop)
                     outcomes += await wait_for_begun(self._begin_load(*part, is_use=is_use))
         finally:
-            self.unpin([keys[index] for index in there])
+            self.unpin(pinned)
         return outcomes
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
@@ -320,9 +317,9 @@ class HostBackend(LendingBackend, ImmediateMover):
         """Remove blocks that nobody uses; a reader that has their addresses fails its check."""
         slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
         removed = self._index.remove(keys)
+        self._reports.removed(removed, Removal.DELETED)
         if removed:
             self.pool.spoil([slots[key] for key in removed])
-        self._reports.removed(removed, Removal.DELETED)
         return removed
 
     @asynccontextmanager
@@ -331,8 +328,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._guard.check()
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         outcomes = [MISSING] * len(wanted.keys)
-        there, slots = self.pin(wanted.keys, is_use=False)
-        found = [wanted.keys[index] for index in there]
+        there, found, slots = self.pin(wanted.keys, is_use=False)
         try:
             starts = [wanted.starts[index] for index in there]
             sizes = [wanted.sizes[index] for index in there]
@@ -378,8 +374,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._guard.check()
         require_parts_in_blocks(offered, self._guard.chunk_sizes)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
-        plan = await self._begin_store(offered.keys, offered.starts, ends)
-        with self._storing(plan.keys) as stored:
+        async with self._storing(offered.keys, offered.starts, ends) as (plan, stored):
             outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
             outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
             outcomes |= dict.fromkeys(plan.present, DONE)
@@ -413,15 +408,16 @@ class HostBackend(LendingBackend, ImmediateMover):
             with self._lock:
                 self.pool.close()
 
-    def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
-        """Pin the blocks that are there, until `unpin`; return their positions and slots."""
+    def pin(
+        self, keys: Sequence[BlockKey], *, is_use: bool = True
+    ) -> tuple[list[int], list[BlockKey], list[int]]:
+        """Pin the blocks that are there, until `unpin`; return their positions, keys and slots."""
         with self._lock:
             there = [index for index, ready in enumerate(self._index.are_ready(keys)) if ready]
             found = [keys[index] for index in there]
-            slots = self._index.pin(found)
             if is_use:
                 self._index.touch(found)
-        return there, slots
+            return there, found, self._index.pin(found)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """Unpin blocks, each as often as it was pinned."""
@@ -439,21 +435,22 @@ class HostBackend(LendingBackend, ImmediateMover):
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
     ) -> Begun:
         """Begin to read the blocks that are there; their slots are pinned until the copy ends."""
-        there, slots = self.pin(keys, is_use=is_use)
-        found = [keys[index] for index in there]
-        outcomes = [MISSING] * len(keys)
-        if not there:
-            return Begun(outcomes)
+        there, found, slots = self.pin(keys, is_use=is_use)
+        outcomes, copy = [MISSING] * len(keys), None
         try:
+            if not there:
+                return Begun(outcomes)
             chosen = blocks.take(there) if len(there) < len(keys) else blocks
             read, copy = self.pool.begin_read(slots, found, chosen)
+            self.drop_corrupt(found, slots, read)
+            for index, outcome in zip(there, read, strict=True):
+                outcomes[index] = outcome
+            return Begun(outcomes, copy, partial(self.unpin, found))
         except BaseException:
+            if copy is not None:
+                copy.wait()
             self.unpin(found)
             raise
-        self.drop_corrupt(found, slots, read)
-        for index, outcome in zip(there, read, strict=True):
-            outcomes[index] = outcome
-        return Begun(outcomes, copy, partial(self.unpin, found))
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
         if not plan.refused:
@@ -461,16 +458,30 @@ class HostBackend(LendingBackend, ImmediateMover):
         no_room, refused = _no_room(self.num_slots), set(plan.refused)
         return [no_room if key in refused else DONE for key in keys]
 
-    @contextmanager
-    def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
-        """Lock keys against other stores; those appended to the list become readable at the end."""
+    @asynccontextmanager
+    async def _storing(
+        self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
+    ) -> AsyncIterator[tuple[StorePlan, list[BlockKey]]]:
+        """Plan a store once no other call is storing these blocks; see `_plan_store`.
+
+        Locks the keys of the plan; those appended to the list become readable at the end.
+        """
         stored: list[BlockKey] = []
-        with self._stores.hold(keys):
-            try:
-                yield stored
-            finally:
-                with self._lock:
-                    self._end_store(keys, stored)
+        while True:
+            await self._stores.wait(keys)
+            self._guard.check()  # the backend may have been closed meanwhile
+            with self._lock:
+                begun = [self._begun[key] for key in keys if key in self._begun]
+                if not begun:
+                    plan = self._plan_store(keys, starts, stops)
+                    break
+            await wait_for_begun(begun[0])
+        try:
+            with self._stores.hold(plan.keys):
+                yield plan, stored
+        finally:
+            with self._lock:
+                self._end_store(plan.keys, stored)
 
     def _end_store(self, keys: Sequence[BlockKey], stored: Sequence[BlockKey]) -> None:
         """Make `stored` blocks readable, and drop the others; the caller holds the index's lock."""
@@ -484,19 +495,6 @@ class HostBackend(LendingBackend, ImmediateMover):
         if lost := self.pool.lost.intersection(left.values()):
             self._index.keep_out(lost)
 
-    async def _begin_store(
-        self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
-    ) -> StorePlan:
-        """Plan a store once no other call is storing these blocks; see `_plan_store`."""
-        while True:
-            await self._stores.wait(keys)
-            self._guard.check()  # the backend may have been closed meanwhile
-            with self._lock:
-                begun = [self._begun[key] for key in keys if key in self._begun]
-                if not begun:
-                    return self._plan_store(keys, starts, stops)
-            await wait_for_begun(begun[0])
-
     def _plan_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
@@ -507,8 +505,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             if is_ready and not self.pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
                 replaced.append(key)
-        plan = self._index.begin_store(keys)
         self._scrubber.start()
+        plan = self._index.begin_store(keys)
         for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by}.items():
             if gone:
                 self._reports.removed(gone, reason)

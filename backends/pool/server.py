@@ -186,14 +186,14 @@ class PoolSession(Session):
         return [key in there for key in keys]
 
     async def _pin(self, request: wire.Pin) -> wire.Pinned:
-        rows, slots = self._host.pin(request.keys)
+        rows, found, slots = self._host.pin(request.keys)
         if len(rows) < len(request.keys) and isinstance(self._backend, TieredBackend):
-            self._host.unpin([request.keys[row] for row in rows])
+            self._host.unpin(found)
             there = set(rows)
             missing = [key for row, key in enumerate(request.keys) if row not in there]
             await self._find(missing, request.within_s)
-            rows, slots = self._host.pin(request.keys)
-        self._pins.update(request.keys[row] for row in rows)
+            rows, found, slots = self._host.pin(request.keys)
+        self._pins.update(found)
         self._num_batches += bool(rows)
         return wire.Pinned(rows=rows, slots=slots)
 

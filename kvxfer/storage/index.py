@@ -154,20 +154,29 @@ class BlockIndex:
         _require_distinct(keys)
         plan = StorePlan(keys=[], slots=[], evicted=[], evicted_by={}, refused=[], present=[])
         absent: list[BlockKey] = []
-        idle: list[BlockKey] = []
         for key in keys:
             (plan.present if key in self._entries else absent).append(key)
+        idle = [key for key in plan.present[::-1] if self.state(key) is BlockState.READY]
         policy = self._active = self._policy.active()
-        for key in plan.present[::-1]:
-            policy.touch(key)
-            if self.state(key) is BlockState.READY:
-                policy.hold(key)
-                idle.append(key)
+        policy.touch(*plan.present[::-1])
+        for key in idle:
+            policy.hold(key)
         for key in absent:
-            if not (self._free_slots or self._next_slot < self.num_slots or len(policy)):
+            if self._free_slots:
+                policy.admit(key)
+                slot = self._free_slots.pop()
+            elif self._next_slot < self.num_slots:
+                policy.admit(key)
+                slot = self._next_slot
+                self._next_slot += 1
+            elif len(policy):
+                victim = policy.replace(key)
+                plan.evicted.append(victim)
+                plan.evicted_by.setdefault(policy.reason, []).append(victim)
+                slot = self._entries.pop(victim).slot
+            else:
                 plan.refused.append(key)
                 continue
-            slot = self._take_slot(key, plan, policy)
             self._entries[key] = _Entry(slot)
             plan.keys.append(key)
             plan.slots.append(slot)
@@ -186,12 +195,12 @@ class BlockIndex:
         for key in keys:
             if self.state(key) is not BlockState.STORING:
                 raise self._state_error(key, "storing")
+        if not stored:
+            self._drop(*reversed(keys))
+            return
         for key in reversed(keys):
-            if stored:
-                self._entries[key].storing = False
-                self._active.release(key)
-            else:
-                self._drop(key)
+            self._entries[key].storing = False
+            self._active.release(key)
 
     def pin(self, keys: Sequence[BlockKey]) -> list[int]:
         """Pin blocks against eviction, until each is unpinned as often; return their slots.
@@ -263,11 +272,8 @@ class BlockIndex:
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop the blocks that are ready and not pinned; return their keys."""
-        removed = []
-        for key in keys:
-            if self.state(key) is BlockState.READY:
-                self._drop(key)
-                removed.append(key)
+        removed = [key for key in dict.fromkeys(keys) if self.state(key) is BlockState.READY]
+        self._drop(*removed)
         return removed
 
     def quarantine(self, key: BlockKey) -> None:
@@ -323,21 +329,10 @@ class BlockIndex:
         self._quarantined.clear()
         self._free_slots, self._next_slot = [], 0
 
-    def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
-        if self._free_slots or self._next_slot < self.num_slots:
-            policy.admit(key)
-            if self._free_slots:
-                return self._free_slots.pop()
-            self._next_slot += 1
-            return self._next_slot - 1
-        victim = policy.replace(key)
-        plan.evicted.append(victim)
-        plan.evicted_by.setdefault(policy.reason, []).append(victim)
-        return self._entries.pop(victim).slot
-
-    def _drop(self, key: BlockKey) -> None:
-        self._policy.remove(key)
-        self._free_slots.append(self._entries.pop(key).slot)
+    def _drop(self, *keys: BlockKey) -> None:
+        for key in keys:
+            self._policy.remove(key)
+            self._free_slots.append(self._entries.pop(key).slot)
 
     def _unpin_quarantined(self, key: BlockKey, count: int) -> Sequence[int]:
         quarantined = self._quarantined[key]

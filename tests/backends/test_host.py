@@ -246,7 +246,7 @@ async def test_a_checksum_that_another_reader_adds_meanwhile_makes_no_block_corr
         pool, keys = backend.pool, [make_block_key(content, 0) for content in (b"one", b"two")]
         size = memory.chunk_size_bytes(0)
         await backend.store(keys, memory.describe(0, [1, 2]))
-        _, slots = backend.pin(keys)
+        _, _, slots = backend.pin(keys)
         assert pool.find(slots[:1], keys[:1], [0], [size])[0] == [DONE]
         checksum = pool._checksum
 
