@@ -189,18 +189,19 @@ class StagingMemory:
         """
         async with asyncio.timeout(timeout_s):
             buffer = await self._take(share, priority)
-        blocks, drain = _describe(buffer, sizes, starts), self._drain
-        if self._shares is not None:
-            drain = partial(self._shares.drain_of, blocks)
-        staged = StagedBlocks(blocks, drain)
+        staged: StagedBlocks | None = None
         try:
+            blocks, drain = _describe(buffer, sizes, starts), self._drain
+            if self._shares is not None:
+                drain = partial(self._shares.drain_of, blocks)
+            staged = StagedBlocks(blocks, drain)
             yield staged
         except BaseException:
-            if not staged.drains:
+            if staged is not None and not staged.drains:
                 staged.disturb()
             raise
         finally:
-            if not staged.drains:
+            if staged is None or not staged.drains:
                 self._give_back(buffer, share)
             else:
                 settling = self._settle(buffer, share, [*dict.fromkeys(staged.drains)])
