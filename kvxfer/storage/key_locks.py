@@ -70,10 +70,11 @@ class KeyLocks:
         Once begun, the call goes on if its caller is cancelled, and the keys stay locked.
         """
         await self.wait(keys)
-        held = ExitStack()
-        held.enter_context(self.hold(keys))
-        calling = asyncio.ensure_future(call())
-        calling.add_done_callback(lambda _: held.close())
+        with ExitStack() as held:
+            held.enter_context(self.hold(keys))
+            calling = asyncio.ensure_future(call())
+            kept = held.pop_all()
+            calling.add_done_callback(lambda _: kept.close())
         return await outlive_caller(calling)
 
     @asynccontextmanager
