@@ -7,6 +7,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -404,13 +405,16 @@ class PolledEngine(Generic[MoverT]):
         if submission.ended.done():
             return
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))
-        task.add_done_callback(lambda _: self._end(submission))
+        task.add_done_callback(partial(self._end, submission))
 
-    def _end(self, submission: _Submission) -> None:
-        if submission.job.end(Status.CANCELLED, "cancelled before it began"):
-            submission.job.tell(self._reports)
-        self._note_ended(submission.job)
-        submission.ended.set_result(None)
+    def _end(self, submission: _Submission, _: object = None) -> None:
+        try:
+            if submission.job.end(Status.CANCELLED, "cancelled before it began"):
+                submission.job.tell(self._reports)
+            self._note_ended(submission.job)
+            submission.ended.set_result(None)
+        except MemoryError:  # nobody else would end it
+            self._loop.call_soon(self._end, submission)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         given = require_timeout("timeout_s", timeout_s)

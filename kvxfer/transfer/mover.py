@@ -65,11 +65,11 @@ class Admission:
         num_bytes = min(num_bytes, self._max_bytes)
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
-        self._admit_waiting()
         try:
+            self._admit_waiting()
             await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # admitted at the same moment: release its bytes
+        except BaseException:
+            if not (turn.cancel() or turn.cancelled()):  # admitted at the same moment
                 self.bytes_in_flight -= num_bytes
             self._admit_waiting()
             raise
@@ -227,7 +227,6 @@ class JobMover:
             return
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
-                self._poll_all()
                 now = runtime.monotonic()
                 away_s = now - self._looked_s
                 if not hurry:
@@ -401,23 +400,20 @@ class JobMover:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Take the lock if a job was begun and no thread has it; yield whether it was taken."""
+        """Take the lock, and poll, if a job was begun and no thread has it; yield whether."""
         has_turn = bool(self._begun) and self._lock.acquire(blocking=False)
         try:
+            for each in list(self._begun.values()) if has_turn else ():
+                self._poll_piece(each)
+                self._report(each)
             yield has_turn
         finally:
             if has_turn:
                 self._lock.release()
 
     def _poll_in_turn(self) -> None:
-        with self._turn() as has_turn:
-            if has_turn:
-                self._poll_all()
-
-    def _poll_all(self) -> None:
-        for each in list(self._begun.values()):
-            self._poll_piece(each)
-            self._report(each)
+        with self._turn():
+            pass
 
     def _advance(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
         """Move one slice of these jobs, loads first, and more slices until a time."""
