@@ -94,15 +94,14 @@ class TierWriter:
         if self._is_closed:
             self._target.reports.not_written_back([*blocks])
             return
+        self._run()
         if dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back to it"
             logger.warning(text, self._target.index, len(dropped))
             self._target.reports.not_written_back(dropped)
-        if len(self.queue):
-            self._run()
-            self._added.set()
-            if not self.queue.pause_s(runtime.monotonic()):
-                self._settled.clear()
+        self._added.set()
+        if not self.queue.pause_s(runtime.monotonic()):
+            self._settled.clear()
 
     async def settle(self) -> None:
         """Wait until the queue is empty, or all its blocks wait for a retry."""
@@ -161,12 +160,15 @@ class TierWriter:
     async def _copy_all(self) -> None:
         """Copy until the queue is empty; an error ends only the copy of its batch."""
         try:
-            while len(self.queue):
-                if self.queue.pause_s(runtime.monotonic()):
-                    await self._pause()
-                    continue
-                taken = self.queue.take(runtime.monotonic(), self._num_fitting())
+            while True:
+                taken: Batch = {}
                 try:
+                    if not len(self.queue):
+                        return
+                    if self.queue.pause_s(runtime.monotonic()):
+                        await self._pause()
+                        continue
+                    taken = self.queue.take(runtime.monotonic(), self._num_fitting())
                     await await_call(self._copy_taken(taken))
                 except Exception:
                     text = "tier %d: writing back %d blocks failed"
@@ -179,7 +181,6 @@ class TierWriter:
                     await self._pause()
         finally:
             self._settled.set()
-            self._tell_ended()
 
     async def _copy_taken(self, taken: Batch) -> None:
         """Copy blocks through a staging buffer, which is taken before their keys are locked."""

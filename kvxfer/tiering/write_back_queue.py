@@ -129,8 +129,9 @@ class WriteBackQueue(Generic[T]):
             limit = min(limit, 1 - self.num_taken)
         free = (key for key in self._waiting if key not in self._taken)
         keys = list(islice(free, max(0, limit)))
+        taken = {key: self._waiting[key].block for key in keys}
         self._taken |= {key: self._waiting.pop(key) for key in keys}
-        return {key: self._taken[key].block for key in keys}
+        return taken
 
     def claim(self, keys: Iterable[BlockKey]) -> dict[BlockKey, T]:
         """Return the taken blocks that are still to be copied; call it before reading their bytes.
@@ -165,7 +166,7 @@ class WriteBackQueue(Generic[T]):
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
             self.pause.reset()
-        elif failed:
+        else:
             self._pause(now)
         self.skip(stored)
         for key in failed:
@@ -224,11 +225,10 @@ class WriteBackQueue(Generic[T]):
     def _retry(self, key: BlockKey) -> bool:
         """Let a block wait again; return False if it has no attempts left, and has ended."""
         entry = self._taken.pop(key, None)
-        if entry is None or entry.num_failures < MAX_ATTEMPTS:
-            if entry is not None:
-                self._merge(self._waiting.setdefault(key, entry), entry)
+        if entry is not None and entry.num_failures < MAX_ATTEMPTS:
+            self._merge(self._waiting.setdefault(key, entry), entry)
             return True
-        return key in self._waiting  # added again meanwhile
+        return entry is None or key in self._waiting  # added again meanwhile
 
     def _merge(self, newer: _Entry[T] | None, earlier: _Entry[T] | None) -> None:
         """Give a block that was added again the turn of the earlier one, which is not copied."""
@@ -236,8 +236,7 @@ class WriteBackQueue(Generic[T]):
             newer.number = min(newer.number, earlier.number)
 
     def _drop(self, key: BlockKey) -> bool:
-        found = self._waiting.pop(key, None) or self._put_off.pop(key, None)
-        return found is not None
+        return bool(self._waiting.pop(key, None) or self._put_off.pop(key, None))
 
     def _bring_back(self, now: float) -> None:
         """Let put-off blocks wait again once their pause is over."""
