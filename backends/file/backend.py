@@ -317,8 +317,8 @@ class FileBackend(Backend):
         """Write the missing blocks of a batch; see `StoreBatch.write`."""
         self._guard.check()  # the backend may have been closed meanwhile
         batch, began = self._batch(keys, blocks), runtime.monotonic()
-        self._writing_since.append(began)
         with self._removers.counting():  # a close keeps them until the room is given back
+            self._writing_since.append(began)
             try:
                 return await self._share(self._writers, self._num_writers, batch.write, blocks)
             except BaseException:

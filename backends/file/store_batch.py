@@ -64,8 +64,12 @@ class StoreBatch:
                 except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
                     self._outcomes[:] = [self._files.failure(exc)] * len(self._keys)
             ours = sorted(self._reserved.intersection(range(start, stop)))
-        if ours:
-            self._write(ours)
+        try:
+            if ours:
+                self._write(ours)
+        finally:
+            if left := self._reserved.intersection(ours):  # for want of memory
+                self._settle(sorted(left))
         return self._outcomes[start:stop]
 
     def covered(self) -> list[bool]:
@@ -129,10 +133,10 @@ class StoreBatch:
         keys = [self._keys[index] for index in indices]
         try:
             fitting = self._space.reserve(keys, self._file_sizes(indices), spare=spare)
+            self._reserved.update(indices[:fitting])
             refusal = NOT_WALKED if self._space.is_walking else NO_ROOM
         except OSError as exc:
             fitting, refusal = 0, self._files.failure(exc)
-        self._reserved.update(indices[:fitting])
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
 
