@@ -174,11 +174,10 @@ class TierWriter:
                     text = "tier %d: writing back %d blocks failed"
                     logger.warning(text, self._target.index, len(taken), exc_info=True)
                     self._give_up(self.queue.end(runtime.monotonic(), stored=[], failed=taken))
+                    self.queue.give_back(runtime.monotonic(), ())  # pauses if none was taken
                 finally:
                     self.queue.skip(taken)
                     self._tell_ended()
-                if self.queue.is_failing:
-                    await self._pause()
         finally:
             self._settled.set()
 

@@ -166,7 +166,7 @@ class WriteBackQueue(Generic[T]):
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
             self.pause.reset()
-        else:
+        elif failed:
             self._pause(now)
         self.skip(stored)
         for key in failed:
