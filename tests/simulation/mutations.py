@@ -160,7 +160,7 @@ TABLE = """
 +                outlives_caller=False,
 --- kvxfer/transfer/mover.py
 @@ tiers 150 bytes of a transfer that was cancelled as it began stay in flight
--            if not turn.cancelled():  # admitted at the same moment: release its bytes
+-            if not (turn.cancel() or turn.cancelled()):  # admitted at the same moment
 -                self.bytes_in_flight -= num_bytes
 @@ tiers 20 a load goes on beyond its deadline
 -_, running = await asyncio.wait(tasks, timeout=left)
@@ -188,9 +188,9 @@ TABLE = """
 -            await turn
 --- kvxfer/storage/staging_memory.py
 @@ isolation 100 buffers of callers wait for tiers that hang, and do not touch them
--        if self._shares is not None:
--            drain = partial(self._shares.drain_of, blocks)
-+        pass
+-            if self._shares is not None:
+-                drain = partial(self._shares.drain_of, blocks)
++            pass
 @@ tiers 20 the share of a buffer is not given back
 -        if share is not None:
 -            share.release()
@@ -226,24 +226,23 @@ TABLE = """
 +{Removal.REPLACED: replaced}
 --- kvxfer/storage/index.py
 @@ tiers 100 a block that is read is removed
--            if self.state(key) is BlockState.READY:
--                self._drop(key)
-+            if self.state(key) in (BlockState.READY, BlockState.LOADING):
-+                self._drop(key)
+-dict.fromkeys(keys) if self.state(key) is BlockState.READY]
++dict.fromkeys(keys) if self.state(key) in (BlockState.READY, BlockState.LOADING)]
 @@ memory 30 a block that is being stored is found
 -        return [entry is not None and not entry.storing for entry in map(self._entries.get, keys)]
 +        return [entry is not None for entry in map(self._entries.get, keys)]
 @@ tiers 60 blocks of a batch evict each other
--                idle.append(key)
+-        for key in idle:
+-            policy.hold(key)
++        idle = []
 @@ tiers 60 a slot is never used
--self._next_slot < self.num_slots or len(policy)):
-+self._next_slot < self.num_slots - 1 or len(policy)):
+-            elif self._next_slot < self.num_slots:
++            elif self._next_slot < self.num_slots - 1:
 @@ tiers 20 a block that was stored can never be evicted
-                 self._entries[key].storing = False
--                self._active.release(key)
+             self._entries[key].storing = False
+-            self._active.release(key)
 @@ tiers 40 a cancelled store keeps its slots
--            else:
--                self._drop(key)
+-            self._drop(*reversed(keys))
 @@ tiers 20 a dropped block keeps its slot
 -        self._free_slots.append(self._entries.pop(key).slot)
 +        self._entries.pop(key)
@@ -718,8 +717,8 @@ TABLE = """
 -            pinned, left = self._index.quarantine_all(prefix)
 +            pinned, left = list[BlockKey](), list[BlockKey]()
 @@ memory 150 stores of host memory do not lock their keys
--        with self._stores.hold(keys):
-+        if keys is not None:
+-            with self._stores.hold(plan.keys):
++            if plan.keys is not None:
 --- backends/host/scrubber.py
 @@ memory 60 the scrubber never begins
 -            self._threads.start(self._run, threading.get_ident())
