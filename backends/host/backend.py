@@ -205,7 +205,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             if any(self._index.are_storing(keys)):
                 return None
             plan = self._plan_store(keys, blocks.payload_starts.tolist(), stops.tolist())
-            begun, stored = None, list[BlockKey]()
+            begun: Begun | None = None
+            stored: Sequence[BlockKey] = ()
             try:
                 if plan.keys and blocks.device != HOST:
                     begun = self._begin_device_store(plan, keys, blocks)
