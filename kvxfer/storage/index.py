@@ -156,9 +156,11 @@ class BlockIndex:
         absent: list[BlockKey] = []
         for key in keys:
             (plan.present if key in self._entries else absent).append(key)
-        idle = [key for key in plan.present[::-1] if self.state(key) is BlockState.READY]
         policy = self._active = self._policy.active()
-        policy.touch(*plan.present[::-1])
+        idle = present = plan.present[::-1]
+        if present:  # else nothing is allocated
+            idle = [key for key in present if self.state(key) is BlockState.READY]
+            policy.touch(*present)
         for key in idle:
             policy.hold(key)
         for key in absent:

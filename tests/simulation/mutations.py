@@ -207,9 +207,9 @@ TABLE = """
 @@ tiers 120 a purge of pinned blocks says nothing
 -            self._reports.removed(pinned, Removal.DELETED)
 @@ tiers 20 slots are free before their blocks were read
--        return Begun(outcomes, copy, partial(self.unpin, found))
-+        self.unpin(found)
-+        return Begun(outcomes, copy)
+-            return Begun(outcomes, copy, partial(self.unpin, found))
++            self.unpin(found)
++            return Begun(outcomes, copy)
 @@ tiers 20 a store of host memory ends before its bytes are there
 -                await wait_for_begun(Begun((), copy, landed=finish))
 +                finish()
