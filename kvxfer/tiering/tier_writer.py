@@ -94,6 +94,8 @@ class TierWriter:
         if self._is_closed:
             self._target.reports.not_written_back([*blocks])
             return
+        if not blocks:
+            return
         self._run()
         if dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back to it"
@@ -160,14 +162,12 @@ class TierWriter:
     async def _copy_all(self) -> None:
         """Copy until the queue is empty; an error ends only the copy of its batch."""
         try:
-            while True:
+            while len(self.queue):
+                if self.queue.pause_s(runtime.monotonic()):
+                    await self._pause()
+                    continue
                 taken: Batch = {}
                 try:
-                    if not len(self.queue):
-                        return
-                    if self.queue.pause_s(runtime.monotonic()):
-                        await self._pause()
-                        continue
                     taken = self.queue.take(runtime.monotonic(), self._num_fitting())
                     await await_call(self._copy_taken(taken))
                 except Exception:
@@ -178,8 +178,11 @@ class TierWriter:
                 finally:
                     self.queue.skip(taken)
                     self._tell_ended()
+                if self.queue.is_failing:
+                    await self._pause()
         finally:
             self._settled.set()
+            self._tell_ended()
 
     async def _copy_taken(self, taken: Batch) -> None:
         """Copy blocks through a staging buffer, which is taken before their keys are locked."""
