@@ -16,7 +16,7 @@ WORDS = frozenset({
     "urls", "usage", "warmup", "warmups", "watermark", "worker", "xla",
 })  # fmt: skip
 """Words of ports, clients, logs, schedules, parallelism, host memory, other caches, samplers, and
-proposals of a draft model; also in all variables that Kubernetes makes of a service `vllm-a`."""
+proposals of a draft model."""
 ROUNDING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
 """Parts of names of settings that count in spite of such a word, as a data type of host memory."""
 

@@ -417,6 +417,9 @@ def test_every_variable_of_vllm_counts_but_those_that_change_no_byte(
         ("VLLM_DIST_IDENT", "pid-4711", False),  # which vLLM sets
         ("VLLM_LLAMA_SERVICE_HOST", "10.0.0.7", False),  # and these, Kubernetes
         ("VLLM_LLAMA_PORT_8000_TCP_PROTO", "tcp", False),
+        ("VLLM_LLAMA_FP8_SERVICE_HOST", "10.0.0.7", False),
+        ("VLLM_LLAMA_W4A16_SERVICE_PORT_HTTP", "8000", False),
+        ("VLLM_LLAMA_INT4_PORT_8000_TCP_ADDR", "10.0.0.7", False),
     ],
 )
 def test_a_variable_counts_unless_it_is_known_to_change_no_byte(

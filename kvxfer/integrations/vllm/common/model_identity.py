@@ -92,13 +92,15 @@ OF_ENVIRONMENT = re.compile(
     | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
     | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
     | xpu_force_n_contig_weight | zentorch_weight_prepack
+    | \w+_(service_(host|port\w*)|port(_\d+_\w+)?)
     )=.* | float32_matmul_precision=highest | (moe_)?use_deep_gemm(_e8m0)?=1
     | ssm_conv_state_layout=SD""",
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; some with one value, a default, which vLLM may set itself. The list of vLLM's own cache of
-compiled graphs is another one: it lacks ranks and ports, but has hubs and samplers of videos.
+kernels; those that Kubernetes makes of a service, such as `vllm-llama-fp8`; and some with one
+value, a default, which vLLM may set itself. The list of vLLM's own cache of compiled graphs is
+another one: it lacks ranks and ports, but has hubs and samplers of videos.
 
 Source: `compile_factors` of vllm/envs.py.
 """
