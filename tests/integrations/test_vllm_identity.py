@@ -750,6 +750,24 @@ def test_rows_that_a_variable_orders_are_in_a_namespace_of_their_own(
 
 
 @has_tier
+def test_rows_do_not_depend_on_the_order_in_which_variables_were_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: None)
+    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
+    for variables in (["VLLM_PLUGINS", "VLLM_MEDIA_CONNECTOR"],) * 2:
+        for name in variables:
+            monkeypatch.setenv(name, "some")
+        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
+        rows = np.zeros((4, 4096), np.int8).data
+        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
+        for name in variables:
+            monkeypatch.delenv(name)
+        variables.reverse()
+    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 1
+
+
+@has_tier
 def test_a_tier_by_url_needs_the_revision_of_the_model() -> None:
     with pytest.raises(InvalidArgumentError, match="revision"):
         open_tier(revision="")

@@ -241,7 +241,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
 def _counting_variables() -> dict[str, str]:
     """Find the environment variables that may change bytes, in whichever release reads them."""
     found = {}
-    for name, value in os.environ.items():
+    for name, value in sorted(os.environ.items()):
         prefix, _, short = name.lower().partition("_")
         is_harmless = has_harmless_word(short) or OF_ENVIRONMENT.fullmatch(f"{short}={value}")
         if prefix in {"vllm", "fla"} and not is_harmless:
