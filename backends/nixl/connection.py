@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.agents import MAX_LINES
+from kvxfer.backends.nixl.agents import MAX_LINES, TransferAgent
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
@@ -215,17 +215,19 @@ class Connection:
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
         """Connect to a holder, shake hands, and wait until it is ready."""
-        opening = partial(cls._open, node, endpoint)
+        ours = await node.reach()  # first: to open NIXL may take as long as a holder waits
+        opening = partial(cls._open, node, endpoint, ours, node.agent)
         return await _despite_cuts(opening, node.config.handshake_timeout_s)
 
     @classmethod
-    async def _open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
+    async def _open(
+        cls, node: LocalNode, endpoint: Endpoint, ours: wire.Reach, agent: TransferAgent | None
+    ) -> Self:
         async def reach(theirs: wire.Hello) -> wire.Reach:
             if theirs.incarnation == node.hello.incarnation:
                 raise OwnEndpointError(str(endpoint), "is this process itself")
             return ours
 
-        ours, agent = await node.reach(), node.agent
         timeout_s = node.config.handshake_timeout_s
         channel = await open_channel(node, endpoint)
         greeting = await greet_as_client(

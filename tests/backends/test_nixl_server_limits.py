@@ -12,13 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, connection
+from kvxfer.backends.nixl.agents import TransferAgent
+from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
-from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
+from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, PROVE_S
 from kvxfer.backends.nixl.wire.messages import Attach, Ping, Pong, Reach
-from kvxfer.errors import PeerClosedError
+from kvxfer.errors import BackendUnavailableError, PeerClosedError
 from tests.backends.nixl_proven import (
     LIMIT_S,
     NAMESPACE,
@@ -141,6 +144,24 @@ async def test_a_peer_whose_connection_was_cut_before_it_could_authenticate_conn
         async with asking(tmp_path, holder, **transport) as client:
             await require_served(client)
     assert cut in caplog.text
+
+
+async def test_a_holder_that_refuses_is_tried_once_however_long_nixl_takes_to_fail() -> None:
+    clock, num_opened = Clock(), 0
+
+    def make_agent() -> TransferAgent:
+        nonlocal num_opened
+        num_opened += 1
+        clock.now += PROVE_S
+        raise BackendUnavailableError("no NIXL here")
+
+    with runtime.use(clock), socket.socket() as refusing:
+        refusing.bind((HOST, 0))
+        node = LocalNode(NixlConfig(), NAMESPACE, make_agent=make_agent)
+        with pytest.raises(PeerClosedError, match="cannot connect"):
+            await connection.Connection.open(node, Endpoint(HOST, refusing.getsockname()[1]))
+        await node.aclose()
+    assert num_opened == 1
 
 
 @pytest.mark.parametrize("num_turns", range(6))
