@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,7 @@ MakeRequest = Callable[..., wire.NumberedRequest]
 
 logger = logging.getLogger(__name__)
 
+_CUT = ConnectionError, ssl.SSLError
 _READY = msgspec.msgpack.Decoder(wire.Ready)
 _PONG = msgspec.msgpack.Decoder(wire.Pong)
 _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
@@ -466,13 +468,16 @@ async def deadline(endpoint: Endpoint, what: str, timeout_s: float) -> AsyncIter
 async def _despite_cuts(connect: Callable[[], Awaitable[T]], within_s: float) -> T:
     """Connect, and again while a busy holder cuts what has not proven itself within `PROVE_S`.
 
-    That happens to an honest peer whose machine is loaded. A refused connection ends sooner.
+    That happens to an honest peer whose machine is loaded. A refused connection ends sooner, and a
+    machine that cannot be reached cuts none.
     """
     ends_at = runtime.monotonic() + within_s
     while True:
         began = runtime.monotonic()
         try:
             return await connect()
-        except PeerClosedError:
-            if not began + PROVE_S <= runtime.monotonic() < ends_at:
+        except PeerClosedError as exc:
+            cause = exc.__cause__
+            is_cut = not isinstance(cause, OSError) or isinstance(cause, _CUT)
+            if not (is_cut and began + PROVE_S <= runtime.monotonic() < ends_at):
                 raise

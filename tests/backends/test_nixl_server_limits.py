@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, connection
-from kvxfer.backends.nixl.agents import TransferAgent
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
@@ -162,6 +163,27 @@ async def test_a_holder_that_refuses_is_tried_once_however_long_nixl_takes_to_fa
             await connection.Connection.open(node, Endpoint(HOST, refusing.getsockname()[1]))
         await node.aclose()
     assert num_opened == 1
+
+
+async def test_a_holder_whose_machine_is_not_reached_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is switched off: the kernel gives up after 3 s."""
+    clock, num_tries = Clock(), 0
+
+    async def connect(*_: Any, **__: Any) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        clock.now += 3
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(runtime, "connect", connect)
+    with runtime.use(clock):
+        node = LocalNode(NixlConfig(transport="socket"), NAMESPACE, make_agent=NixlAgent)
+        with pytest.raises(PeerClosedError, match="No route to host"):
+            await connection.Connection.open(node, Endpoint(HOST, 7100))
+        await node.aclose()
+    assert num_tries == 1
 
 
 @pytest.mark.parametrize("num_turns", range(6))
