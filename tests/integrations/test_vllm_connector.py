@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.errors import InvalidArgumentError, PageMappingError, UnknownLayoutError
 from kvxfer.integrations.vllm.common.kv_caches import convert_caches
 from kvxfer.integrations.vllm_connector import KVCacheHooks
 from kvxfer.kvcache import CanonicalKVCaches, WorkerShard, describe, map_caches
@@ -134,6 +134,16 @@ def test_every_kind_of_cache_is_read_as_such(
     if specs[0] is STATES:  # without the bytes behind them, up to those of attention
         data = STATES.shapes[0][0] * STATES.shapes[0][1] * 2 + 4 * 16 * 8 * 4
         assert {ref.page_size_bytes for refs in told.group_data_refs for ref in refs} == {data}
+
+
+@with_names
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_a_cache_of_a_cpu_in_whose_heads_tokens_lie_apart_is_refused_by_name(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = allocate([FULL], backend(CPU), layout=layout)
+    with pytest.raises(UnknownLayoutError, match=r"group0\.layer0"):
+        register(caches, monkeypatch)
 
 
 @pytest.mark.skipif(

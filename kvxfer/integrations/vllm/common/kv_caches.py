@@ -269,4 +269,8 @@ def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
 def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
     """View a CPU cache `(num_blocks, heads, tokens, 2*dim)` as kernels do: keys, then values."""
     num_blocks, heads, tokens, width = tensor.shape
-    return tensor.view(num_blocks, heads, 2, tokens, width // 2)
+    block_stride, head_stride, _, _ = tensor.stride()
+    dim = width // 2
+    return tensor.as_strided(
+        (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
+    )
