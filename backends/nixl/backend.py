@@ -216,7 +216,7 @@ class NixlBackend(TellsKept):
     async def _find_homes(
         self, keys: Sequence[BlockKey], *blocks: Descriptors
     ) -> tuple[list[Home], NDArray[np.intp]]:
-        """Check a call and find the homes of its blocks, ranked for each key, best first."""
+        """Check a call, start, and find the homes of its blocks, for each key best first."""
         self._guard.check_batch(keys, *blocks)
         for each in blocks:
             self._exchange.require_reach(each)
