@@ -173,15 +173,15 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._guard.check_batch(keys, blocks)
-        stops = blocks.payload_starts + blocks.block_sizes
-        starts = blocks.payload_starts.tolist()
-        async with self._storing(keys, starts, stops.tolist()) as (plan, stored):
-            chosen = _chosen(plan.keys, keys, blocks)
-            if plan.keys and self._needs_thread(chosen):
-                await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
-                stored.extend(plan.keys)
-            elif plan.keys:
-                await self._write(plan.slots, plan.keys, chosen, stored)
+        starts, stops = blocks.payload_starts, blocks.payload_starts + blocks.block_sizes
+        async with self._storing(keys, starts.tolist(), stops.tolist()) as (plan, stored):
+            if plan.keys:
+                chosen = _chosen(plan.keys, keys, blocks)
+                if self._needs_thread(chosen):
+                    await self._threads.run(self.pool.write, plan.slots, plan.keys, chosen)
+                    stored.extend(plan.keys)
+                else:
+                    await self._write(plan.slots, plan.keys, chosen, stored)
         return self._outcomes(keys, plan)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
