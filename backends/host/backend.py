@@ -209,7 +209,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             stored: Sequence[BlockKey] = ()
             try:
                 if plan.keys and blocks.device != HOST:
-                    begun = self._begin_device_store(plan, keys, blocks)
+                    begun = self._begin_copy(plan, keys, blocks)
                     return begun
                 if plan.keys:
                     self.pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
@@ -219,10 +219,8 @@ class HostBackend(LendingBackend, ImmediateMover):
                     self._end_store(plan.keys, stored)
         return Begun(self._outcomes(keys, plan))
 
-    def _begin_device_store(
-        self, plan: StorePlan, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> Begun:
-        """Begin a copy by a device; the caller holds the index's lock."""
+    def _begin_copy(self, plan: StorePlan, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """Begin a copy by a device; the caller holds the lock, and ends the plan on an error."""
         stored: list[BlockKey] = []
         outcomes, chosen = self._outcomes(keys, plan), _chosen(plan.keys, keys, blocks)
         copy, finish = self.pool.begin_write(plan.slots, plan.keys, chosen)
@@ -237,8 +235,12 @@ class HostBackend(LendingBackend, ImmediateMover):
                     del self._begun[key]
                 self._end_store(plan.keys, stored)
 
-        begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
-        self._begun |= dict.fromkeys(plan.keys, begun)
+        try:
+            begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
+            self._begun |= dict.fromkeys(plan.keys, begun)
+        except BaseException:
+            copy.wait()  # before other blocks get its slots
+            raise
         return begun
 
     def _needs_thread(self, blocks: Descriptors) -> bool:
@@ -583,8 +585,7 @@ class _SharedBegun(Begun):
 
 def _slices(blocks: Descriptors) -> Iterator[tuple[int, int]]:
     """Cut blocks into slices between which the event loop gets a turn; one slice for a device."""
-    on_host = blocks.device == HOST
-    return blocks.cut(SLICE_BYTES if on_host else max(1, blocks.num_bytes))
+    return blocks.cut(SLICE_BYTES if blocks.device == HOST else max(1, blocks.num_bytes))
 
 
 def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors) -> Descriptors:

@@ -20,6 +20,7 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import numpy as np
 import pytest
+import torch
 
 from kvxfer import Backend, BlockKey, Namespace, Outcome, Status, make_block_key, runtime
 from kvxfer.backends.host import (
@@ -30,6 +31,7 @@ from kvxfer.backends.host import (
     MemoryIntegrity,
     PoolShape,
 )
+from kvxfer.backends.host import backend as host_backend
 from kvxfer.backends.host import memory as memory_module
 from kvxfer.backends.host.available_memory import AvailableMemory
 from kvxfer.backends.host.held_tiers import HeldTiers
@@ -258,6 +260,20 @@ async def test_a_checksum_that_another_reader_adds_meanwhile_makes_no_block_corr
         monkeypatch.setattr(pool, "_checksum", hash_while_another_reads)
         assert pool.find(slots, keys, [0, 0], [100, 100])[0] == [DONE, DONE]
         backend.unpin(keys)
+
+
+async def test_a_store_that_memory_is_short_for_keeps_its_slots_until_its_copy_has_ended(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = replace(memory.describe(0, [1]), device=torch.device("cuda", 0))
+    async with open_host(memory) as backend:
+        copy, was_storing = Mock(), list[bool]()
+        copy.wait = lambda: was_storing.extend(backend._index.are_storing([KEY]))
+        monkeypatch.setattr(backend.pool, "begin_write", lambda *_: (copy, Mock()))
+        monkeypatch.setattr(host_backend, "_SharedBegun", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            backend.begin_store([KEY], blocks)
+        assert (was_storing, backend.is_storing(KEY)) == ([True], False)
 
 
 def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
