@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -174,9 +174,8 @@ class DaemonThreads(ThreadPoolExecutor):
             thread.join()
 
     def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._started)}"
         with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-            self._started.append(start_thread(self._work, name=name))
+            self._started += [start_thread(self._work, name=f"{self._name}-{len(self._started)}")]
             self._num_alive += 1
 
     def when_ended(self, call: Callable[[], object]) -> None:
@@ -190,7 +189,8 @@ class DaemonThreads(ThreadPoolExecutor):
             try:
                 call()
             except MemoryError as exc:  # before it began
-                call.args[0].set_exception(exc)
+                with contextlib.suppress(InvalidStateError):  # it was cancelled
+                    call.args[0].set_exception(exc)
             del call  # else its arguments would stay alive until the next call
             with self._lock:
                 self._num_busy -= 1

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import BackendUnavailableError, ClosedError
-from kvxfer.runtime import LoopThread, Threads, outlive_caller, wait_despite_cancel
+from kvxfer.runtime import LoopThread, Threads, outlive_caller, threads, wait_despite_cancel
 from kvxfer.testing.conformance.suite import yield_to_loop
 
 LIMIT_S = 10.0
@@ -248,3 +248,13 @@ def test_stop_cancels_what_is_left_and_lets_it_end_though_it_is_called_again_mea
         other.join()
     assert ended.is_set()
     assert left.cancelled()
+
+
+def test_a_thread_outlives_a_cancelled_call_that_memory_was_short_for() -> None:
+    pool, go_on = threads.DaemonThreads("test", 1), threading.Event()
+    pool.submit(go_on.wait)
+    with patch.object(threads, "_run", Mock(side_effect=MemoryError)):
+        assert pool.submit(int).cancel()
+    go_on.set()
+    assert pool.submit(int).result(LIMIT_S) == 0
+    pool.shutdown()
