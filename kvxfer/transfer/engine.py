@@ -411,7 +411,8 @@ class PolledEngine(Generic[MoverT]):
         try:
             if submission.job.end(Status.CANCELLED, "cancelled before it began"):
                 submission.job.tell(self._reports)
-            self._note_ended(submission.job)
+            if submission.job.job_id in self._submitted:  # else an earlier attempt was reported
+                self._note_ended(submission.job)
             submission.ended.set_result(None)
         except MemoryError:  # nobody else would end it
             self._loop.call_soon(self._end, submission)

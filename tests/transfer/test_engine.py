@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
@@ -37,9 +38,10 @@ from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_k
 from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.testing.conformance.suite import yield_to_loop
 from kvxfer.transfer import PolledEngine, mover
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import Direction, describe_batch
+from kvxfer.transfer.job import Direction, FinishedJob, describe_batch
 from kvxfer.transfer.mover import Admission
 from tests.clock import LIMIT_S
 from tests.recorder import Recorder
@@ -439,6 +441,28 @@ def test_an_engine_for_which_no_thread_can_be_started_says_so_and_works_later(
         [stored] = engine.wait([engine.submit_store(keys, [[1]])])
         assert stored.done
         assert engine.submit_lookup(keys).result() == [True]
+
+
+async def test_a_job_is_reported_once_though_memory_was_short_as_it_ended(
+    memory: BlockMemory,
+) -> None:
+    reported, errors, set_result = list[FinishedJob](), [MemoryError()], Future.set_result
+    opened = TransferEngine(memory.caches, make_backend(memory))
+
+    def fail_once(future: Future[None], value: None) -> None:
+        reported.extend(opened.get_finished())
+        if errors:
+            raise errors.pop()
+        set_result(future, value)
+
+    async with opened:
+        with patch("kvxfer.transfer.engine.Future.set_result", fail_once):
+            job_id = opened.submit_store(keys_of(4), [range(4)])
+            while errors:  # noqa: ASYNC110 - turns of this loop are all it takes
+                await asyncio.sleep(0)
+            await yield_to_loop(4)
+        reported += opened.get_finished()
+    assert [each.job_id for each in reported] == [job_id]
 
 
 async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemory) -> None:
