@@ -502,13 +502,13 @@ class HostBackend(LendingBackend, ImmediateMover):
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
         """Find slots for blocks; stored blocks that lack some of their bytes are replaced."""
+        self._scrubber.start()
         replaced = []
         parts = zip(keys, self._index.are_ready(keys), starts, stops, strict=True)
         for key, is_ready, start, stop in parts:
             if is_ready and not self.pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
                 replaced.append(key)
-        self._scrubber.start()
         plan = self._index.begin_store(keys)
         for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by}.items():
             if gone:

@@ -53,8 +53,8 @@ class Scrubber:
     def start(self) -> None:
         """Start the thread, once there is something to read; has no effect when called again."""
         if not self._is_started:
-            self._is_started = True
             self._threads.start(self._run, threading.get_ident())
+            self._is_started = True
 
     async def aclose(self) -> bool:
         """Stop the thread; return whether it has ended within `CLOSE_TIMEOUT_S`."""

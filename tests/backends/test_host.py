@@ -262,6 +262,21 @@ async def test_a_checksum_that_another_reader_adds_meanwhile_makes_no_block_corr
         backend.unpin(keys)
 
 
+async def test_memory_is_scrubbed_though_memory_was_short_when_that_was_to_begin(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_host(memory) as backend:
+        threads = backend._scrubber._threads
+        with monkeypatch.context() as patched:
+            patched.setattr(threads, "start", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                await backend.store([KEY], memory.describe(0, [1]))
+        with patch.object(threads, "start", wraps=threads.start) as start_thread:
+            for key in (KEY, OTHER):
+                assert await backend.store([key], memory.describe(0, [1])) == [DONE]
+        start_thread.assert_called_once()
+
+
 async def test_a_store_that_memory_is_short_for_keeps_its_slots_until_its_copy_has_ended(
     memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
