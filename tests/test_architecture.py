@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 1_921,
     "backends/file": 4_376,
-    "backends/host": 1_935,
+    "backends/host": 1_936,
     "backends/mooncake": 688,
     "backends/nixl": 7_548,
     "backends/object": 1_687,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_531,
     "kvxfer/testing": 6_020,
     "kvxfer/tiering": 1_624,
-    "kvxfer/transfer": 1_983,
+    "kvxfer/transfer": 1_984,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.
