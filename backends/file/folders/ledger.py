@@ -135,7 +135,7 @@ class Ledger:
             # Others count in a new file by now, from a walk that misses bytes not yet written.
             if self.reserved > reserved and not has_name(self._fd, self._path):
                 self.known = False
-                raise RemovedCountError(errno.ESTALE, "the count was removed", str(self._root))
+                raise RemovedCountError(errno.ESTALE, "the count was removed", str(self._path))
 
     def _lock_file(self, ends_at: float) -> None:
         """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
