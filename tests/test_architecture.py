@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 1_921,
-    "backends/file": 4_376,
+    "backends/file": 4_375,
     "backends/host": 1_936,
     "backends/mooncake": 688,
     "backends/nixl": 7_548,

@@ -317,16 +317,16 @@ class FileBackend(Backend):
         """Write the missing blocks of a batch; see `StoreBatch.write`."""
         self._guard.check()  # the backend may have been closed meanwhile
         batch, began = self._batch(keys, blocks), runtime.monotonic()
-        with self._removers.counting():  # a close keeps them until the room is given back
+        # A close keeps the threads until the room is given back.
+        with self._removers.counting(), contextlib.ExitStack() as ending:
             self._writing_since.append(began)
+            ending.callback(self._writing_since.remove, began)
             try:
                 return await self._share(self._writers, self._num_writers, batch.write, blocks)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the close waited as long as it may
-                    await wait_despite_cancel(self._removers.start(batch.give_back))
-                raise
             finally:
-                self._writing_since.remove(began)
+                if batch.reserved:
+                    with contextlib.suppress(RuntimeError):  # the close waited as long as it may
+                        await wait_despite_cancel(self._removers.start(batch.give_back))
 
     def _batch(self, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
         return StoreBatch(self._files, self._space, self._writer, keys, blocks)

@@ -30,6 +30,9 @@ class StoreBatch:
 
     The first share reserves room for all of them, or for the leading blocks if there is too little.
     No block of the batch is evicted for another.
+
+    Attributes:
+        reserved: Indices of blocks with room that is not settled yet.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class StoreBatch:
         self._blocks = blocks
         self._lock = runtime.lock()
         self._has_room = False
-        self._reserved: set[int] = set()
+        self.reserved: set[int] = set()
         self._outcomes: list[Outcome | None] = [None] * len(keys)
 
     def write(self, start: int, stop: int) -> list[Outcome | None]:
@@ -63,13 +66,9 @@ class StoreBatch:
                     self._reserve()
                 except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
                     self._outcomes[:] = [self._files.failure(exc)] * len(self._keys)
-            ours = sorted(self._reserved.intersection(range(start, stop)))
-        try:
-            if ours:
-                self._write(ours)
-        finally:
-            if left := self._reserved.intersection(ours):  # for want of memory
-                self._settle(sorted(left))
+            ours = sorted(self.reserved.intersection(range(start, stop)))
+        if ours:
+            self._write(ours)
         return self._outcomes[start:stop]
 
     def covered(self) -> list[bool]:
@@ -84,7 +83,7 @@ class StoreBatch:
 
     def give_back(self) -> None:
         """Give back the room of blocks that will not be written; no share may be running."""
-        self._settle(sorted(self._reserved))
+        self._settle(sorted(self.reserved))
 
     def _write(self, indices: Sequence[int], *, again: bool = False) -> None:
         """Write files, and write those again, once, that did not fit although room was reserved."""
@@ -133,7 +132,7 @@ class StoreBatch:
         keys = [self._keys[index] for index in indices]
         try:
             fitting = self._space.reserve(keys, self._file_sizes(indices), spare=spare)
-            self._reserved.update(indices[:fitting])
+            self.reserved.update(indices[:fitting])
             refusal = NOT_WALKED if self._space.is_walking else NO_ROOM
         except OSError as exc:
             fitting, refusal = 0, self._files.failure(exc)
@@ -200,7 +199,7 @@ class StoreBatch:
 
     def _settle(self, indices: Sequence[int]) -> None:
         with self._lock:
-            self._reserved.difference_update(indices)
+            self.reserved.difference_update(indices)
         keys = [self._keys[index] for index in indices]
         outcomes = [self._outcomes[index] for index in indices]
         stored = [outcome is not None and outcome.done for outcome in outcomes]

@@ -55,8 +55,6 @@ CALLERS = ("/asyncio/", "/concurrent/", "/simulation/", "/threading.py")
 """Files whose code calls callbacks and begins tasks."""
 FOUND_BY_WALKS = ("FileIndex._note_gone", "FileIndex._add", "key_in", "Space._evict")
 """Calls whose failure leaves a file unknown until the next walk; not failed, either."""
-UNMENDED = ("StoreBatch.write",)
-"""Calls that are not failed yet: the room that another share reserved for this one leaks."""
 GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 PAGE_BYTES = 64
 NUM_BLOCKS = 4
@@ -97,7 +95,7 @@ class Shortage:
 
 
 def _may_fail(frame: FrameType) -> bool:
-    if not _is_ours(frame.f_code) or frame.f_code.co_qualname in LOOKS + FOUND_BY_WALKS + UNMENDED:
+    if not _is_ours(frame.f_code) or frame.f_code.co_qualname in LOOKS + FOUND_BY_WALKS:
         return False
     at, code = frame.f_lasti, frame.f_code.co_code
     begins = code[at] == dis.opmap["RESUME"] and not code[at + 1] & 3
