@@ -660,40 +660,23 @@ async def test_blocks_are_stored_where_the_folder_is_though_an_old_one_was_moved
         assert (root / memory.namespace().fingerprint / "namespace.json").exists()
 
 
-@pytest.mark.parametrize("is_anew", [False, True])
-async def test_blocks_are_stored_where_the_path_leads_once_the_root_was_moved(
-    tmp_path: Path, *, is_anew: bool
+@pytest.mark.parametrize("moved", ["root", "root, and made anew", "folder of the namespace"])
+async def test_blocks_are_stored_where_the_path_leads_once_its_folder_was_moved(
+    tmp_path: Path, moved: str
 ) -> None:
     """As after `mv store old`, which keeps the old blocks, and perhaps a new store."""
     memory, keys = one_page_memory(), hashed_keys(8)
     root, old, capacity = tmp_path / "store", tmp_path / "old", ByteSize(4 * FILE_BYTES)
     async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
         await store(ours, keys[:4], memory.describe(0, range(4)))
-        root.rename(old)
-        if is_anew:
+        (root if "root" in moved else root / memory.namespace().fingerprint).rename(old)
+        if "anew" in moved:
             async with open_store(root, memory.namespace()):
                 pass
         assert await ours.lookup(keys) == [True] * 4 + [False] * 4, "until a block is stored"
         for some in (keys[4:], keys[:4]):
             assert statuses(await store(ours, some, memory.describe(0, range(4)))) == [DONE] * 4
             assert counted_bytes(root) == bytes_on_disk(root) == capacity
-        async with open_store(root, memory.namespace(), capacity=capacity) as theirs:
-            assert await theirs.lookup(keys) == [True] * 4 + [False] * 4
-        assert bytes_on_disk(old) == capacity
-
-
-async def test_blocks_are_stored_in_the_tree_once_the_folder_of_their_namespace_was_moved(
-    tmp_path: Path,
-) -> None:
-    memory, keys = one_page_memory(), hashed_keys(8)
-    root, old, capacity = tmp_path / "store", tmp_path / "old", ByteSize(4 * FILE_BYTES)
-    async with indexed_store(root, memory.namespace(), capacity=capacity) as ours:
-        await store(ours, keys[:4], memory.describe(0, range(4)))
-        (root / memory.namespace().fingerprint).rename(old)
-        assert await ours.lookup(keys) == [True] * 4 + [False] * 4, "until a block is stored"
-        for some in (keys[4:], keys[:4]):
-            assert statuses(await store(ours, some, memory.describe(0, range(4)))) == [DONE] * 4
-        assert counted_bytes(root) == bytes_on_disk(root) == capacity
         async with open_store(root, memory.namespace(), capacity=capacity) as theirs:
             assert await theirs.lookup(keys) == [True] * 4 + [False] * 4
         assert bytes_on_disk(old) == capacity
