@@ -46,7 +46,7 @@ class WriteBackQueue(Generic[T]):
       `MAX_ATTEMPTS` failures while its tier works, it is given up.
     - A block that cannot be read above is put off, with a pause of its own, and delays no other.
     - A block that is added again while it is being copied waits for that copy to end.
-    - A block that is added under its key is joined with it; by default, it replaces it.
+    - A block that is added under the key of another is joined with it; by default, it replaces it.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class WriteBackQueue(Generic[T]):
         return given_up
 
     def retry_as(self, blocks: Mapping[BlockKey, T]) -> None:
-        """End taken blocks that the tiers above lost; these are copied in their place."""
+        """Retry taken blocks that the tiers above lost as other blocks of their keys."""
         for key, block in blocks.items():
             if key in self._taken:
                 self._taken[key].block = block
