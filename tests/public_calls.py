@@ -22,7 +22,7 @@ from kvxfer.engine_side import (
     TokenBatch,
     VLLMKeys,
 )
-from kvxfer.kvcache import AllocationCondition, AttentionLayout, CopyRun, UniformTypeKVCacheSpecs
+from kvxfer.kvcache import AllocationCondition, AttentionLayout, UniformTypeKVCacheSpecs
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
 from kvxfer.storage.backend import Purgeable
@@ -135,10 +135,7 @@ class Valid(NamedTuple):
     of: Callable[[], Any] | None = None
 
 
-COPY = dict.fromkeys(inspect.signature(CopyRun).parameters, 1)
-
 ARGUMENTS: dict[str, Any] = {
-    **COPY,
     **OF_A_TABLE,
     "addresses": np.array([8], np.uint64),
     "ask": dict,

@@ -22,7 +22,6 @@ from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.portable import (
-    CopyRun,
     PageMapping,
     WorkerShard,
     map_caches,
@@ -54,7 +53,6 @@ __all__ = [
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
     "ChunkedLocalAttentionSpec",
-    "CopyRun",
     "CrossAttentionSpec",
     "Descriptors",
     "FullAttentionSpec",

@@ -7,7 +7,6 @@ from kvxfer.kvcache.portable.cache_description import (
 )
 from kvxfer.kvcache.portable.page import PortableTensor, portable_page
 from kvxfer.kvcache.portable.page_mapping import (
-    CopyRun,
     PageFragments,
     PageMapping,
     compile_mapping,
@@ -21,7 +20,6 @@ from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard, is_state
 __all__ = [
     "OPAQUE",
     "CacheDescription",
-    "CopyRun",
     "GroupDescription",
     "PageFragments",
     "PageMapping",

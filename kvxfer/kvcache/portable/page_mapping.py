@@ -47,24 +47,6 @@ MAX_DIGEST = (1 << 128) - 1
 """Maximum digest of a key, a number of 128 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRun:
-    """Run of equal fragments, evenly spaced on both sides.
-
-    Fragment i is `fragment_size` bytes, at `local_offset + i * local_stride` of the worker's
-    block and at `canonical_offset + i * canonical_stride` of the portable page.
-
-    Source: `CopyRun` of vLLM's `vllm/v1/kv_offload/base.py`, whose fields these are.
-    """
-
-    local_offset: int
-    canonical_offset: int
-    fragment_size: int
-    num_fragments: int
-    local_stride: int
-    canonical_stride: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PageFragments:
     """Fragments that are contiguous both in a worker's blocks and in a portable page.
@@ -93,27 +75,6 @@ class PageFragments:
         touching &= (blocks[1:] == blocks[:-1]) & ~np.isin(local[1:], local_cuts)
         touching &= ~np.isin(page[1:], page_cuts)
         return cls(*join(touching, blocks, local, page, lengths))
-
-    def runs(self) -> list[tuple[int, CopyRun]]:
-        """Group the fragments into evenly strided runs, each with the index of its block."""
-        fields = np.stack((self.blocks, self.lengths, self.local_offsets, self.page_offsets))
-        steps = np.diff(fields)
-        changes = np.flatnonzero(np.diff(steps).any(0)) + 1
-        runs: list[tuple[int, CopyRun]] = []
-        start, count = 0, fields.shape[1]
-        lasts = np.append(changes, count - 1)
-        while start < count:
-            stop = start + 1
-            if stop < count and not steps[:2, start].any():
-                stop = int(lasts[lasts.searchsorted(start, side="right")]) + 1
-            block, length, local, page = fields[:, start].tolist()
-            local_step, page_step = (
-                steps[2:, start].tolist() if stop > start + 1 else (length, length)
-            )
-            run = CopyRun(local, page, length, stop - start, local_step, page_step)
-            runs.append((block, run))
-            start = stop
-        return runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,10 +140,11 @@ class PageMapping:
         return number % self.num_writers == self.writer_index
 
     def __str__(self) -> str:
-        runs = [run for fragments in self.pages for run in fragments.runs()]
+        num_fragments = sum(len(each.blocks) for each in self.pages)
         return (
-            f"{self.num_bytes} of {self.page.num_bytes} bytes of a page in {len(runs)} runs, "
-            f"{self.blocks_per_page} blocks per page, {self.pages_per_block} pages per block"
+            f"{self.num_bytes} of {self.page.num_bytes} bytes of a page in {num_fragments} "
+            f"fragments, {self.blocks_per_page} blocks per page, {self.pages_per_block} pages per "
+            "block"
         )
 
 
