@@ -99,6 +99,7 @@ def test_arguments_of_no_use_are_false_and_do_not_raise(tmp_path: Path) -> None:
     with filled(tmp_path) as (pool, storage):
         assert storage.batch_get_v1(KEYS, rows_of(pool)[:-1]) == [False] * 4
         assert storage.batch_get_v1(KEYS, rows_of(pool) + 1) == [False] * 4
+        assert storage.batch_get_v1(KEYS, rows_of(pool).view(4, 2, -1).mT.flatten()) == [False] * 4
         assert storage.batch_get_v1(KEYS, rows_of(pool) + 10_000 * 8) == [False] * 4
         assert storage.batch_get_v1(["no hash"] * 4, rows_of(pool)) == [False] * 4
         assert storage.batch_get_v1([KEYS[0]] * 4, rows_of(pool)) == [False] * 4

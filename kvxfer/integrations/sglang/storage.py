@@ -252,17 +252,19 @@ def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | N
     """Find the pages that rows of a pool make up, page after page.
 
     Raises:
-        InvalidArgumentError: There are not as many rows as these pages have, or a page does not
-            begin where pages do.
+        InvalidArgumentError: There are not as many rows as these pages have, or the rows of a page
+            are not those of one page, in order.
     """
     num_rows = 0 if host_indices is None else host_indices.numel()
     if host_indices is None or num_rows != num_pages * rows_per_page:
         raise InvalidArgumentError("host_indices", num_rows, f"{num_pages} x {rows_per_page}")
-    firsts = host_indices[::rows_per_page].tolist()
-    for first in firsts:
-        if first % rows_per_page:
-            raise InvalidArgumentError("host_indices", first, f"a multiple of {rows_per_page}")
-    return [first // rows_per_page for first in firsts]
+    rows = host_indices.cpu().reshape(num_pages, rows_per_page)
+    pages = rows[:, 0] // rows_per_page
+    wrong = rows != pages[:, None] * rows_per_page + torch.arange(rows_per_page)
+    if wrong.any():
+        rule = f"whole pages of {rows_per_page} rows, each in order"
+        raise InvalidArgumentError("host_indices", int(rows[wrong][0]), rule)
+    return [int(page) for page in pages]
 
 
 def _block_key(key: str, group: int) -> BlockKey:
