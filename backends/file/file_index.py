@@ -265,8 +265,8 @@ class FileIndex:
             is_first, self._has_walked = not self._has_walked, True
             self._walk_result = [], []
         if not walk.is_partial:
-            yield from self._in_steps(self._vanish, known)
-        yield from self._in_steps(self._find, blocks)
+            yield from self._in_steps(partial(self._vanish, walk), known)
+        yield from self._in_steps(partial(self._find, walk), blocks)
         if is_first:  # files stored before it ended were used more recently than those it found
             newer = dict.fromkeys(known)
 
@@ -323,18 +323,16 @@ class FileIndex:
                     act(file)
             yield True
 
-    def _vanish(self, file: FileId) -> None:
+    def _vanish(self, walk: _Walk, file: FileId) -> None:
         """Drop a file that a walk did not find, unless it was written meanwhile."""
-        entry, walk = self._entries.get(file), self._walk
-        assert walk is not None
+        entry = self._entries.get(file)
         if entry and not entry.held and entry.walk < self._num_walks and file not in walk.there:
             self._drop(file)
             self._walk_result[1].append(file)
 
-    def _find(self, found: tuple[FileId, FoundBlock]) -> None:
+    def _find(self, walk: _Walk, found: tuple[FileId, FoundBlock]) -> None:
         """Note a file that a walk has found, unless this process has removed it since."""
-        (file, block), walk = found, self._walk
-        assert walk is not None
+        file, block = found
         if (file, block.quarantined) in walk.gone:
             return
         entry = (self._quarantined if block.quarantined else self._entries).get(file)
