@@ -447,8 +447,8 @@ class HostPool:
     ) -> Outcome:
         """Check the bytes of a part against the checksum in its tag."""
         _, start, stop, expected = tag
-        if slot in self._unhashed or self._checksum(slot, part, start, stop) == expected:
-            return DONE  # without a checksum, there is nothing to compare
+        if self._checksum(slot, part, start, stop) == expected:
+            return DONE
         return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
 
     def empty(self, slots: Sequence[int], part: int) -> None:
