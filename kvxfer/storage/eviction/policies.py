@@ -547,7 +547,7 @@ class RetainingPolicy(EvictionPolicy):
             self._spared.put(key, wish.normal_at)
         if wish.expires_at < math.inf:
             self._expiring.put(key, wish.expires_at)
-        if wish.priority < 0 and not wish.spared:
+        if wish.priority < 0:
             self._low.put(key, wish.priority)
 
     def _unrank(self, key: BlockKey) -> None:
