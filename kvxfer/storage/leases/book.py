@@ -157,18 +157,11 @@ class LeaseBook:
 
     def pin(self, blocks: Collection[int]) -> None:
         """Pin offered blocks: until each is unpinned as often, its last ticket cannot end."""
-        for block in blocks:
-            if block not in self._offers:
-                raise InvalidArgumentError("blocks", block, "a block that is offered")
         self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """Unpin blocks, even if they are no longer offered."""
-        counts = Counter(blocks)
-        for block, count in counts.items():
-            if self._pins[block] < count:
-                raise InvalidArgumentError("blocks", block, f"a block with at least {count} pins")
-        for block, count in counts.items():
+        for block, count in Counter(blocks).items():
             if self._pins[block] == count:
                 self._pins.pop(block)  # `del` of a `Counter` is slow
             else:
