@@ -371,6 +371,16 @@ def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
         assert read(KEY, 1 - part).done
 
 
+def test_a_slot_of_which_a_part_lacks_its_first_bytes_does_not_hold_the_block() -> None:
+    shape = PoolShape(num_slots=4, num_parts=2, part_size_bytes=4096)
+    engine = CPUCopyEngine(num_threads=1)
+    with contextlib.closing(HostPool(shape, CHUNKS.namespace(), engine)) as pool:
+        for part, start in enumerate((0, 1024)):
+            pool.tag([3], [KEY], [start], [4096], [None], part=part)
+        assert pool.verify(3, KEY).status is Status.MISSING
+        assert pool.holds([3], [KEY]) == [False]
+
+
 GIB = 1 << 30
 UNIFIED = "30 24 0:26 {top} {at} rw - cgroup2 cgroup2 rw,nsdelegate"
 LEGACY = "31 24 0:27 {top} {at}/memory rw - cgroup cgroup rw,memory"
