@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvxfer import BlockKey, Retention, make_block_key, runtime
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy, RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL
-from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.index import BlockIndex, BlockState
 from tests.clock import Clock
 
 NUM_SLOTS = 4
@@ -182,6 +182,16 @@ def test_a_prompt_above_normal_loses_its_end_first(
     assert store(index, [12]) == [key(7)]
 
 
+def test_a_rank_holds_however_often_other_ranks_change() -> None:
+    index = retaining(LRU(NUM_SLOTS))
+    for number, priority in enumerate((-1, -3, -2, -4)):
+        store(index, [number], Retention(priority=priority))
+    for _ in range(100):
+        index.pin([key(3)])
+        index.unpin([key(3)])
+    assert store(index, [4, 5, 6]) == [key(3), key(1), key(2)]
+
+
 @pytest.fixture(params=[LRU, ARC])
 def index(request: pytest.FixtureRequest) -> BlockIndex:
     return BlockIndex(request.param(NUM_SLOTS))
@@ -209,3 +219,22 @@ def test_a_used_prefix_has_its_tail_evicted_first_in_whatever_order_it_is_unpinn
     index.touch(keys)
     index.unpin([key(number) for number in order])
     assert store(index, [4]) == [key(3)]
+
+
+def test_slots_of_corrupt_blocks_stay_out_of_use_until_every_reader_of_their_key_has_left(
+    index: BlockIndex,
+) -> None:
+    slots = set[int]()
+    for _ in range(2):
+        store(index, [0])
+        slots.update(index.pin([key(0)]))
+        index.quarantine(key(0))
+    store(index, [0])
+    index.pin([key(0)])
+    assert not index.unpin([key(0), key(0)])
+    plan = index.begin_store([key(1), key(2)])
+    assert plan.refused == [key(2)], "the key does not tell which of its blocks was unpinned"
+    index.finish_store(plan.keys, stored=False)
+    assert set(index.unpin([key(0)])) == slots
+    assert index.state(key(0)) is BlockState.READY
+    assert store(index, [1, 2, 3, 4]) == [key(0)]
