@@ -18,6 +18,7 @@ from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, 
 from kvxfer.testing.conformance.suite import store_generated, yield_to_loop
 from kvxfer.testing.simulation import Simulation
 from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering.write_back_queue import FIRST_PAUSE_S
 from tests.tiering.opened_tiers import KEYS, load_from, open_dict, open_host, settle
 
 
@@ -366,6 +367,36 @@ async def test_a_copy_down_that_does_not_end_well_is_made_again(
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await backend.flush()
         assert await lower.lookup(KEYS[:1]) == [True]
+
+
+def test_a_block_that_cannot_be_read_above_delays_no_other_and_is_copied_down_later(
+    memory: BlockMemory,
+) -> None:
+    class Reluctant(DictBackend):
+        num_loads = 0
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            self.num_loads += 1
+            if self.num_loads == 1:
+                return [Outcome(Status.FAILED)] * len(keys)
+            return await super().load(keys, blocks)
+
+    async def copy_down() -> None:
+        namespace = memory.namespace()
+        lower = open_dict(namespace)
+        async with TieredBackend([Reluctant(None, namespace), lower], namespace) as backend:
+            for at in range(2):
+                await store_generated(backend, [KEYS[at]], memory.describe(0, [at]))
+                await settle(backend)
+            assert await lower.lookup(KEYS[:2]) == [False, True]
+            async with asyncio.timeout(2 * FIRST_PAUSE_S):
+                await backend.flush()
+            assert await lower.lookup(KEYS[:2]) == [True, True]
+
+    simulation = Simulation(1)
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(lambda: simulation.run(copy_down()))
+    assert not simulation.violations
 
 
 async def test_a_chunk_that_was_completed_before_its_turn_is_copied_down_whole() -> None:
