@@ -83,15 +83,14 @@ class WriteBackQueue(Generic[T]):
         return self.pause.num_failures > 0
 
     def pause_s(self, now: float) -> float:
-        """Seconds until blocks may be taken again."""
+        """Seconds until blocks may be taken again, if none is being copied."""
         self._bring_back(now)
-        none_waits = next(self.waiting(), None) is None
-        due_at = self._due[0][0] if none_waits and self._put_off else -inf
+        due_at = self._due[0][0] if self._put_off and not self._waiting else -inf
         return max(self.pause.left_s(now), due_at - now)
 
     def waiting(self) -> Iterator[T]:
-        """Iterate over the blocks that may be taken, oldest first."""
-        return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
+        """Iterate over the blocks that wait, oldest first."""
+        return (entry.block for entry in self._waiting.values())
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
         """Add blocks, joined with earlier ones of their keys; return the keys dropped."""
