@@ -286,12 +286,11 @@ class HostPool:
                 is `DONE`, 0 if integrity is off or without `hashed`.
         """
         outcomes, checksums = [], []
-        verifies = hashed and self.integrity is not MemoryIntegrity.OFF
         unhashed, tags = self._unhashed.intersection(slots), self._tags[list(slots), 0].tolist()
         for tag, slot, key, start, stop in zip(tags, slots, keys, starts, stops, strict=True):
             whole = (start, stop) == tag[1:3]
             outcome = self._check_tag(tag, slot, key, start, stop)
-            if outcome.done and verifies and not whole and slot not in unhashed:
+            if outcome.done and hashed and not whole and slot not in unhashed:
                 outcome = self._verify_bytes(tag, slot, key, 0)
             outcomes.append(outcome)
             if outcome.done:
