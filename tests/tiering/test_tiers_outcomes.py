@@ -413,19 +413,23 @@ async def test_a_chunk_that_was_completed_before_its_turn_is_copied_down_whole()
         assert await tiers[1].load(KEYS[:1], memory.describe(0, [4, 5])) == [DONE]
 
 
-async def test_a_part_is_copied_down_if_the_whole_chunk_that_waited_was_lost() -> None:
-    memory = BlockMemory([[64]], num_blocks=8, blocks_per_chunk=2)
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_largest_part_of_a_chunk_that_is_there_is_copied_down(*, is_lost: bool) -> None:
+    memory = BlockMemory([[64]], num_blocks=8, blocks_per_chunk=3)
     first, second = (open_dict(memory.namespace()) for _ in range(2))
     async with TieredBackend([first, second], memory.namespace()) as backend:
         async with AsyncExitStack() as held:
             for _ in range(backend._staging.num_buffers):
                 await held.enter_async_context(backend._staging.hold([1], [0]))
-            await backend.store(KEYS[:1], memory.describe(0, [0, 1]))
-            await first.delete(KEYS[:1])  # as if it was corrupt
-            await first.store(KEYS[:1], memory.describe(0, [0]))  # another process of the pool
-            backend.write_back(BlockParts(keys=KEYS[:1], starts=[0], sizes=[64]))
+            await backend.store(KEYS[:1], memory.describe(0, [0, 1, 2]))
+            if is_lost:
+                await first.delete(KEYS[:1])  # as if it was corrupt
+                await first.store(KEYS[:1], memory.describe(0, [0, 1]))  # another process's
+            for num_bytes in (128, 64):
+                backend.write_back(BlockParts(keys=KEYS[:1], starts=[0], sizes=[num_bytes]))
         await backend.flush()
-        assert await second.load(KEYS[:1], memory.describe(0, [4])) == [DONE]
+        largest = memory.describe(0, [4, 5] if is_lost else [4, 5, 6])
+        assert await second.load(KEYS[:1], largest) == [DONE]
 
 
 async def test_a_drain_of_blocks_waits_for_a_late_load_of_any_engine(memory: BlockMemory) -> None:
