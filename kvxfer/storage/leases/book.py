@@ -114,7 +114,7 @@ class LeaseBook:
         Returns whether all blocks of the ticket were offered; None if it is over or unknown.
         """
         entry = self._tickets.get(ticket)
-        if entry is None or entry.is_over or entry.ends <= runtime.monotonic():
+        if entry is None or entry.is_over:
             return None
         entry.holders[holder] = number
         return entry.is_complete
