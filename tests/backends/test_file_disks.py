@@ -493,6 +493,34 @@ async def test_a_call_that_waits_while_its_store_is_closed_says_what_is_closed(
         await closing
 
 
+async def test_files_are_closed_only_after_calls_that_hang_while_their_store_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, hung, go = one_page_memory(), hashed_keys(1), asyncio.Event(), threading.Event()
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def hang(*_: object) -> list[bool]:
+        loop.call_soon_threadsafe(hung.set)
+        go.wait()
+        return [closed.is_set()]
+
+    def close_files() -> None:
+        close()
+        loop.call_soon_threadsafe(closed.set)
+
+    async with indexed_store(tmp_path, memory.namespace(), close_timeout_s=0.1) as backend:
+        close = backend._files.close
+        monkeypatch.setattr(backend._files, "close", close_files)
+        monkeypatch.setattr(backend._files, "have_files", hang)
+        asking = asyncio.ensure_future(backend.lookup(keys))
+        await hung.wait()
+        await backend.aclose()
+        assert not closed.is_set()
+        go.set()
+        assert await asking == [False]
+        await closed.wait()
+
+
 async def test_a_delete_that_goes_on_without_its_caller_takes_no_block_stored_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
