@@ -192,6 +192,11 @@ class PortableBackend(TellsKept, WrappingBackend):
         kept = {key for key, shards in pages if not left.isdisjoint(shards)}
         return {key for key, shards in pages if not gone.isdisjoint(shards)} - kept, kept
 
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        self._guard.close()
+        await self.inner.aclose()
+
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:

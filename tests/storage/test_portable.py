@@ -28,7 +28,7 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache import AttentionSpec, KVQuantization, PageMapping
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.storage import BlockKey
@@ -293,3 +293,16 @@ async def test_latents_that_no_other_worker_can_find_are_all_stored() -> None:
         async with connect(url, caches, namespace=NAMESPACE, mappings=mappings) as engine:
             assert all(outcome.done for outcome in await engine.store(KEYS, [range(4)]))
             assert await engine.lookup(KEYS) == [True] * 4
+
+
+async def test_a_closed_backend_also_refuses_pages_that_another_worker_stores() -> None:
+    caches, mappings = latents_of(0)
+    pages = BlockDescriber(caches, mappings=mappings).describe(0, range(len(KEYS)))
+    inner = HostBackend(
+        HostConfig(capacity=ByteSize(1 << 20)), portable_namespace(NAMESPACE, mappings)
+    )
+    async with PortableBackend(inner, mappings) as backend:
+        pass
+    for index, key in enumerate(KEYS):
+        with pytest.raises(ClosedError):
+            await backend.store([key], pages.select(index, index + 1))
