@@ -443,8 +443,8 @@ TABLE = """
 -            self._release_resumed(context.preempted_req_ids)
 +            pass
 @@ offloading 20 chunks that were loaded are not pinned for the requests that wait
--                (block.slot,) = self._index.pin([key])
-+                block.slot = self._index.slot_of(key)
+-            (block.slot,) = self._index.pin([key])
++            block.slot = self._index.slot_of(key)
 --- kvxfer/integrations/vllm/offloading/worker.py
 @@ offloading 100 a worker does not wait for stores of blocks that are written anew
 -        self._engine.wait([self._ours

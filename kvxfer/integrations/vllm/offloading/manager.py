@@ -358,8 +358,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._wanted.clear()
         self._storing.clear()
         self._loaded.clear()
-        if self._tier is not None:
-            self._drop_stores(self._write_back.clear())
+        self._drop_stores(self._write_back.clear())
         self._polled = self._tier is None
         if in_use:
             self._index.keep_out(set(in_use))
@@ -571,8 +570,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def _note_evicted(self, plan: StorePlan) -> None:
         for reason, keys in plan.evicted_by.items():
             self._note_removed(keys, reason)
-        if self._tier is not None:
-            self._drop_stores(self._write_back.forget(plan.evicted))
+        self._drop_stores(self._write_back.forget(plan.evicted))
 
     def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
         if keys and self._tier is not None:
@@ -588,8 +586,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             block = self._wanted.get(key)
             if block is None or not block.waiting:
                 continue
-            if block.slot is None:
-                (block.slot,) = self._index.pin([key])
+            (block.slot,) = self._index.pin([key])
             block.checked = DONE  # verified by the lower tier, and sealed just now
             for req_id in block.waiting:
                 self._requests.note(req_id, key, tier.name)
