@@ -22,7 +22,6 @@ from kvxfer.backends.pool.messages import PROTOCOL_VERSION, peer_of
 from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import (
     BackendUnavailableError,
-    BlockStateError,
     InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
@@ -244,8 +243,7 @@ class PoolSession(Session):
         return wire.Done(done=[is_written] * num_blocks)
 
     async def _release(self, *, at_once: bool) -> None:
-        with contextlib.suppress(BlockStateError):
-            self._host.unpin(list(self._pins.elements()))
+        self._host.unpin(list(self._pins.elements()))
         self._pins.clear()
         try:
             if self._rooms and not at_once:
