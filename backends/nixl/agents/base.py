@@ -21,8 +21,6 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 
 T = TypeVar("T")
 
-_NONE = (np.empty(0, np.uint64),) * 3
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
@@ -96,7 +94,7 @@ class Fragments:
         if len(runs) == 1:
             return runs[0]
         columns = zip(*((run.local, run.remote, run.lengths) for run in runs), strict=True)
-        return cls(*(np.concatenate(each) for each in columns)) if runs else cls(*_NONE)
+        return cls(*(np.concatenate(each) for each in columns))
 
     def split(self, num_bytes: int, num_fragments: int) -> Iterator["Fragments"]:
         """Split into pieces of at most `num_bytes` and `num_fragments` each."""
@@ -205,9 +203,9 @@ class TransferAgent(ABC):
 
         Args:
             peer: As `add_peer` returned it.
-            runs: Runs, in the order in which they are begun. Local fragments lie inside registered
-                regions, remote ones inside regions that the peer registered before it took its
-                metadata.
+            runs: Runs, at least one, in the order in which they are begun. Local fragments lie
+                inside registered regions, remote ones inside regions that the peer registered
+                before it took its metadata.
             landed: Called with the index of each run that has arrived, on any thread; other reads
                 may have to wait until it returns.
             last: Fragments to read only after all bytes of all runs have arrived.

@@ -577,8 +577,7 @@ class NixlThread:
                 else:
                     reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
 
-        if readings:
-            self.order(readings[0].done, begin)
+        self.order(readings[0].done, begin)
 
     def _run(self, opened: "Future[None]") -> None:
         attempt(opened, self._open)
@@ -765,8 +764,6 @@ def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
     if len(futures) == 1:
         return futures[0]
     over: Future[None] = Future()
-    if not futures:
-        over.set_result(None)
     ended = count(1)
 
     def end(_: "Future[None]") -> None:
