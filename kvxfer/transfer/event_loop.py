@@ -39,7 +39,6 @@ class EngineLoop:
         self._lock = runtime.lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
-        self._stopping = False
         self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # work that has not ended
         self._submitted: Tasks = set()
 
@@ -155,7 +154,6 @@ class EngineLoop:
         Work that has not ended is cancelled; callers that wait for it get a `ClosedError`.
         """
         if self._thread is not None:
-            self._stopping = True
             self._thread.stop()
             self._end_given()
 
@@ -201,7 +199,7 @@ class EngineLoop:
 
     def _pass_result(self, future: Future[T], task: asyncio.Task[T]) -> None:
         """Pass the result of work to its future: a `ClosedError` if it ended with the loop."""
-        if task.cancelled() and not self._stopping:
+        if task.cancelled() and not (self._thread is not None and self._thread.is_ending):
             future.cancel()
         error = ClosedError(self._what) if task.cancelled() else task.exception()
         if not future.set_running_or_notify_cancel():
