@@ -4,11 +4,14 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvxfer import BlockKey, Descriptors, FinishedJob
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import ClosedError
 from kvxfer.storage.backend import Begun
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
@@ -137,3 +140,16 @@ def test_a_store_of_blocks_that_a_load_has_yet_to_write_waits_for_it(
     assert [job.done for job in engine.get_finished()] == [True, True, True]
     assert submit(engine, IDS).done
     assert read_payloads(memory.describe(0, IDS[0])) == payloads
+
+
+def test_a_job_that_is_checked_before_a_close_does_not_begin_after_it(
+    engine: PolledEngine[ToldBackend], backend: ToldBackend
+) -> None:
+    class IdsThatClose:
+        def __array__(self, *_: object) -> NDArray[np.int64]:
+            engine.close()
+            return np.array(IDS[0])
+
+    with pytest.raises(ClosedError):
+        engine.submit_store(KEYS, [IdsThatClose()])
+    assert backend.num_stored == []
