@@ -7,7 +7,7 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -320,6 +320,49 @@ async def test_a_drain_waits_for_memory_that_proves_unsafe_while_it_waits(
         backend.is_quiet.set()
         await draining
     assert not has_ended
+
+
+async def test_memory_is_safe_once_a_drain_succeeds_after_one_that_failed(
+    memory: BlockMemory,
+) -> None:
+    class FailsOnce(Broken):
+        failed = False
+
+        async def drain(self) -> None:
+            if not self.failed:
+                self.failed = True
+                await super().drain()
+
+    backend = FailsOnce(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        while not backend.failed:  # noqa: ASYNC110 - polled, as an engine does
+            await asyncio.sleep(0)
+        await engine.drain()
+        assert not engine.may_touch(job)
+
+
+async def test_a_close_waits_for_a_load_that_ends_after_its_backend(memory: BlockMemory) -> None:
+    class Stubborn(DictBackend):
+        has_loaded = False
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            while not closed.is_set():
+                with suppress(asyncio.CancelledError):
+                    await closed.wait()
+            await yield_to_loop(20)
+            self.has_loaded = True
+            return await super().load(keys, blocks)
+
+        async def aclose(self) -> None:
+            closed.set()
+
+    closed, backend = asyncio.Event(), Stubborn(DictConfig(), memory.namespace())
+    engine = TransferEngine(memory.caches, backend, close_timeout_s=1.0)
+    async with engine:
+        engine.submit_load(keys_of(1), [[1]])
+        await yield_to_loop(20)
+    assert backend.has_loaded
 
 
 @contextmanager

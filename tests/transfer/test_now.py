@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer import BlockKey, Descriptors, FinishedJob
+from kvxfer import BlockKey, Descriptors, FinishedJob, runtime
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
-from kvxfer.storage.backend import Begun
+from kvxfer.storage.backend import Begun, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.mover import Slices
+from tests.clock import Clock
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
 IDS = [[0, 1, 2, 3]]
@@ -140,6 +141,19 @@ def test_a_store_of_blocks_that_a_load_has_yet_to_write_waits_for_it(
     assert [job.done for job in engine.get_finished()] == [True, True, True]
     assert submit(engine, IDS).done
     assert read_payloads(memory.describe(0, IDS[0])) == payloads
+
+
+@pytest.mark.parametrize("slices", [ONE_BLOCK])
+def test_blocks_that_no_slice_has_moved_by_the_deadline_time_out(
+    engine: PolledEngine[ToldBackend], backend: ToldBackend
+) -> None:
+    with runtime.use(Clock()) as clock:
+        engine.submit_store(KEYS, IDS, timeout_s=1.0)
+        clock.now += 1.0
+        [job] = engine.get_finished()
+    assert [outcome.status for outcome in job.outcomes] == [Status.DONE] + [Status.TIMED_OUT] * 3
+    assert all(outcome.memory_safe for outcome in job.outcomes)
+    assert backend.num_stored == [1]
 
 
 def test_a_job_that_is_checked_before_a_close_does_not_begin_after_it(
