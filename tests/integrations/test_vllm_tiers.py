@@ -89,6 +89,19 @@ def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: St
     assert scheduler.counts()["load_blocks", (metrics.HOST, "request", "corrupt")] == 1
 
 
+def test_a_chunk_that_is_corrupt_before_it_was_copied_down_is_not_copied(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", False)
+    scheduler, (key,) = start(KeepingBackend()), keys_of(1)
+    scheduler.store([key])
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
+    assert scheduler.resolve([key]) == [MISS]
+    monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", True)
+    scheduler.step()
+    assert not len(scheduler.manager._write_back)
+
+
 def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_words(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
