@@ -102,6 +102,20 @@ def test_a_chunk_that_is_corrupt_before_it_was_copied_down_is_not_copied(
     assert not len(scheduler.manager._write_back)
 
 
+def test_a_reset_forgets_chunks_that_are_loaded_and_not_sealed_yet(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "VERIFY_BYTES_PER_STEP", 1)
+    scheduler, keys = start(KeepingBackend()), keys_of(3)
+    scheduler.store(keys)
+    scheduler.forget()
+    scheduler.lookup(keys)
+    scheduler.until(lambda: scheduler.manager._loaded)
+    scheduler.manager.reset_cache()
+    scheduler.step()
+    assert scheduler.resolve(keys, "later") == [MISS]
+
+
 def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_words(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
