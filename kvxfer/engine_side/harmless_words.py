@@ -1,5 +1,6 @@
 """Words of an engine's settings and variables that say that these change no byte of a cache."""
 
+import os
 import re
 
 WORDS = frozenset({
@@ -17,8 +18,20 @@ WORDS = frozenset({
 })  # fmt: skip
 """Words of ports, clients, logs, schedules, parallelism, host memory, other caches, samplers, and
 proposals of a draft model."""
-ROUNDING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
-"""Parts of names of settings that count in spite of such a word, as a data type of host memory."""
+COUNTING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
+"""Parts of names that count in spite of such a word, as a data type of host memory."""
+LIBRARIES = (
+    "aiter_",
+    "deep_normal_mode_",
+    "fla_",
+    "flashinfer_nvfp4_",
+    "minimax_",
+    "rocm_quick_",
+    "xhs_",
+)
+"""Beginnings of variables that engines, or their kernels, read under a name of their own."""
+OF_SERVICES = re.compile(r"\w+_(service_(host|port\w*)|port(_\d+_\w+)?)")
+"""Variables that Kubernetes makes of a service, such as `vllm-llama-fp8`."""
 
 KERNELS = frozenset({
     "aiter", "aiter_triton_mxfp4_bf16", "ascend", "ascend_fuseep", "ascend_tp", "auto", "b12x",
@@ -45,4 +58,19 @@ and `flashinfer_moe_ep_cutedsl` of vLLM quantizes the weights once more."""
 
 def has_harmless_word(name: str) -> bool:
     """Whether the lower-case name of a setting says that it changes no byte at equal tokens."""
-    return not WORDS.isdisjoint(name.split("_")) and not ROUNDING.search(name)
+    return not WORDS.isdisjoint(name.split("_")) and not COUNTING.search(name)
+
+
+def counting_variables(engine: str, harmless: re.Pattern[str]) -> dict[str, str]:
+    """Find the environment variables that may change bytes, in whichever release reads them.
+
+    `harmless` matches those that do not: the lower-case name without the engine's, `=`, the value.
+    """
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        short = name.lower().removeprefix(f"{engine}_")
+        is_read = short != name.lower() or short.startswith(LIBRARIES)
+        is_harmless = has_harmless_word(short) or OF_SERVICES.fullmatch(short)
+        if is_read and not is_harmless and not harmless.fullmatch(f"{short}={value}"):
+            found[name] = value
+    return found

@@ -409,7 +409,14 @@ def test_every_variable_of_vllm_counts_but_those_that_change_no_byte(
     ("name", "value", "counts"),
     [
         ("VLLM_OF_A_LATER_RELEASE", "1", True),
+        ("VLLM_MAX_NUM_FRAMES", "8", True),
         ("FLA_TRIL_PRECISION", "tf32", True),
+        ("FLA_USE_TMA", "1", False),
+        ("XHS_VIDEO_JPEG_QUALITY", "50", True),
+        ("MINIMAX_KVFP4", "1", True),
+        ("AITER_BF16_FP8_MOE_BOUND", "256", True),
+        ("AITER_BF16_FP8_MOE_BOUND", "0", False),  # which vLLM sets
+        ("AITER_JIT_DIR", "/node/7", False),
         ("VLLM_SSM_CONV_STATE_LAYOUT", "DS", True),
         ("VLLM_SSM_CONV_STATE_LAYOUT", "SD", False),
         ("VLLM_USE_DEEP_GEMM_E8M0", "0", True),

@@ -2,14 +2,13 @@
 
 import enum
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from kvxfer.engine_side.harmless_words import KERNELS, has_harmless_word
+from kvxfer.engine_side.harmless_words import KERNELS, counting_variables, has_harmless_word
 from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
@@ -64,43 +63,44 @@ OF_ATTENTION = frozenset({
 
 OF_ENVIRONMENT = re.compile(
     r"""(
-    allow_(insecure_serialization|long_max_model_len|runtime_lora_updating) | ci_env | compiler_mode
+    aiter_(jit_dir|rebuild|rocm_arch)
+    | allow_(insecure_serialization|long_max_model_len|runtime_lora_updating)
     | cohere2_attn_moe_dual_stream_token_threshold | compute_nans_in_logits
-    | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cudart_so_path
-    | cuda_compatibility_path | dbo_comm_sms | debug_(dump_path|workspace) | pattern_match_debug
+    | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cuda_compatibility_path
+    | cudart_so_path | dbo_comm_sms | debug_(dump_path|workspace)
     | deepep_(buffer_size_mb|high_throughput_force_intra_node|low_latency_use_mnnvl)
     | deepep_v2_allow_hybrid_mode | disable_(pynccl|shared_experts_stream) | dist_ident
     | distributed_use_split_group | do_not_track | enable_(cuda_compatibility|gemm_rs|hpc_ops)
     | enable_(fla_packed_recurrent_decode|inductor_coordinate_descent_tuning|pregrad_passes)
-    | enable_(startup_plan|v1_multiprocessing) | fastsafetensors_queue_size | gdn_decode_kernel
-    | flashinfer_workspace_buffer_size | gpt_oss_harmony_system_instructions | gpu_sync_check
-    | has_flashinfer_cubin | humming_moe_gemm_type | (kimi_k3|step5)_shard_sp_shared_expert
-    | image_tag | kv_cache_layout | kv_events_use_int_block_hashes | lora_enable_dual_stream
-    | lora_(disable_pdl|resolver_(cache_dir|hf_repo_list)) | main_cuda_version
-    | marlin_use_atomic_add | max_(audio|bad|embed|media|n|num|stop)_\w+ | max_image_pixels
-    | max_(completion_prompts|tokens_per_expert_fp4_moe) | media_url_allow_redirects
-    | media_(cache(_max_size_mb|_ttl_hours)?|loading_thread_count)
-    | mla_disable | mm_hasher_algorithm | model_redirect_path | mq_max_chunk_bytes_mb
+    | enable_(startup_plan|v1_multiprocessing) | fastsafetensors_queue_size
+    | fla_(ci_env|compiler_mode|use_tma) | flashinfer_workspace_buffer_size | gdn_decode_kernel
+    | gpt_oss_harmony_system_instructions | gpu_sync_check | has_flashinfer_cubin
+    | humming_moe_gemm_type | image_tag | (kimi_k3|step5)_shard_sp_shared_expert | kv_cache_layout
+    | kv_events_use_int_block_hashes | lora_(disable_pdl|resolver_(cache_dir|hf_repo_list))
+    | lora_enable_dual_stream | main_cuda_version | marlin_use_atomic_add
+    | max_((num_)?bad_words(_total_tokens)?|completion_prompts|embed_decode_bytes|image_pixels)
+    | max_(media_download_size_mb|n_sequences|stop_strings|tokens_per_expert_fp4_moe)
+    | max_audio_(clip_filesize_mb|decode_(bytes|duration_s)|preprocess_workers)
+    | media_(cache(_max_size_mb|_ttl_hours)?|loading_thread_count|url_allow_redirects) | mla_disable
+    | mm_hasher_algorithm | model_redirect_path | mq_max_chunk_bytes_mb
     | msgpack_zero_copy_threshold | (multi|shared_experts)_stream_(gemm_)?token_threshold
-    | object_storage_shm_buffer_name | process_name_prefix | replicate_embed | rpc_base_path
+    | object_storage_shm_buffer_name | pattern_match_debug | process_name_prefix | replicate_embed
     | rocm_(aiter_moe_dispatch_policy|fp8_padding|mono_decode|sleep_mem_chunk_size|use_skinny_gemm)
     | rocm_use_aiter(_(linear(_hipbmm)?|mha|mla|moe|rmsnorm|unified_attention))?
-    | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | system_start_date
-    | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb
+    | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | rpc_base_path
+    | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb | system_start_date
     | target_device | triton_(force_first_config|use_td) | tuned_config_folder
     | use_(bytecode_hook|deep_gemm_tma_aligned_scales|experimental_parser_context|fastokens)
     | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
     | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
     | xpu_force_n_contig_weight | zentorch_weight_prepack
-    | \w+_(service_(host|port\w*)|port(_\d+_\w+)?)
-    )=.* | float32_matmul_precision=highest | (moe_)?use_deep_gemm(_e8m0)?=1
-    | ssm_conv_state_layout=SD""",
+    )=.* | aiter_bf16_fp8_moe_bound=0 | float32_matmul_precision=highest
+    | (moe_)?use_deep_gemm(_e8m0)?=1 | ssm_conv_state_layout=SD""",
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; those that Kubernetes makes of a service, such as `vllm-llama-fp8`; and some with one
-value, a default, which vLLM may set itself. The list of vLLM's own cache of compiled graphs is
-another one: it lacks ranks and ports, but has hubs and samplers of videos.
+kernels; and some with one value, a default, which vLLM may set itself. The list of vLLM's own cache
+of compiled graphs is another one: it lacks ranks and ports, but has hubs and samplers of videos.
 
 Source: `compile_factors` of vllm/envs.py.
 """
@@ -219,7 +219,7 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "whole windows": not getattr(cache, "swa_bounded_replay", True),
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
-        "variables": _counting_variables(),
+        "variables": counting_variables("vllm", OF_ENVIRONMENT),
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     if draft:
@@ -236,17 +236,6 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     return facts
-
-
-def _counting_variables() -> dict[str, str]:
-    """Find the environment variables that may change bytes, in whichever release reads them."""
-    found = {}
-    for name, value in sorted(os.environ.items()):
-        prefix, _, short = name.lower().partition("_")
-        is_harmless = has_harmless_word(short) or OF_ENVIRONMENT.fullmatch(f"{short}={value}")
-        if prefix in {"vllm", "fla"} and not is_harmless:
-            found[name] = value
-    return found
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
@@ -281,7 +270,7 @@ def chosen_order(vllm_config: Any) -> str:
     config = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
     facts: list[Any] = _changed_settings(chosen) if any(chosen) else []
-    facts += filter(None, [_counting_variables()])
+    facts += filter(None, [counting_variables("vllm", OF_ENVIRONMENT)])
     return json.dumps(facts, default=str) if facts else ""
 
 
