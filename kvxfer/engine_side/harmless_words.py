@@ -5,30 +5,24 @@ import re
 
 WORDS = frozenset({
     "accept", "adaptive", "addr", "alive", "allreduce", "aot", "api", "ar", "asr", "assets",
-    "autotune", "backup", "boundary", "bucket", "buckets", "build", "canary", "checksum", "chunked",
-    "compile", "constrained", "cp", "cudagraph", "dcp", "decoupled", "delayer", "disaggregation",
-    "dp", "elastic", "endpoint", "eplb", "eviction", "fetch", "flexkv", "gc", "graph", "grpc",
-    "hicache", "host", "http2", "instance", "interval", "ip", "linker", "lmcache", "log", "logging",
-    "logit", "memory", "metric", "metrics", "mmap", "nccl", "nic", "nnodes", "offload", "otlp",
-    "outlines", "overlap", "p2p", "padding", "pdmux", "port", "pp", "precompiled", "prefetch",
-    "priority", "profiling", "radix", "ratio", "ray", "recorder", "request", "requests", "return",
-    "root", "rust", "sampler", "sampling", "schedule", "server", "sidecar", "ssl", "streaming",
-    "symm", "template", "thinking", "threads", "timeout", "tokenizer", "tool", "tp", "trace",
-    "urls", "usage", "warmup", "warmups", "watermark", "worker", "xla",
+    "autotune", "backup", "broadcaster", "bucket", "buckets", "build", "canary", "checksum",
+    "chunked", "compaction", "compile", "constrained", "coredump", "cp", "cudagraph", "dcp",
+    "decoupled", "delayer", "disagg", "disaggregation", "dp", "elastic", "endpoint", "eplb",
+    "eviction", "exa", "fetch", "flexkv", "gc", "graph", "grpc", "hicache", "host", "http2",
+    "instance", "interval", "ip", "ipc", "linker", "lmcache", "log", "logging", "logit", "memory",
+    "metric", "metrics", "mmap", "mooncake", "nccl", "nic", "nnodes", "numa", "nvtx", "offload",
+    "ollama", "otlp", "outlines", "overlap", "p2p", "padding", "pdmux", "port", "pp", "precompiled",
+    "prefetch", "priority", "profiling", "radix", "ratio", "ray", "recorder", "request", "requests",
+    "return", "root", "rust", "sampler", "sampling", "schedule", "scheduler", "server", "session",
+    "sidecar", "ssl", "streaming", "symm", "template", "thinking", "threads", "timeout",
+    "tokenizer", "tool", "tp", "trace", "urls", "usage", "warmup", "warmups", "watermark", "worker",
+    "xla", "zmq",
 })  # fmt: skip
 """Words of ports, clients, logs, schedules, parallelism, host memory, other caches, samplers, and
 proposals of a draft model."""
-COUNTING = re.compile(r"quant|dtype|precision|rounding|(fp|int|_w)\d")
+COUNTING = re.compile(r"quant|dtype|precision|rounding|perturb|(fp|int|_w)\d")
 """Parts of names that count in spite of such a word, as a data type of host memory."""
-LIBRARIES = (
-    "aiter_",
-    "deep_normal_mode_",
-    "fla_",
-    "flashinfer_nvfp4_",
-    "minimax_",
-    "rocm_quick_",
-    "xhs_",
-)
+LIBRARIES = re.compile(r"(aiter|deep_normal_mode|fla|flashinfer_nvfp4|minimax|rocm_quick|xhs)_")
 """Beginnings of variables that engines, or their kernels, read under a name of their own."""
 OF_SERVICES = re.compile(r"\w+_(service_(host|port\w*)|port(_\d+_\w+)?)")
 """Variables that Kubernetes makes of a service, such as `vllm-llama-fp8`."""
@@ -69,7 +63,7 @@ def counting_variables(engine: str, harmless: re.Pattern[str]) -> dict[str, str]
     found = {}
     for name, value in sorted(os.environ.items()):
         short = name.lower().removeprefix(f"{engine}_")
-        is_read = short != name.lower() or short.startswith(LIBRARIES)
+        is_read = short != name.lower() or LIBRARIES.match(short)
         is_harmless = has_harmless_word(short) or OF_SERVICES.fullmatch(short)
         if is_read and not is_harmless and not harmless.fullmatch(f"{short}={value}"):
             found[name] = value

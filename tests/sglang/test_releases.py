@@ -1,5 +1,6 @@
 """Releases of SGLang: settings that one adds, renames or lacks are never silently ignored."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
 
@@ -123,6 +125,74 @@ def test_a_kernel_counts_unless_it_is_known_to_round_nothing(name: str, plain: s
     for kernel, counts in {"fa3": 0, "static": 0, "flashmla_sparse_q8": 1, "fake": 1}.items():
         with published(**{name: kernel}):
             assert (hash_of_settings() != plain) == counts, kernel
+
+
+OF_BYTES = re.compile(
+    r"BF16|F16|FP\d|INT\d|Q8|[AW]\d[AW]|QUANT|DTYPE|LAYOUT|PRECISION|COMPRESS|EXPERTS|WEIGHT|MODEL|FIX"
+    r"|PERTURB|REVERT|SIMULATE|THRESHOLD|TOPK|IMAGE|RESAMPLE|ROPE|SOFTMAX|DETERMINISTIC|INVARIANT"
+)
+"""Parts of names of variables that may change bytes."""
+OF_NO_BYTES = """
+    BLACKWELL_OVERLAP_SHARED_EXPERTS_OUTSIDE_SBO CHUNKED_PREFIX_CACHE_THRESHOLD
+    DETERMINISTIC_NCCL_NCHANNELS DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX
+    DSPARK_DEBUG_CONFIDENCE_PREFIX_SCHEDULER DSV41_ENGRAM_HOST_TABLE_LAYOUT
+    ENABLE_DSA_Q8KV8_QPREP_OVERLAP ENABLE_REQUEST_DECOMPRESSION OPT_FP8_WO_A_GEMM
+    OPT_USE_MINIMAX_DECODE_TOPK_RADIX OPT_USE_TOPK_V2 SCHEDULER_RECV_SKIPPER_WEIGHT_DECODE
+    SCHEDULER_RECV_SKIPPER_WEIGHT_DEFAULT SCHEDULER_RECV_SKIPPER_WEIGHT_NONE
+    SCHEDULER_RECV_SKIPPER_WEIGHT_TARGET_VERIFY SORT_WEIGHT_FILES TRACE_ASYNC_FLUSH_THRESHOLD
+    TRITON_SLOW_COMPILE_THRESHOLD_SECS USE_ROCM_AITER_ROPE_BACKEND USE_TRITON_W8A8_FP8_KERNEL
+    WEIGHT_CACHE_READY_TEMPLATE WEIGHT_CACHE_SOCKET_TEMPLATE
+"""
+"""Variables of 0.5.20 to 0.5.23 with such a part that change no byte, but for rounding."""
+
+
+def test_a_variable_that_may_change_bytes_counts(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable with such a name that a release adds is to be looked at."""
+    harmless, names = set(), {each for each in dir(envs) if OF_BYTES.search(each)}
+    for name in names:
+        default = getattr(envs, name).default
+        is_on = default() if callable(default) else default
+        with monkeypatch.context() as patch, published():
+            patch.setenv(name, "0" if is_on is True else "7" if is_on == 1 else "1")
+            harmless |= {name} if hash_of_settings() == plain else set()
+    known = {name for name in names if name.removeprefix("SGLANG_") in OF_NO_BYTES.split()}
+    assert harmless == known
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "counts"),
+    [
+        ("SGLANG_OF_A_LATER_RELEASE", "1", True),
+        ("SGL_OF_A_LATER_RELEASE", "1", False),  # which SGLang renames as it is imported
+        ("SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ", "4", True),
+        ("SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ", "1", False),
+        ("SGLANG_MAMBA_SSM_DTYPE", "float16", True),
+        ("SGLANG_DSV4_FP4_EXPERTS", "true", False),
+        ("SGLANG_DSV4_FP4_EXPERTS", "no", True),
+        ("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine", True),
+        ("SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB", "0.5", True),
+        ("SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX", "0", True),
+        ("SGLANG_QK_RMSNORM_TORCH", "1", True),  # which is read outside of `environ`
+        ("ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
+        ("DEEP_NORMAL_MODE_USE_INT8_QUANT", "1", True),
+        ("SGLANG_RUN_ID", "run-4711", False),  # which SGLang sets
+        ("SGLANG_ENABLE_TORCH_COMPILE", "0", False),
+        ("SGLANG_HOST_IP", "10.0.0.7", False),
+        ("SGLANG_LLAMA_FP8_SERVICE_HOST", "10.0.0.7", False),  # which Kubernetes sets
+        ("SGLANG_CACHE_DIR", "/mnt/node-7", False),
+        ("SGLANG_USE_AITER", "1", False),
+        ("VLLM_OF_A_LATER_RELEASE", "1", False),
+    ],
+)
+def test_a_variable_counts_unless_it_has_its_default_or_changes_no_byte(
+    plain: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch, *, counts: bool
+) -> None:
+    """The engines of a fleet differ in addresses, folders and process ids."""
+    monkeypatch.setenv(name, value)
+    with published():
+        assert (hash_of_settings() != plain) == counts
 
 
 @dataclass

@@ -1,16 +1,18 @@
 """Identity of pages under SGLang: what changes their bytes and is not in SGLang's keys."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
-from kvxfer.engine_side.harmless_words import KERNELS, has_harmless_word
+from kvxfer.engine_side.harmless_words import KERNELS, counting_variables, has_harmless_word
 from kvxfer.engine_side.weight_files import hash_facts
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
     default_of,
+    has_default,
     published_settings,
 )
 from kvxfer.storage.keys import Namespace
@@ -30,7 +32,7 @@ NAMED = frozenset({
 HARMLESS = frozenset({
     "_speculative_draft_quantization_explicitly_set", "allow_auto_truncate",
     "allowed_media_domains", "aux_hidden_state_capture", "base_gpu_id", "batch_notify_size",
-    "c128_page_size", "crash_dump_folder", "custom_sigquit_handler",
+    "boundary_reduction", "c128_page_size", "crash_dump_folder", "custom_sigquit_handler",
     "debug_tensor_dump_output_folder", "deepep_config", "deepep_mode", "deepep_v2_mode",
     "delete_ckpt_after_loading", "device", "disable_custom_all_reduce",
     "disable_shared_experts_fusion", "download_dir", "dsa_triton_union", "dwdp_size",
@@ -38,8 +40,8 @@ HARMLESS = frozenset({
     "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer", "enable_dynamic_chunking",
     "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce", "enable_fused_qk_norm_rope",
     "enable_hierarchical_cache", "enable_kv_cache_sharding", "enable_layernorm_sp",
-    "enable_layerwise_nvtx_marker", "enable_lean_attention", "enable_lora", "enable_mixed_chunk",
-    "enable_mscclpp", "enable_multimodal", "enable_page_major_kv_layout", "enable_paged_experts",
+    "enable_lean_attention", "enable_lora", "enable_mixed_chunk", "enable_mscclpp",
+    "enable_multimodal", "enable_page_major_kv_layout", "enable_paged_experts",
     "enable_pd_role_switch", "enable_response_store", "enable_scattered_sconv", "enable_waterfill",
     "encoder_only", "encoder_transfer_backend", "ep_join_mode", "ep_join_rank_offset",
     "ep_num_redundant_experts", "ep_size", "expert_balancedness_report_mode", "file_storage_path",
@@ -52,16 +54,16 @@ HARMLESS = frozenset({
     "max_prefill_tokens", "max_total_tokens", "media_url_max_file_size_mb", "mem_fraction_static",
     "min_free_slots_delay", "mm_attention_backend", "mm_feature_transport",
     "mm_global_cache_backend", "mm_preprocess_cache_size_mb", "modelexpress_config",
-    "modelopt_checkpoint_save_path", "modelopt_export_path", "mooncake_ib_device", "node_rank",
-    "num_continuous_decode_steps", "num_reserved_decode_tokens", "numa_node",
-    "optimistic_prefill_attempts", "page_size", "paged_experts_num_resident",
-    "prefill_only_disable_kv_cache", "random_seed", "reasoning_parser", "retraction_policy",
-    "served_model_name", "show_time_cost", "sleep_on_idle", "sm_group_num",
-    "speculative_attention_mode", "speculative_eagle_topk", "speculative_num_draft_tokens",
-    "speculative_num_steps", "speculative_use_block_verification", "startup_weight_load_mode",
-    "stat_loggers", "swa_prefix_tails", "tbo_token_distribution_threshold",
-    "triton_attention_num_kv_splits", "triton_attention_split_tile_size", "weight_cache_mode",
-    "weight_cache_socket", "weight_loader_drop_cache_after_load",
+    "modelopt_checkpoint_save_path", "modelopt_export_path", "node_rank",
+    "num_continuous_decode_steps", "num_reserved_decode_tokens", "optimistic_prefill_attempts",
+    "page_size", "paged_experts_num_resident", "prefill_only_disable_kv_cache", "random_seed",
+    "reasoning_parser", "retraction_policy", "served_model_name", "show_time_cost", "sleep_on_idle",
+    "sm_group_num", "speculative_attention_mode", "speculative_boundary_reduction",
+    "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_num_steps",
+    "speculative_use_block_verification", "startup_weight_load_mode", "stat_loggers",
+    "swa_prefix_tails", "tbo_token_distribution_threshold", "triton_attention_num_kv_splits",
+    "triton_attention_split_tile_size", "weight_cache_mode", "weight_cache_socket",
+    "weight_loader_drop_cache_after_load",
 })  # fmt: skip
 """Settings that do not change the bytes of a page at equal tokens, or that its key or mapping has.
 `revision` names the weights themselves, whichever way they get to the engine. Any other setting
@@ -69,6 +71,33 @@ counts, as does one that a later release adds, unless it has that release's defa
 
 KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
 """Endings of settings whose values in `KERNELS` are harmless; the dispatch `fake` draws experts."""
+
+OF_ENVIRONMENT = re.compile(
+    r"""(
+    aiter_(jit_dir|rebuild|rocm_arch) | allow_overwrite_longer_context_len
+    | cache_(dir|hit_rate_window_seconds) | clip_max_new_tokens_estimation | cpu_workers
+    | dg_cache_dir | distributed_init_method_override
+    | (deepep(_v2)?|flashinfer|mori|nixl_ep|pplx)_num_max_dispatch_tokens_per_rank
+    | eager_input_no_copy | embedding_pool_size_mb
+    | encoder_(dispatch_min_items|mm_(load_workers|receiver_mode)|preproc_workers)
+    | flashinfer_(moe_fused_finalize|workspace_size) | hugepage_size | io_workers
+    | is_(first_rank_on_node|in_ci(_amd)?) | jit_(cache_(debug|dir|keep)|deepgemm_precompile)
+    | logprob_chunk_size | lora_((dense|moe)_)?config_dir
+    | max_(batch_reqs_per_http_req|new_tokens_limit|think_tokens)
+    | mm_(buffer_size_mb|feature_cache_mb|load_max_retries) | moe_config_dir
+    | mori_(num_workers|post_batch_size|qp_per_transfer|send_aux_rdma|transfer_shards|wait_poll_ms)
+    | one_visible_device_per_process | opt_(fp8_wo_a_gemm|use_topk_v2)
+    | qwen4_ple_file_dir | retract_decode_steps | run_id | set_cpu_affinity
+    | skip_sgl_kernel_version_check | sort_weight_files | torch_profiler_dir
+    | use_(aiter|cpu_engine|custom_triton_kernel_cache) | vlm_cache_size_mb
+    )=.*""",
+    re.VERBOSE | re.DOTALL,
+)
+"""Harmless variables: paths, processes, limits, schedules, and kernels that SGLang itself chooses
+by the GPU. Any other counts unless it has the release's default, as do those of other kernels.
+
+Source: sglang/srt/environ.py, and other modules of SGLang.
+"""
 
 DESCRIBED = frozenset({
     # What mappings and shapes describe, or the namespace names.
@@ -122,6 +151,9 @@ def page_namespace(
         "settings": _counting(published_settings(MODEL, DRAFT)),
         "adapters": list(adapters),
     }
+    variables = counting_variables("sglang", OF_ENVIRONMENT)
+    if changed := {name: each for name, each in variables.items() if not has_default(name)}:
+        facts["variables"] = changed
     facts |= {
         each.name: getattr(config, each.name)
         for each in fields(config)

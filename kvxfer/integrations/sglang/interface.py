@@ -15,6 +15,7 @@ SUPPORTED = "0.5.20 to 0.5.23"
 try:
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
+    from sglang.srt.environ import envs
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
         HiCacheStorageConfig,
@@ -42,6 +43,13 @@ class PublishedSetting:
 def default_of(field: Any) -> Any:
     """Return the default of a field of a dataclass or of a struct."""
     return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def has_default(variable: str) -> bool:
+    """Whether an environment variable is as if it were not set, in this release."""
+    field = getattr(envs, variable, None)
+    default = getattr(field, "default", None)
+    return field is not None and field.get() == (default() if callable(default) else default)
 
 
 def published_settings(*required: str) -> list[PublishedSetting]:
