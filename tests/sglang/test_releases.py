@@ -46,7 +46,7 @@ COUNTING = {
     "mm_process_config", "trust_mm_content_hashes", "enable_mm_global_cache", "msprobe_dump_config",
     "disable_fast_image_processor", "enable_prefix_mm_cache",
     "enable_precise_embedding_interpolation", "debug_tensor_dump_layers",
-    "debug_tensor_dump_input_file",
+    "debug_tensor_dump_input_file", "enable_deterministic_inference",
 }  # fmt: skip
 """Settings that change the bytes of pages at equal tokens, or that nobody knows to change none."""
 KERNELS = [

@@ -36,7 +36,7 @@ HARMLESS = frozenset({
     "debug_tensor_dump_output_folder", "deepep_config", "deepep_mode", "deepep_v2_mode",
     "delete_ckpt_after_loading", "device", "disable_custom_all_reduce",
     "disable_shared_experts_fusion", "download_dir", "dsa_triton_union", "dwdp_size",
-    "enable_broadcast_mm_inputs_process", "enable_cache_report", "enable_deterministic_inference",
+    "enable_broadcast_mm_inputs_process", "enable_cache_report",
     "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer", "enable_dynamic_chunking",
     "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce", "enable_fused_qk_norm_rope",
     "enable_hierarchical_cache", "enable_kv_cache_sharding", "enable_layernorm_sp",
