@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 WORDS = frozenset({
     "accept", "adaptive", "addr", "alive", "allreduce", "aot", "api", "ar", "asr", "assets",
@@ -24,6 +26,11 @@ COUNTING = re.compile(r"quant|dtype|precision|rounding|perturb|(fp|int|_w)\d")
 """Parts of names that count in spite of such a word, as a data type of host memory."""
 LIBRARIES = re.compile(r"(aiter|deep_normal_mode|fla|flashinfer_nvfp4|minimax|rocm_quick|xhs)_")
 """Beginnings of variables that engines, or their kernels, read under a name of their own."""
+PLUGINS = {
+    "sglang": ("sglang.srt.platforms", "sglang.srt.plugins"),
+    "vllm": ("vllm.general_plugins", "vllm.platform_plugins"),
+}
+"""Groups of plug-ins, which may replace an engine's models and kernels."""
 OF_SERVICES = re.compile(r"\w+_(service_(host|port\w*)|port(_\d+_\w+)?)")
 """Variables that Kubernetes makes of a service, such as `vllm-llama-fp8`."""
 
@@ -55,16 +62,27 @@ def has_harmless_word(name: str) -> bool:
     return not WORDS.isdisjoint(name.split("_")) and not COUNTING.search(name)
 
 
-def counting_variables(engine: str, harmless: re.Pattern[str]) -> dict[str, str]:
-    """Find the environment variables that may change bytes, in whichever release reads them.
+def counting_environment(engine: str, harmless: re.Pattern[str]) -> dict[str, str]:
+    """Find the variables, and the plug-ins of others with their versions, that may change bytes.
 
-    `harmless` matches those that do not: the lower-case name without the engine's, `=`, the value.
+    `harmless` matches variables of any release that do not: the lower-case name without the
+    engine's, `=`, the value.
     """
-    found = {}
-    for name, value in sorted(os.environ.items()):
+    found = dict(_loaded_plugins(engine))
+    for name, value in os.environ.items():
         short = name.lower().removeprefix(f"{engine}_")
         is_read = short != name.lower() or LIBRARIES.match(short)
         is_harmless = has_harmless_word(short) or OF_SERVICES.fullmatch(short)
         if is_read and not is_harmless and not harmless.fullmatch(f"{short}={value}"):
             found[name] = value
-    return found
+    return dict(sorted(found.items()))
+
+
+def _loaded_plugins(engine: str) -> Iterator[tuple[str, str]]:
+    """List what an engine loads: all that are installed, unless the user has chosen some."""
+    chosen = os.environ.get(f"{engine.upper()}_PLUGINS", "").replace(" ", "")
+    names = [*chosen.split(","), os.environ.get(f"{engine.upper()}_PLATFORM")]
+    for each in (each for group in PLUGINS[engine] for each in entry_points(group=group)):
+        is_own = each.module.partition(".")[0] in {"kvxfer", engine}
+        if not is_own and (not chosen or each.name in names):
+            yield f"{each.group} {each.name}", f"{each.value} {each.dist and each.dist.version}"

@@ -4,6 +4,7 @@ import abc
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,16 @@ WITHOUT_BACKEND = SimpleNamespace(
     kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"listen": "127.0.0.1"})
 )
 NAME = "do_something_new"
+
+
+def install_plugin(
+    folder: Path, group: str, *, package: str = "theirs", version: str = "1"
+) -> None:
+    """Install a package with a plug-in of an engine, as pip does."""
+    place = folder / f"{package}-{version}.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (place / "entry_points.txt").write_text(f"[{group}]\nfaster = {package}.ops:register\n")
 
 
 @contextmanager

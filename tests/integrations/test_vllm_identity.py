@@ -20,6 +20,7 @@ from packaging.version import Version
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
+    CompilationConfig,
     KernelConfig,
     LoadConfig,
     MambaConfig,
@@ -33,12 +34,17 @@ from vllm.envs import environment_variables
 from kvxfer.backends.file import BlockTree
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
-from kvxfer.integrations.vllm.common.model_identity import handover_namespace, identify_model
+from kvxfer.integrations.vllm.common.model_identity import (
+    chosen_order,
+    handover_namespace,
+    identify_model,
+)
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.rows import row_namespace
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
+from tests.integrations.test_plugs import install_plugin
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
 Change = Callable[[Any], None]
@@ -238,6 +244,9 @@ IN_BOTH = [
     changes_to("load_config.load_format", "dummy"),
     changes_to("model_config.code_revision", "other"),
     changes_to("parallel_config.worker_extension_cls", "own.Extension"),
+    changes_to("parallel_config.worker_cls", "own.Worker"),
+    changes_to("compilation_config", CompilationConfig(backend="own.compile")),
+    changes_to("compilation_config", CompilationConfig(inductor_passes={"a": "json.dumps"})),
     replay_states,
     changes_to("cache_config.swa_bounded_replay", False),
 ]
@@ -374,7 +383,7 @@ COUNTED_VARIABLES = """
     FLOAT32_MATMUL_PRECISION HUMMING_INPUT_QUANT_CONFIG HUMMING_ONLINE_QUANT_CONFIG
     HUMMING_USE_F16_ACCUM KIMI_K3_AUX_ATTN_RES_STREAM MARLIN_INPUT_DTYPE MEDIA_CONNECTOR
     MOE_ROUTING_SIMULATION_STRATEGY MOE_USE_DEEP_GEMM MXFP4_EMULATION_DEQUANT_AT_LOAD
-    MXFP8_EMULATION_DEQUANT_AT_LOAD PLUGINS ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS
+    MXFP8_EMULATION_DEQUANT_AT_LOAD ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS
     ROCM_FP8_MFMA_PAGE_ATTN ROCM_MUSE_MOE_ONLINE_QUANT ROCM_MUSE_MOE_REDUCE_DTYPE
     ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB
     ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB ROCM_QUICK_REDUCE_QUANTIZATION
@@ -438,6 +447,37 @@ def test_a_variable_counts_unless_it_is_known_to_change_no_byte(
     monkeypatch.setenv(name, value)
     assert (identify_model(vllm_config) != before[0]) == counts
     assert (handover_namespace(vllm_config, "r") != before[1]) == counts
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+def test_plug_ins_that_vllm_loads_are_in_the_identity(
+    vllm_config: Any, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashes() -> tuple[str, str]:
+        namespaces = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+        return namespaces[0].config_hash, namespaces[1].config_hash
+
+    found = [hashes()]
+    for version in ("1", "2"):
+        folder = tmp_path / version
+        folder.mkdir()
+        install_plugin(folder, group, version=version)
+        monkeypatch.syspath_prepend(folder)
+        found.append(hashes())
+        assert "theirs" in chosen_order(vllm_config)
+    assert [len(set(each)) for each in zip(*found, strict=True)] == [3, 3]
+    monkeypatch.setenv("VLLM_PLUGINS", "kvxfer")
+    assert hashes() == found[0]
+
+
+def test_plug_ins_of_vllm_and_of_kvxfer_do_not_count(
+    vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identify_model(vllm_config)
+    for package in ("vllm", "kvxfer"):
+        install_plugin(tmp_path, "vllm.general_plugins", package=package)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert identify_model(vllm_config) == before
 
 
 @pytest.mark.parametrize(
@@ -762,7 +802,7 @@ def test_rows_do_not_depend_on_the_order_in_which_variables_were_set(
 ) -> None:
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: None)
     url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
-    for variables in (["VLLM_PLUGINS", "VLLM_MEDIA_CONNECTOR"],) * 2:
+    for variables in (["VLLM_USE_MODELSCOPE", "VLLM_MEDIA_CONNECTOR"],) * 2:
         for name in variables:
             monkeypatch.setenv(name, "some")
         spec = KVXferOffloadingSpec(make_config(backend=[HOST]))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,10 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
 
+from kvxfer.engine_side.harmless_words import counting_environment
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.sglang import KVXferStorage, identity, interface
-from tests.integrations.test_plugs import NAME, grown
+from tests.integrations.test_plugs import NAME, grown, install_plugin
 from tests.sglang.pools import attention_pool
 from tests.sglang.storages import extra_config, opened, storage_config
 
@@ -193,6 +195,21 @@ def test_a_variable_counts_unless_it_has_its_default_or_changes_no_byte(
     monkeypatch.setenv(name, value)
     with published():
         assert (hash_of_settings() != plain) == counts
+
+
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
+def test_plug_ins_that_sglang_loads_count(
+    plain: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, group)
+    monkeypatch.syspath_prepend(tmp_path)
+    with published():
+        assert hash_of_settings() != plain
+        monkeypatch.setenv("SGLANG_PLUGINS", "another, one")
+        assert hash_of_settings() == plain
+        monkeypatch.setenv("SGLANG_PLATFORM", "faster")  # whatever else is chosen
+        found = counting_environment("sglang", identity.OF_ENVIRONMENT)
+        assert found[f"{group} faster"] == "theirs.ops:register 1"
 
 
 @dataclass

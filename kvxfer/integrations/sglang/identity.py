@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvxfer.engine_side.adapter_files import digest_adapter
-from kvxfer.engine_side.harmless_words import KERNELS, counting_variables, has_harmless_word
+from kvxfer.engine_side.harmless_words import KERNELS, counting_environment, has_harmless_word
 from kvxfer.engine_side.weight_files import hash_facts
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
@@ -86,7 +86,7 @@ OF_ENVIRONMENT = re.compile(
     | max_(batch_reqs_per_http_req|new_tokens_limit|think_tokens)
     | mm_(buffer_size_mb|feature_cache_mb|load_max_retries) | moe_config_dir
     | mori_(num_workers|post_batch_size|qp_per_transfer|send_aux_rdma|transfer_shards|wait_poll_ms)
-    | one_visible_device_per_process | opt_(fp8_wo_a_gemm|use_topk_v2)
+    | one_visible_device_per_process | opt_(fp8_wo_a_gemm|use_topk_v2) | plugins
     | qwen4_ple_file_dir | retract_decode_steps | run_id | set_cpu_affinity
     | skip_sgl_kernel_version_check | sort_weight_files | torch_profiler_dir
     | use_(aiter|cpu_engine|custom_triton_kernel_cache) | vlm_cache_size_mb
@@ -94,7 +94,8 @@ OF_ENVIRONMENT = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables: paths, processes, limits, schedules, and kernels that SGLang itself chooses
-by the GPU. Any other counts unless it has the release's default, as do those of other kernels.
+by the GPU; `plugins` chooses among what is named itself. Any other counts unless it has the
+release's default, as do those of other kernels.
 
 Source: sglang/srt/environ.py, and other modules of SGLang.
 """
@@ -151,9 +152,9 @@ def page_namespace(
         "settings": _counting(published_settings(MODEL, DRAFT)),
         "adapters": list(adapters),
     }
-    variables = counting_variables("sglang", OF_ENVIRONMENT)
-    if changed := {name: each for name, each in variables.items() if not has_default(name)}:
-        facts["variables"] = changed
+    found = counting_environment("sglang", OF_ENVIRONMENT)
+    if changed := {name: value for name, value in found.items() if not has_default(name)}:
+        facts["environment"] = changed
     facts |= {
         each.name: getattr(config, each.name)
         for each in fields(config)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from kvxfer.engine_side.harmless_words import KERNELS, counting_variables, has_harmless_word
+from kvxfer.engine_side.harmless_words import KERNELS, counting_environment, has_harmless_word
 from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
@@ -84,10 +84,10 @@ OF_ENVIRONMENT = re.compile(
     | media_(cache(_max_size_mb|_ttl_hours)?|loading_thread_count|url_allow_redirects) | mla_disable
     | mm_hasher_algorithm | model_redirect_path | mq_max_chunk_bytes_mb
     | msgpack_zero_copy_threshold | (multi|shared_experts)_stream_(gemm_)?token_threshold
-    | object_storage_shm_buffer_name | pattern_match_debug | process_name_prefix | replicate_embed
+    | object_storage_shm_buffer_name | pattern_match_debug | plugins | process_name_prefix
     | rocm_(aiter_moe_dispatch_policy|fp8_padding|mono_decode|sleep_mem_chunk_size|use_skinny_gemm)
     | rocm_use_aiter(_(linear(_hipbmm)?|mha|mla|moe|rmsnorm|unified_attention))?
-    | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | rpc_base_path
+    | replicate_embed | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | rpc_base_path
     | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb | system_start_date
     | target_device | triton_(force_first_config|use_td) | tuned_config_folder
     | use_(bytecode_hook|deep_gemm_tma_aligned_scales|experimental_parser_context|fastokens)
@@ -99,8 +99,9 @@ OF_ENVIRONMENT = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; and some with one value, a default, which vLLM may set itself. The list of vLLM's own cache
-of compiled graphs is another one: it lacks ranks and ports, but has hubs and samplers of videos.
+kernels; `plugins`, which chooses among what is named itself; and some with one value, a default,
+which vLLM may set. The list of vLLM's own cache of compiled graphs is another one: it lacks ranks
+and ports, but has hubs and samplers of videos.
 
 Source: `compile_factors` of vllm/envs.py.
 """
@@ -179,9 +180,7 @@ def _name_overrides(model: Any) -> str:
     They belong to the revision, since other engines cannot compute vLLM's `config_hash`.
     """
     given = getattr(model, "hf_overrides", None) or {}
-    if callable(given):
-        given = f"{given.__module__}.{given.__qualname__}"
-    facts = [given, bool(model.disable_sliding_window)]
+    facts = [_place_of(given) if callable(given) else given, bool(model.disable_sliding_window)]
     return "" if facts == [{}, False] else f" overridden {hash_facts(facts)}"
 
 
@@ -215,11 +214,12 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         "quantization": _changed_settings(model.quantization_config),
         "classes": model.model_class_overrides,
         "worker": getattr(vllm_config.parallel_config, "worker_extension_cls", ""),
+        "own code": _name_own_code(vllm_config),
         "code": getattr(model, "code_revision", None),
         "replayed states": getattr(cache, "use_replayssm", False) and cache.replayssm_buffer_len,
         "whole windows": not getattr(cache, "swa_bounded_replay", True),
         "weights": _describe_loading(vllm_config.load_config).get("load_format"),
-        "variables": counting_variables("vllm", OF_ENVIRONMENT),
+        "variables": counting_environment("vllm", OF_ENVIRONMENT),
         "8-bit floats": not kinds <= {"auto", None} and current_platform.is_fp8_fnuz(),  # MI300
     }
     if draft:
@@ -236,6 +236,24 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     return facts
+
+
+def _name_own_code(vllm_config: Any) -> list[str]:
+    """Name a worker and a compiler's backend and passes that are not vLLM's.
+
+    Other settings of parallelism and of the compiler choose among kernels, divide the work, or are
+    in the shapes of pages.
+    """
+    compiler = getattr(vllm_config, "compilation_config", None)
+    worker = getattr(vllm_config.parallel_config, "worker_cls", "")
+    passes = getattr(compiler, "inductor_passes", {}).values()
+    places = map(_place_of, (worker, getattr(compiler, "backend", ""), *passes))
+    return [each for each in places if "." in each and not each.startswith("vllm.")]
+
+
+def _place_of(code: Any) -> str:
+    """Name a function or a class, whose text has a memory address; return a text as it is."""
+    return code if isinstance(code, str) else f"{code.__module__}.{code.__qualname__}"
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
@@ -266,11 +284,11 @@ def _describe_length(model: Any) -> dict[str, Any]:
 
 
 def chosen_order(vllm_config: Any) -> str:
-    """Name the attention backends and variables that are set, which may order a page, if any."""
+    """Name what may order a page, if any: attention backends, variables and plug-ins."""
     config = getattr(vllm_config, "attention_config", None)
     chosen = [getattr(config, each, None) for each in ("backend", "backend_per_kind")]
     facts: list[Any] = _changed_settings(chosen) if any(chosen) else []
-    facts += filter(None, [counting_variables("vllm", OF_ENVIRONMENT)])
+    facts += filter(None, [counting_environment("vllm", OF_ENVIRONMENT)])
     return json.dumps(facts, default=str) if facts else ""
 
 
