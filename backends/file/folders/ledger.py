@@ -104,25 +104,21 @@ class Ledger:
         try:
             was_known = self.known
             self._lock_file(ends_at)
+            record = _read_record(self._fd)
+            self.known = bool(record)
+            self._num_losses += was_known and not self.known
+            _, self.used, self._added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
+            reserved, added_here = self.reserved, self._added_here
             try:
-                record = _read_record(self._fd)
-                self.known = bool(record)
-                self._num_losses += was_known and not self.known
-                _, self.used, self._added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
-                reserved, added_here = self.reserved, self._added_here
-                try:
-                    yield
-                finally:
-                    try:
-                        self._write(record, reserved)
-                    except BaseException:
-                        self.reserved, self._added_here = reserved, added_here
-                        raise
+                yield
             finally:
-                with contextlib.suppress(OSError, MemoryError):  # the change is made all the same
-                    runtime.disk().flock(self._fd, fcntl.LOCK_UN)
+                try:
+                    self._write(record, reserved)
+                except BaseException:
+                    self.reserved, self._added_here = reserved, added_here
+                    raise
         finally:
-            self._lock.release()
+            self._unlock()
 
     def _write(self, record: bytes, reserved: int) -> None:
         """Write what has changed since the count was read."""
@@ -150,6 +146,17 @@ class Ledger:
             else:
                 if has_name(self._fd, self._path):
                     return
+
+    def _unlock(self) -> None:
+        """Unlock the file, which may not be locked, and let other threads lock it."""
+        try:
+            runtime.disk().flock(self._fd, fcntl.LOCK_UN)
+        except (OSError, MemoryError):  # closing unlocks it, too
+            disk, flags = runtime.disk(), _FLAGS & ~os.O_CREAT
+            with contextlib.suppress(OSError), closing(disk.open(self._path, flags)) as fd:
+                disk.dup2(fd, self._fd, inheritable=False)
+        finally:
+            self._lock.release()
 
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are about to be written; only inside `locked`."""
