@@ -303,9 +303,11 @@ def _open_ledger(path: Path) -> int:
         if exc.errno not in _NO_FILE:
             raise
     else:
-        found = runtime.disk().fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
-            return fd
-        close_locked(fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_locked, fd)
+            found = runtime.disk().fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+                undo.pop_all()
+                return fd
     wanted = f"{LEDGER_NAME} must be a regular file with a single hard link: move this one away"
     raise OSError(errno.EINVAL, wanted, str(path))
