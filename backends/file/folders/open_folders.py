@@ -185,12 +185,10 @@ class OpenFolders:
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
         with self._lock:
-            for fd in self._opened.values():
-                runtime.disk().close(fd)
-            self._opened = {}
-            if self.root_fd >= 0:
-                runtime.disk().close(self.root_fd)
-            self.root_fd = -1
+            for fd in (*self._opened.values(), self.root_fd):
+                with contextlib.suppress(OSError):  # of a file server: it is closed all the same
+                    runtime.disk().close(fd)
+            self._opened, self.root_fd = {}, -1
 
     def _leave(self, fds: Sequence[int]) -> None:
         """Make these descriptors refer to a removed folder."""
