@@ -160,13 +160,14 @@ class FileIO:
     def _write_one(self, file: NewFile, flags: int, *, durable: bool) -> Result:
         folder, disk = file.folder_fd, runtime.disk()
         try:
-            with closing(self._create(file, flags)) as fd, contextlib.ExitStack() as undo:
-                undo.callback(self.discard, file)  # whatever is raised
-                written = self.write(fd, file.vector)
-                if written != file.size_bytes:
-                    disk.ftruncate(fd, file.size_bytes)
-                if durable:
-                    disk.fsync(fd)
+            with contextlib.ExitStack() as undo:
+                with closing(self._create(file, flags)) as fd:  # NFS may report errors at its end
+                    undo.callback(self.discard, file)  # whatever is raised
+                    written = self.write(fd, file.vector)
+                    if written != file.size_bytes:
+                        disk.ftruncate(fd, file.size_bytes)
+                    if durable:
+                        disk.fsync(fd)
                 disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                 undo.pop_all()
         except OSError as exc:
