@@ -81,7 +81,7 @@ def read_header(fd: int) -> tuple[bytes, int]:
     found = runtime.disk().fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("not a block file: not a regular file")
-    return cut_header(found.st_size, lambda num_bytes: runtime.disk().pread(fd, num_bytes, 0))
+    return cut_header(found.st_size, lambda stop: b"".join(map(bytes, read_data(fd, 0, stop))))
 
 
 def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
@@ -95,9 +95,9 @@ def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[byte
     return read(size), file_size_bytes - size
 
 
-def read_data(fd: int, offset: int) -> Iterator[memoryview]:
-    """Read the bytes from `offset` on, piece by piece; a piece is valid until the next."""
-    memory = memoryview(bytearray(READ_BYTES))
-    while num_read := runtime.disk().preadv(fd, [memory], offset):
+def read_data(fd: int, offset: int, stop: int = 1 << 62) -> Iterator[memoryview]:
+    """Read the bytes from `offset` to `stop`, piece by piece; a piece is valid until the next."""
+    memory = memoryview(bytearray(min(READ_BYTES, stop - offset)))
+    while num_read := runtime.disk().preadv(fd, [memory[: stop - offset]], offset):
         yield memory[:num_read]
         offset += num_read
