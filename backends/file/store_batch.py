@@ -9,7 +9,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size, closing
+from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Result, Size, SuppressAbsent, closing
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import BlockFileError, BlockHeader
@@ -100,16 +100,12 @@ class StoreBatch:
         if full:
             num_fitting = 0
             try:
-                num_fitting = self._evict_for(full)
+                with contextlib.suppress(OSError):
+                    num_fitting = self._space.evict(self._file_sizes(full), spare=self._keys)
                 if num_fitting:
                     self._write(full[:num_fitting], again=True)
             finally:
                 self._settle(full[num_fitting:])
-
-    def _evict_for(self, indices: Sequence[int]) -> int:
-        with contextlib.suppress(OSError):
-            return self._space.evict(self._file_sizes(indices), spare=self._keys)
-        return 0
 
     def _file_sizes(self, indices: Sequence[int]) -> list[int]:
         formats = self._files.formats([self._keys[index] for index in indices])
@@ -180,13 +176,7 @@ class StoreBatch:
         key, covers = self._keys[index], False
         if file_size_bytes == self._files.format(key).file_size_bytes:
             return True
-        try:
-            fd = self._files.folder.open_block(key)
-        except OSError as exc:
-            if runtime.is_absent(exc):
-                return False
-            raise
-        with closing(fd):
+        with SuppressAbsent(), closing(self._files.folder.open_block(key)) as fd:
             with contextlib.suppress(BlockFileError):
                 head, num_data_bytes = read_header(fd)
                 start = int(self._blocks.payload_starts[index])
