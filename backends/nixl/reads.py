@@ -219,9 +219,13 @@ async def _await_flight(flight: Flight, ours: Descriptors, late: Late | None) ->
     within_s = None if late is None else GRACE_S
     try:
         await wait_despite_cancel(flight.done, flight.cancel, within_s=within_s)
-    except asyncio.CancelledError:
-        if late is not None and not flight.done.done():
-            late(asyncio.wrap_future(flight.done), ours)
+    except (asyncio.CancelledError, MemoryError):  # perhaps of the wait: the read may go on
+        if not flight.done.done():
+            flight.cancel()
+            if late is None:
+                await wait_despite_cancel(flight.done)
+            else:
+                late(asyncio.wrap_future(flight.done), ours)
         raise
 
 

@@ -69,7 +69,7 @@ async def wait_for_all(
     try:
         for future in futures:
             await _end_of(future)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, MemoryError):
         on_cancel()
         for future in futures:
             left = asyncio.wrap_future(future) if isinstance(future, Future) else future

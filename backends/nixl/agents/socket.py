@@ -4,8 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import TypeVar
 
 from kvxfer import runtime
@@ -157,11 +159,12 @@ class Remote:
         finally:
             self._num_connecting -= 1
             self._changed.set()
-        if self._closed:
-            connection.close()
-            return
-        connection.begin(timeout_s)
-        self.add(Line(connection))
+        with ExitStack() as undo:
+            undo.callback(connection.close)
+            if not self._closed:
+                connection.begin(timeout_s)
+                self.add(Line(connection))
+                undo.pop_all()
 
 
 class SocketAgent(TransferAgent):
@@ -289,9 +292,15 @@ class SocketAgent(TransferAgent):
         try:
             await wait_for_all(reads, leave)
             is_left = False
+        except MemoryError:  # of the wait: the threads still use the caller's memory
+            leave()
+            runtime.wait_futures(reads)
+            raise
         finally:
             ends = [read.exception() for read in reads]
-            lost = [is_left or isinstance(each, PeerError) for each in ends]
+            # After anything else, bytes of the answer may still be on their way.
+            usable = TransferFailedError, BackendUnavailableError, NoneType
+            lost = [is_left or not isinstance(each, usable) for each in ends]
             await remote.give_back(lines, lost)
         errors = [each for each in ends if each is not None]
         if len(errors) < len(reads):  # another line has read the share of one without a thread
