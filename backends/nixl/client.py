@@ -280,8 +280,8 @@ class Client:
         return self._move(self._store_direct, keys, blocks)
 
     async def _open(self) -> Connection:
-        self.disconnect()
         try:
+            self.disconnect()
             connection = await Connection.open(self._node, self.endpoint)
         except KVXferError as exc:
             self.is_own = isinstance(exc, OwnEndpointError)

@@ -207,12 +207,12 @@ class Connection:
         self._heard = runtime.monotonic()
         self._let_read_lock = asyncio.Lock()
         self._lending: dict[asyncio.Task[None], DataConnection] = {}
-        self._tasks = [
-            asyncio.create_task(self._receive_answers()),
-            asyncio.create_task(self._send_heartbeats()),
-        ]
         if memory.carrier == "socket":
             node.sockets.use(memory.peer, partial(self._open_data, reads=True))
+        self._tasks = [
+            asyncio.create_task(self._keep(self._receive_answers)),
+            asyncio.create_task(self._keep(self._send_heartbeats)),
+        ]
 
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
@@ -231,20 +231,22 @@ class Connection:
             return ours
 
         timeout_s = node.config.handshake_timeout_s
-        channel = await open_channel(node, endpoint)
-        greeting = await greet_as_client(
-            channel, node.hello_to(endpoint), secret=node.secret, reach=reach, timeout_s=timeout_s
-        )
         async with contextlib.AsyncExitStack() as unless_connected:
+            channel = await open_channel(node, endpoint)
             unless_connected.push_async_callback(channel.aclose)
+            hello = node.hello_to(endpoint)
+            greeting = await greet_as_client(
+                channel, hello, secret=node.secret, reach=reach, timeout_s=timeout_s
+            )
             memory = await node.link(greeting)
             unless_connected.push_async_callback(memory.aclose)
             async with deadline(endpoint, "linking", timeout_s):
                 ready = await channel.receive(_READY)
             if node.agent is not agent:  # both sides would read through a closed agent
                 raise PeerClosedError(str(endpoint), "NIXL was restarted meanwhile")
+            connection = cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
             unless_connected.pop_all()
-        return cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
+        return connection
 
     @property
     def is_open(self) -> bool:
@@ -269,7 +271,7 @@ class Connection:
             raise ProtocolError(str(self.endpoint), detail)
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Send a request, and wait for the answer; when cancelled, tell the holder."""
+        """Send a request, and wait for the answer; tell the holder if nobody gets it."""
         try:
             number, answer = self._send(make)
         except KVXferError:
@@ -278,11 +280,12 @@ class Connection:
         try:
             await self._channel.drain()
             return self._expect(answer_type, await answer)
-        except asyncio.CancelledError:
-            if not answer.cancelled() and answer.done() and not answer.exception():
-                self._decline(answer.result())  # the answer came in the same turn of the loop
-            with contextlib.suppress(KVXferError):
-                self._channel.send_soon(wire.Cancel(request_id=number))
+        except (Exception, asyncio.CancelledError) as exc:
+            if answer.done() and not (answer.cancelled() or answer.exception()):
+                self._decline(answer.result())  # it came, but the caller does not get it
+            elif not isinstance(exc, KVXferError):
+                with contextlib.suppress(KVXferError):
+                    self._channel.send_soon(wire.Cancel(request_id=number))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -396,21 +399,28 @@ class Connection:
         self._channel.cut(error)
         raise error
 
-    async def _receive_answers(self) -> None:
+    async def _keep(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what the connection needs until it ends; it ends with the work, whatever fails."""
         try:
-            while True:
-                answer = await self._channel.receive(_ANSWER)
-                self._heard = runtime.monotonic()
-                waiting = self._waiting.pop(answer.request_id, None)
-                if waiting is None or waiting.done():
-                    self._decline(answer)
-                    continue
-                if isinstance(answer, wire.Failed):
-                    waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
-                else:
-                    waiting.set_result(answer)
-        except KVXferError as exc:
+            await work()
+        except Exception as exc:  # noqa: BLE001 - else requests would wait for their deadlines
+            if not isinstance(exc, KVXferError):
+                exc = PeerClosedError(str(self.endpoint), repr(exc))
+            self._channel.cut(exc)
             self._end(exc)
+
+    async def _receive_answers(self) -> None:
+        while True:
+            answer = await self._channel.receive(_ANSWER)
+            self._heard = runtime.monotonic()
+            waiting = self._waiting.pop(answer.request_id, None)
+            if waiting is None or waiting.done():
+                self._decline(answer)
+                continue
+            if isinstance(answer, wire.Failed):
+                waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
+            else:
+                waiting.set_result(answer)
 
     def _decline(self, answer: wire.Answer) -> None:
         """Let go of blocks that were pinned for a cancelled caller."""
@@ -419,13 +429,11 @@ class Connection:
 
     async def _send_heartbeats(self) -> None:
         config = self._node.config
-        with contextlib.suppress(KVXferError):  # `_receive_answers` gets the error, too
-            while runtime.monotonic() - self._heard < config.lease_s:
-                await asyncio.sleep(config.heartbeat_s)
-                self._ping()
-                await self._channel.drain()
-            silent = PeerTimeoutError(str(self.endpoint), "a heartbeat", config.lease_s)
-            self._channel.cut(silent)
+        while runtime.monotonic() - self._heard < config.lease_s:
+            await asyncio.sleep(config.heartbeat_s)
+            self._ping()
+            await self._channel.drain()
+        raise PeerTimeoutError(str(self.endpoint), "a heartbeat", config.lease_s)
 
     def _end(self, error: KVXferError) -> None:
         if self._error is None:
@@ -450,7 +458,11 @@ async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
             )
         except (OSError, RuntimeError, UnicodeError) as exc:  # TLS, no thread, a name of no host
             raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
-    return FrameChannel(reader, writer)
+    try:
+        return FrameChannel(reader, writer)
+    except BaseException:
+        writer.transport.abort()
+        raise
 
 
 @contextlib.asynccontextmanager

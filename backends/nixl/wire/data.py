@@ -95,22 +95,22 @@ class DataConnection:
 
         On error the socket is closed.
         """
-        if tls is None:
-            return cls(plain, peer)
         opened = plain
         try:
+            if tls is None:
+                return cls(plain, peer)
             plain.getpeername()  # raises after a reset; `wrap_socket` would leak the socket
             opened = tls.wrap_socket(
                 plain, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
             )
             opened.setblocking(False)
             await _when_ready(opened, opened.do_handshake)
+            return cls(opened, peer)
         except BaseException as exc:
             opened.close()
             if isinstance(exc, OSError):  # ssl.SSLError is one
                 raise PeerClosedError(peer, f"TLS handshake failed: {describe_error(exc)}") from exc
             raise
-        return cls(opened, peer)
 
     async def say(self, message: Message) -> None:
         """Send a short message on the event loop."""

@@ -190,7 +190,11 @@ class FrameChannel:
             raise ProtocolError(peer, f"TLS handshake failed: {describe_error(exc)}") from exc
         except OSError as exc:
             raise PeerClosedError(peer, f"connection lost: {describe_error(exc)}") from exc
-        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        try:
+            return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        except BaseException:
+            transport.abort()
+            raise
 
     @property
     def has_verified_certificate(self) -> bool:

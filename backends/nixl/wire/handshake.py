@@ -169,8 +169,8 @@ async def greet_as_client(
     `ours` gets its nonce here. `reach` makes the access to our memory, once the other side has
     authenticated. `timeout_s` is for the whole handshake.
     """
-    handshake = _Handshake(channel, ours, Role.ASKING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
+        handshake = _Handshake(channel, ours, Role.ASKING, secret or b"")
         handshake.require_authentication()
         await channel.send(handshake.ours)
         await handshake.receive_hello()
@@ -189,8 +189,8 @@ async def ask_hello(
 
     If both greetings have a namespace, a difference is a `NamespaceMismatchError`.
     """
-    handshake = _Handshake(channel, ours, Role.ASKING, b"")
     async with _closed_on_error(channel, timeout_s):
+        handshake = _Handshake(channel, ours, Role.ASKING, b"")
         await channel.send(handshake.ours)
         await handshake.receive_hello()
         theirs = handshake.read_hello()
@@ -211,8 +211,8 @@ async def greet_as_server(
     If `ours` has no namespace, any is served. `reach` may raise `NamespaceMismatchError`, e.g. when
     another peer has settled the namespace meanwhile; the other side gets it as a refusal.
     """
-    handshake = _Handshake(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
+        handshake = _Handshake(channel, ours, Role.SERVING, secret or b"")
         await handshake.receive_hello()
         handshake.require_authentication()
         await channel.send(handshake.ours)
