@@ -212,28 +212,23 @@ class ClientSession(Session):
             job.add_done_callback(partial(self._jobs.pop, number))
 
     async def _do(self, request: wire.Request) -> None:
+        """Answer a request; one that fails, or whose answer cannot be sent, pins nothing."""
         try:
             answer_to = getattr(self, _ANSWERS.get(type(request), "_answer_ticket"))
             answer: wire.Answer = await await_call(answer_to(request))
-        except asyncio.CancelledError:
+            with contextlib.suppress(PeerError, ClosedError):  # `serve` gets the error, too
+                await self._channel.send(answer)
+        except (Exception, asyncio.CancelledError) as exc:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
-            raise
-        except PeerLostError as exc:  # by reconnecting, the peer is linked anew
-            self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
-            return
-        except KVXferError as exc:
-            answer = wire.Failed(request_id=request.request_id, reason=str(exc))
-        except Exception as exc:
-            logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
-            answer = wire.Failed(request_id=request.request_id, reason=repr(exc))
-        with contextlib.suppress(PeerError, ClosedError):  # `serve` gets the error, too
-            try:
-                await self._channel.send(answer)
-            except InvalidArgumentError as exc:  # the answer is too large for a frame
-                if pin := self._pins.pop(request.request_id, None):
-                    await pin.aclose()
-                await self._refuse(request.request_id, str(exc))
+            if not isinstance(exc, Exception):
+                raise
+            if isinstance(exc, PeerLostError):  # by reconnecting, the peer is linked anew
+                self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
+            if not (is_known := isinstance(exc, KVXferError)):
+                logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
+            with contextlib.suppress(PeerError, ClosedError):
+                await self._refuse(request.request_id, str(exc) if is_known else repr(exc))
 
     async def _delete(self, request: wire.Delete) -> wire.Deleted:
         deleted = await delete_for_others(self._backend, request.keys)
@@ -540,39 +535,41 @@ class Server:
             self._node.namespace = theirs.namespace
             return await self._node.reach(data_port=self.data_port)
 
-        try:
-            channel = await FrameChannel.accept(plain, peer, tls, timeout_s)
-            greeting = await greet_as_server(
-                channel,
-                self._node.hello,
-                secret=self._node.secret,
-                reach=reach,
-                timeout_s=timeout_s,
-            )
-        except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
-            logger.debug("no greeting came: %s", printable(exc, MAX_LINE_CHARACTERS))
-            return
-        except ProtocolError as exc:  # not a peer at all
-            self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
-            return
-        except KVXferError as exc:
-            self._refusals.note(level, "refused a peer: %s", peer, exc)
-            return
-        assert held is not None
-        session = ClientSession(self._node, channel, greeting, held)
-        incarnation = greeting.hello.incarnation
-        earlier = self._sessions.get(incarnation)
-        self._sessions[incarnation] = session
-        if self._draining:  # the handshake began before the drain
-            session.drain()
-        try:
-            await session.serve(earlier)
-        except KVXferError as exc:
-            reason = f"{channel.peer}: {exc}"
-            self._refusals.note(logging.WARNING, "cannot serve a peer: %s", peer, reason)
-        finally:
-            if self._sessions.get(incarnation) is session:
-                del self._sessions[incarnation]
+        async with AsyncExitStack() as ending:
+            try:
+                channel = await FrameChannel.accept(plain, peer, tls, timeout_s)
+                ending.push_async_callback(channel.aclose)
+                greeting = await greet_as_server(
+                    channel,
+                    self._node.hello,
+                    secret=self._node.secret,
+                    reach=reach,
+                    timeout_s=timeout_s,
+                )
+            except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
+                logger.debug("no greeting came: %s", printable(exc, MAX_LINE_CHARACTERS))
+                return
+            except ProtocolError as exc:  # not a peer at all
+                self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
+                return
+            except KVXferError as exc:
+                self._refusals.note(level, "refused a peer: %s", peer, exc)
+                return
+            assert held is not None
+            session = ClientSession(self._node, channel, greeting, held)
+            incarnation = greeting.hello.incarnation
+            earlier = self._sessions.get(incarnation)
+            self._sessions[incarnation] = session
+            if self._draining:  # the handshake began before the drain
+                session.drain()
+            try:
+                await session.serve(earlier)
+            except KVXferError as exc:
+                reason = f"{channel.peer}: {exc}"
+                self._refusals.note(logging.WARNING, "cannot serve a peer: %s", peer, reason)
+            finally:
+                if self._sessions.get(incarnation) is session:
+                    del self._sessions[incarnation]
 
     async def _serve_data(
         self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None
