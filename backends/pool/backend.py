@@ -98,12 +98,12 @@ class Attachment:
                 size = wire.body_bytes(self._receive_exactly(wire.HEADER.size))
                 answer = _ANSWER.decode(self._receive_exactly(size))
             except (OSError, ValueError, MemoryError, RecursionError) as exc:
-                raise self._lose(exc) from exc  # the next answer would be the rest of this one
+                raise self.lose(exc) from exc  # the next answer would be the rest of this one
         if isinstance(answer, wire.Failed):
             raise BackendUnavailableError(f"the host pool at {self._path}: {answer.reason}")
         if isinstance(answer, kind) and wire.fits(answer, request, self.pool.shape.num_slots):
             return answer
-        raise self._lose(ValueError(f"it sent {type(answer).__name__}, which cannot be the answer"))
+        raise self.lose(ValueError(f"it sent {type(answer).__name__}, which cannot be the answer"))
 
     def tell(self, notice: wire.Message) -> None:
         """Send a message that has no answer; if the holder is gone, set `error`."""
@@ -111,7 +111,7 @@ class Attachment:
             try:
                 self._send(notice)
             except OSError as exc:
-                self._lose(exc)
+                self.lose(exc)
 
     def close(self) -> None:
         """Close the connection and unmap the memory, which no thread may still be using."""
@@ -199,7 +199,8 @@ class Attachment:
             raise TimeoutError("timed out")
         self._socket.settimeout(left_s)
 
-    def _lose(self, exc: Exception) -> BackendUnavailableError:
+    def lose(self, exc: BaseException) -> BackendUnavailableError:
+        """Give the attachment up, unless it was lost before; return the error to raise."""
         if not self.error:
             self.timed_out = isinstance(exc, TimeoutError)
             self.lost_at = runtime.monotonic()
@@ -452,6 +453,10 @@ class PoolBackend(TellsKept):
             self._users[attachment] = self._users.get(attachment, 0) + 1
         try:
             yield attachment
+        except BaseException as exc:
+            if not isinstance(exc, BackendUnavailableError):  # the holder may keep blocks for it
+                attachment.lose(exc)
+            raise
         finally:
             with self._lock:
                 self._users[attachment] -= 1
@@ -480,8 +485,10 @@ class PoolBackend(TellsKept):
             raise BackendUnavailableError(str(exc)) from exc
         try:
             attachment.pool.attach(self._memory)
-        except KVXferError as exc:
+        except BaseException as exc:
             attachment.close()
+            if not isinstance(exc, KVXferError):
+                raise
             self._silence.begin(runtime.monotonic())
             raise BackendUnavailableError(f"cannot use the host pool: {exc}") from exc
         self._attachment = attachment

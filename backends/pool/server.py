@@ -121,9 +121,10 @@ class PoolSession(Session):
                     await self._send(await self._answer(request))
         except (OSError, EOFError):
             pass
-        except ValueError as exc:
-            logger.warning("%s sent an invalid request: %s", self, exc)
-            await self._hear_end()  # until then its threads may be reading pinned blocks
+        except Exception as exc:  # noqa: BLE001 - an error of ours, too
+            what = "sent an invalid request" if isinstance(exc, ValueError) else "cannot be served"
+            logger.warning("%s %s: %r", self, what, exc)
+            said_bye = await self._hear_end()  # its threads may be reading pinned blocks
         finally:
             if self._pidfd >= 0:
                 loop.remove_reader(self._pidfd)
@@ -136,13 +137,15 @@ class PoolSession(Session):
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    async def _hear_end(self) -> None:
-        """Stop sending, and wait until the engine closes the connection."""
+    async def _hear_end(self) -> bool:
+        """Stop sending, and wait until the engine closes the connection; whether it said `Bye`."""
+        bye, heard = wire.encode(wire.Bye()), b""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
             loop = asyncio.get_running_loop()
-            while await loop.sock_recv(self._connection, wire.MAX_RECEIVE_BYTES):
-                pass
+            while data := await loop.sock_recv(self._connection, wire.MAX_RECEIVE_BYTES):
+                heard = (heard + data)[-len(bye) :]
+        return heard == bye
 
     async def _send(self, answer: wire.Answer) -> None:
         with contextlib.suppress(OSError):  # the engine is gone, but what it sent is still read
@@ -166,6 +169,8 @@ class PoolSession(Session):
         except (KVXferError, TimeoutError) as exc:  # a late delete may go on in a lower tier
             return wire.Failed(reason=str(exc) or "a lower tier does not answer: blocks may stay")
         except Exception as exc:
+            if isinstance(request, wire.Publish):  # its blocks would stay reserved
+                raise
             logger.exception("%s of %s failed", type(request).__name__, self)
             return wire.Failed(reason=repr(exc))
 
