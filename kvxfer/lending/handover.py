@@ -258,7 +258,10 @@ class Handover:
         """Collect the tickets that end, as long as there are any tickets."""
         assert self._lender is not None
         while self._lender.book.num_tickets:
-            self._ended.extend(self._lender.take_ended())
+            try:
+                self._ended.extend(self._lender.take_ended())
+            except Exception:  # the engine waits for the end of its tickets: look again
+                logger.exception("hand-over: cannot look for tickets that have ended")
             await asyncio.sleep(LOOK_S)
 
     async def _shut_down(self) -> None:

@@ -192,13 +192,16 @@ class LeaseBook:
         """Declare a ticket over; return the blocks that are no longer offered."""
         if entry.is_over:
             return []
-        entry.is_over = True
+        blocks = [block for key, block in entry.offers if self._take_back(ticket, key, block)]
+        entry.is_over = True  # last: the next call completes one that has failed
         entry.holders.clear()
-        return [block for key, block in entry.offers if self._take_back(ticket, key, block)]
+        return blocks
 
     def _take_back(self, ticket: str, key: BlockKey, block: int) -> bool:
         """Withdraw a block's key from a ticket; return whether the block is no longer offered."""
-        keys = self._offers[block]
+        keys = self._offers.get(block, {})
+        if key not in keys:  # taken back by an earlier call
+            return not keys
         keys[key].discard(ticket)
         if keys[key]:
             return False

@@ -115,6 +115,7 @@ class CacheLender(Lender):
             self.max_loans = self._staging.num_buffers - 1
         self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
+        self._withdrawn: list[int] = []  # blocks whose generations are still to be changed
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
         self._copying: list[set[int]] = []  # for each copy to staging memory: slots revoked since
         self._running: set[asyncio.Future[list[int]]] = set()
@@ -274,11 +275,13 @@ class CacheLender(Lender):
         self._withdraw(self.book.expire())
 
     def _withdraw(self, slots: Sequence[int]) -> None:
-        """Note that blocks are no longer offered, and may soon be overwritten."""
-        self._generations.change(slots)
-        for slot in slots:
+        """Note that blocks are no longer offered, and may be overwritten once this succeeds."""
+        self._withdrawn += slots
+        self._generations.change(self._withdrawn)
+        for slot in self._withdrawn:
             self._checksums.pop(slot, None)
             self._hashings.pop(slot, None)  # its checksum may be that of other bytes
+        self._withdrawn.clear()
 
     def _locate(
         self, keys: Sequence[BlockKey], slots: Sequence[int | None], *, fenced: bool
