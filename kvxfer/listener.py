@@ -155,9 +155,9 @@ class Listener:
                 connection.setblocking(False)
                 task = loop.create_task(self._listening[listening](connection, address))
                 self.tasks.add(task)
-                self.unproven[task] = runtime.monotonic(), address
                 task.add_done_callback(self.tasks.discard)
                 task.add_done_callback(self._leave)
+                self.unproven[task] = runtime.monotonic(), address
                 return
         loop.remove_reader(listening)
         loop.call_later(pause_s, self._look_at, listening)
