@@ -127,8 +127,19 @@ def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_wor
     backend.corrupt(key)
     assert scheduler.resolve([key]) == [MISS]
     assert f"dropped chunk {key.hex()}: " in caplog.text
-    assert "1 chunk loads failed, the first: " in caplog.text
+    assert "the lower tier: load of 1 of 1 blocks failed: " in caplog.text
     assert "Outcome(" not in caplog.text
+
+
+def test_chunks_for_which_the_lower_tier_has_no_room_are_logged_with_the_reason(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1 << 60))
+    scheduler = start(FileBackend(config, make_namespace()))
+    scheduler.store(KEYS[:2])
+    scheduler.until(lambda: caplog.messages)
+    text = "the lower tier: store of 2 of 2 blocks failed: no room, and no block can be evicted"
+    assert text in caplog.messages
 
 
 def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_again(

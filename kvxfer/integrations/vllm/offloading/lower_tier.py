@@ -289,6 +289,10 @@ class LowerTier:
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             is_load = job.direction is Direction.LOAD
+            if (lost := [each for each in finished.outcomes if not each.done]) and not job.void:
+                call = f"{job.direction.name.lower()} of {len(lost)} of {len(job.keys)} blocks"
+                reason = lost[0].reason or lost[0].status.value
+                logger.warning("the lower tier: %s failed: %s", call, reason)
             moves = zip(job.keys, job.rows, job.names, finished.outcomes, strict=True)
             for key, row, name, outcome in moves:
                 each = RowOutcome(job, key, row, name, outcome)

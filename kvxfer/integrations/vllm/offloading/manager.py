@@ -504,8 +504,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._has_failed = True
             for status in [moved.outcome.status for moved in failed]:
                 self._metrics.add("load_blocks", self._tier.name, Cause.PROMOTION, status)
-            reason = failed[0].outcome.reason or failed[0].outcome.status.value
-            logger.warning("%d chunk loads failed, the first: %s", len(failed), reason)
             self._drop_failed([moved.key for moved in failed])
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []

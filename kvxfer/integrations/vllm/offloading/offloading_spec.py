@@ -99,7 +99,6 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
         with ExitStack() as undo:
             pool = self._open_pool(copies, claim=True)
             undo.callback(pool.close)
-            num_slots = pool.shape.num_slots
             sizes = [self.blocks_per_chunk * g.tokens_per_block for g in self.config.groups]
             tokens_per_chunk = dict(zip(group_ids(self.config), sizes, strict=True))
             loads = self._loads if self._lower else None
@@ -111,7 +110,7 @@ class KVXferOffloadingSpec(VLLMPlug, DefinesMetrics, OffloadingSpec):
                 undo.callback(tier.close)
             self._manager = KVXferOffloadingManager(
                 pool,
-                BlockIndex(self._pool_config.open_policy(num_slots)),
+                BlockIndex(self._pool_config.open_policy(pool.shape.num_slots)),
                 tier,
                 emit_events=self.kv_events_config.enable_kv_cache_events,
                 trace=TraceRecorder.from_environment(),
@@ -251,13 +250,12 @@ class KVXferOffload(OffloadingConnector):
 
 def offloading_config(vllm_config: Any, settings: Mapping[str, Any]) -> Any:
     """Copy a configuration, for an OffloadingConnector with these settings and our spec."""
+    defaults = {} if "spec_name" in settings else SPEC
     config = copy.copy(vllm_config)
     config.kv_transfer_config = dataclasses.replace(
         vllm_config.kv_transfer_config,
         kv_connector="OffloadingConnector",
         kv_connector_module_path=None,
-        kv_connector_extra_config=dict(settings)
-        if "spec_name" in settings
-        else {**SPEC, **settings},
+        kv_connector_extra_config={**defaults, **settings},
     )
     return config
