@@ -242,7 +242,6 @@ class RowStore:
                 moving = move(names, of_groups, timeout_s=_limit_s(deadline))
                 job.outcomes = self._engine.submit_call(moving)
         except Exception as exc:  # noqa: BLE001 - the caller gets failed pages
-            logger.warning("%s: %s failed: %r", self._name, job.what, exc)
             failed = Outcome(Status.FAILED, reason=repr(exc))  # no transfer was begun on its rows
             job.outcomes.set_result([failed] * len(job.rows))
 
@@ -261,13 +260,13 @@ class RowStore:
                 copy([job.pages[at] for at in arrived], [job.rows[at] for at in arrived])
         except Exception as exc:  # noqa: BLE001 - the caller gets failed pages
             is_late = outcomes is unanswered and isinstance(exc, TimeoutError)
-            if not is_late:
-                logger.warning("%s: %s failed: %r", self._name, job.what, exc)
             status = Status.TIMED_OUT if is_late else Status.FAILED
             outcomes = [replace(each, status=status, reason=repr(exc)) for each in outcomes]
         finally:
             job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
             self._give_back(job, outcomes)
+        if reasons := [each.reason for each in outcomes if each.status is Status.FAILED]:
+            logger.warning("%s: %s failed: %s", self._name, job.what, reasons[0])
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
         return [outcome.done for outcome in outcomes]

@@ -172,6 +172,15 @@ def test_rows_of_a_copy_that_fails_come_back_without_a_drain(
     assert "in time" not in caplog.text
 
 
+def test_pages_that_a_backend_fails_to_move_are_logged_with_the_reason(
+    pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages.backend.rates = FaultRates(failure=1.0)
+    for direction, name in ((STORE, "store"), (LOAD, "load")):
+        assert pages.move(direction) == [False] * 6
+        assert f"pages: a {name} of 2 pages failed: injected failure" in caplog.messages
+
+
 def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
