@@ -570,6 +570,18 @@ def test_a_lookup_that_times_out_in_the_backend_is_a_miss_and_logged(
     assert "no route" in caplog.text
 
 
+def test_an_object_that_the_backend_fails_to_move_is_logged_with_the_reason(
+    adapter: FaultyAdapter, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, objects = Driver(adapter), [memory.fill(100, 1)]
+    adapter.faulty.rates = FaultRates(failure=1.0)
+    assert not driver.store([make_key(0)], objects).is_successful()
+    assert driver.load([make_key(0)], objects) == [False]
+    for name in ("store", "load"):
+        text = f"LMCache's store: {name} of 1 of 1 pieces failed: injected failure"
+        assert text in caplog.messages
+
+
 class PartlyAway(DictBackend):
     """Backend some of whose blocks are away, like those of a peer that is down for a while."""
 

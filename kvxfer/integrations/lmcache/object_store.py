@@ -277,6 +277,9 @@ class ObjectStore:
             outcomes = await task.ask(staged.move(move, keys, staged.blocks))
             self._answered_at = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
+            if reasons := [each.reason for each in outcomes if each.status is Status.FAILED]:
+                text = "LMCache's store: %s of %d of %d pieces failed: %s"
+                logger.warning(text, direction.name.lower(), len(reasons), len(keys), reasons[0])
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if is_store:
                 self._residents.add(done)
@@ -300,17 +303,10 @@ class ObjectStore:
     ) -> dict[Piece, Status]:
         """Copy landed pieces out of a buffer; return a status for each that was not copied."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
-        other = {
-            piece: Status.CORRUPT
-            for piece, address in zip(pieces, addresses, strict=True)
-            if statuses[piece] is Status.DONE
-            and ctypes.string_at(address, len(piece.head)) != piece.head
-        }
-        landed = [
-            index
-            for index, piece in enumerate(pieces)
-            if statuses[piece] is Status.DONE and piece not in other
-        ]
+        done = [at for at, piece in enumerate(pieces) if statuses[piece] is Status.DONE]
+        heads = {at: ctypes.string_at(addresses[at], len(pieces[at].head)) for at in done}
+        other = {pieces[at]: Status.CORRUPT for at in done if heads[at] != pieces[at].head}
+        landed = [at for at in done if pieces[at] not in other]
         if landed:
             memory, buffer = _describe(pieces, staged)
             if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):
