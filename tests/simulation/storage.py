@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Self
 
@@ -13,7 +12,6 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.faults import TierFault
 from kvxfer.testing.simulation.scheduler import FaultWindows
-from kvxfer.testing.simulation.world import Part
 from kvxfer.transfer import TransferEngine
 from tests.simulation.objects import delete_given_up
 from tests.simulation.tiers import leftovers_of_engine
@@ -28,10 +26,11 @@ class StorageScenario(EngineScenario):
     """Engine over a `BytesBackend`, whose storage is slow, hangs, raises and refuses."""
 
     name = "bytes"
+    stores_parts = False
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`; only whole chunks are stored."""
-        steps = [_whole(step) for step in super().plan(random)]
+        """See `Scenario.plan`."""
+        steps = super().plan(random)
         for _ in range(random.choice((0, 0, GIVEN_UP))):
             steps += delete_given_up(random, 0.2 + random.random() * steps[-1].at_s)
         return sorted(steps, key=lambda step: step.at_s)
@@ -49,13 +48,6 @@ class StorageScenario(EngineScenario):
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         return leftovers_of_engine(engine)
-
-
-def _whole(step: Step) -> Step:
-    if step.what not in ("store", "poll_store"):
-        return step
-    parts = dict.fromkeys(Part(each.group, each.key) for each in step.arguments["parts"])
-    return replace(step, arguments={**step.arguments, "parts": tuple(parts)})
 
 
 class _Storage(BytesBackend):

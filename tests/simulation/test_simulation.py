@@ -29,10 +29,12 @@ from kvxfer.testing.simulation import (
     scheduler,
 )
 from kvxfer.testing.simulation.campaign import _quietly
+from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK
 from tests.simulation import mutations
 from tests.simulation.__main__ import SCENARIOS, VLLMScenario
 from tests.simulation.files import FilesScenario
 from tests.simulation.mutations import MUTATIONS, Mutation
+from tests.simulation.storage import StorageScenario
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(4)
@@ -71,6 +73,13 @@ class Written(Scenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         self.ran = simulation
         self._body(simulation, steps)
+
+
+def test_a_scenario_of_a_backend_that_keeps_whole_chunks_stores_no_part_of_one() -> None:
+    scenario = StorageScenario()
+    steps = [step for seed in range(20) for step in scenario.plan(Random(seed))]
+    stored = [step.arguments["parts"] for step in steps if step.what in ("store", "poll_store")]
+    assert {part.num_blocks for parts in stored for part in parts} == {BLOCKS_PER_CHUNK}
 
 
 def test_a_campaign_keeps_nothing_of_its_runs() -> None:

@@ -107,12 +107,14 @@ class EngineScenario(Scenario):
     """Scenario of a `TransferEngine` over the backend that `open` makes.
 
     Attributes:
+        stores_parts: Whether a part of a chunk can be stored.
         num_faulty: Number of tiers that a plan gives faults.
         delete_s: Virtual time that a delete may take when nothing fails.
         rest_s: Virtual time after which all work in the background has ended.
         lasting: Names of threads that a process keeps until it ends.
     """
 
+    stores_parts: ClassVar[bool] = True
     num_faulty: ClassVar[int] = 1
     delete_s: ClassVar[float] = MOST_S
     rest_s: ClassVar[float] = 60.0
@@ -145,7 +147,10 @@ class EngineScenario(Scenario):
                 "cancel_s": random.choice(CANCELS_S),
             }
             if what not in ("flush", "drain", "purge"):
-                arguments["parts"] = draw_parts(random, num_keys)
+                parts = draw_parts(random, num_keys)
+                if what.endswith("store") and not self.stores_parts:
+                    parts = tuple(Part(each.group, each.key) for each in parts)
+                arguments["parts"] = parts
             steps.append(Step(at_s, what, arguments))
         steps += self._draw_faults(random, length_s) if self.num_faulty else []
         if random.random() < 0.3:
@@ -327,7 +332,6 @@ class EngineRun:
             "first_block_indices": batch.first_indices,
             "timeout_s": timeout_s,
         }
-        outcomes: Sequence[Outcome] | None
         try:
             if what.startswith("poll_"):
                 submit = engine.submit_store if is_store else engine.submit_load
@@ -481,8 +485,7 @@ class EngineRun:
 
         Faults of tiers excuse nothing here; other faults may, such as those of a bucket.
         """
-        is_judged = self._world.history.is_strict or self.opened.faulty
-        if len(self.opened.tiers) < 2 or not is_judged:
+        if len(self.opened.tiers) < 2 or not (self._world.history.is_strict or self.opened.faulty):
             return
         parts = self._world.every_part()
         there = await self._inner(-1).lookup(self._world.keys(parts))
@@ -509,9 +512,8 @@ class EngineRun:
             await asyncio.wait([task], timeout=cancel_s)
             if not task.done():
                 task.cancel()
-                was_cancelled, began, limit_s = True, self._simulation.now, 0.0
-                if what in ("delete", "purge", "flush"):
-                    limit_s = MOST_S
+                was_cancelled, began = True, self._simulation.now
+                limit_s = MOST_S if what in ("delete", "purge", "flush") else 0.0
         await asyncio.wait([task])
         took_s = self._simulation.now - began
         if took_s > limit_s + SLACK_S and not (self.is_closing or self.was_stopped):
@@ -599,8 +601,7 @@ class EngineRun:
             self._world.release(batch)
         for part, found_versions in versions.items():
             is_of_one_store = self._world.history.is_of_one_store(self._world.key(part))
-            is_strict = self._world.history.is_strict and is_of_one_store
-            if is_strict and len(set(found_versions)) > 1:
+            if is_of_one_store and self._world.history.is_strict and len(set(found_versions)) > 1:
                 self._simulation.fail("tiers differ", f"{part}: stores {found_versions}")
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
