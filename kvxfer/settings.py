@@ -28,10 +28,10 @@ KUBERNETES_VARIABLE = re.compile("_(PORT|SERVICE)(_|$)")
 
 HIDDEN = "..."
 CREDENTIAL = re.compile(
-    "secret|token|passw|pwd|credential|signature|^sig$|^sas|key_?id"
+    "secret|token(?!s)|passw|pwd|credential|signature|^sig$|^sas|key_?id"
     "|(access|account|api|private|sas|shared)_?key"
 )
-"""Names of parameters whose values errors hide, unless the values are names of files."""
+"""Names of parameters whose values errors hide, but not names of files and numbers of tokens."""
 
 logger = logging.getLogger(__name__)
 
