@@ -338,7 +338,8 @@ def _open_store(
     """Open a store, or with `split` that of a block file; also yield the file's path below it."""
     kind, is_url, _ = argument.partition("://")
     if not argument or (is_url and kind.lower() not in ("s3", "gs", "az")):
-        raise InvalidArgumentError("path", shown(argument), "a folder, or s3://, gs:// or az://")
+        place = "file" if split else "folder"
+        raise InvalidArgumentError("path", shown(argument), f"a {place}, or s3://, gs:// or az://")
     if not is_url:
         from kvxfer.backends.file.folder_store import FolderStore
 
@@ -351,6 +352,5 @@ def _open_store(
     _, config = parse_backend(argument)
     assert isinstance(config, ObjectConfig)
     root, path = split(config.path) if split else (config.path, "")
-    config = msgspec.structs.replace(config, path=root)
-    with contextlib.closing(BucketStore(config)) as store:
+    with contextlib.closing(BucketStore(msgspec.structs.replace(config, path=root))) as store:
         yield store, path

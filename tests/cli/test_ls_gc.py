@@ -145,7 +145,8 @@ def test_an_empty_path_is_not_the_folder_that_the_command_runs_in(
 def test_a_url_that_names_no_bucket_is_refused_whatever_its_parameters(
     run: Run, command: str, url: str
 ) -> None:
-    told = f"path is '{url.replace('abc', '...')}'; expected a folder, or s3://, gs:// or az://"
+    place = "file" if command == "inspect" else "folder"
+    told = f"path is '{url.replace('abc', '...')}'; expected a {place}, or s3://, gs:// or az://"
     assert run(command, url) == (2, "", f"kvxfer {command}: {told}\n")
 
 
