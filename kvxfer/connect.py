@@ -133,7 +133,6 @@ def connect(
             max_bytes_in_flight=max_bytes_in_flight,
             timeout_s=timeout_s,
             staging_bytes=staging_bytes,
-            observers=observers,
         )
         undo.pop_all()
     return engine

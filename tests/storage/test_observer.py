@@ -85,6 +85,18 @@ async def test_an_observer_that_fails_is_told_nothing_more_and_others_are(
     assert recorder.of(observer.LookedUp)
 
 
+def test_an_observer_that_fails_is_told_nothing_more_by_the_engine_either(
+    memory: BlockMemory,
+) -> None:
+    failing, namespace = Failing(), Namespace(model="model")
+    opening = connect(
+        "host://?capacity=1MiB", memory.caches, namespace=namespace, observers=[failing]
+    )
+    with opening as engine:
+        engine.wait([engine.submit_store(KEYS[:1], [[0]])])
+    assert len(failing.events) == 1
+
+
 def test_an_observer_that_watches_nothing_keeps_no_other_of_other_names_from_it(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
