@@ -247,9 +247,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Descriptors.of_pieces": {"addresses": [64]},
     "Descriptors.take": {"blocks": [0]},
     "EngineLayout": {"memory": "block"},
-    "EngineLayout.runs_per_block": {
-        "sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)
-    },
     "GroupIdentity": {"tensors": (TENSOR,)},
     "LoadOrCompute": {"prefill_tokens_per_s": 1000},
     "LoadOrCompute.pays": {"queued_bytes": 8},

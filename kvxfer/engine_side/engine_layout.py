@@ -1,12 +1,8 @@
 """Engine layouts: the arrangement of an engine's KV cache in memory, described by axes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
-from kvxfer.checks import require_instance, require_positive
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.allocation import AttentionLayout
 
 Content = Literal["keys and values", "latents", "states"]
@@ -67,18 +63,3 @@ class EngineLayout:
         if "block" not in axes or "kv" in self.allocations:
             return None
         return AttentionLayout(" ".join(per_layer), self.memory if "layer" in memory else None)
-
-    def runs_per_block(self, sizes: Mapping[str, int]) -> int:
-        """Count the contiguous pieces of memory of one block of all layers.
-
-        Args:
-            sizes: Size of every axis but `block`.
-
-        Raises:
-            InvalidArgumentError: An axis outside the blocks has no size, or an invalid one.
-        """
-        require_instance("sizes", sizes, Mapping)
-        outer = self.order[: self.order.index("block")]
-        if missing := [axis for axis in outer if axis not in sizes]:
-            raise InvalidArgumentError("sizes", sizes, f"a size of {missing}")
-        return prod(require_positive(f"sizes[{axis!r}]", sizes[axis]) for axis in outer)

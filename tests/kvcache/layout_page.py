@@ -1,6 +1,8 @@
 """Documentation page of the layout zoo: `python -m tests.kvcache.layout_page` writes it."""
 
+from collections.abc import Mapping
 from itertools import groupby, product
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +74,16 @@ def section(entry: EngineLayout) -> str:
     )
 
 
+def runs_per_block(entry: EngineLayout, sizes: Mapping[str, int]) -> int:
+    """Count the contiguous pieces of memory of one block of all layers."""
+    return prod(sizes[axis] for axis in entry.order[: entry.order.index("block")])
+
+
 def in_pieces(entry: EngineLayout) -> str:
     model = EXAMPLE_LATENTS if entry.content == "latents" else EXAMPLE
     (form,) = model.spec.cache_tensors
-    pieces = entry.runs_per_block(
-        {"layer": model.num_layers, "kv": 1, "kernel": 1, **form.axis_sizes}
-    )
+    sizes = {"layer": model.num_layers, "kv": 1, "kernel": 1, **form.axis_sizes}
+    pieces = runs_per_block(entry, sizes)
     kib = model.num_layers * model.spec.page_size_bytes / pieces / 1024
     size = f"{kib / 1024:.3g} MiB" if kib >= 1024 else f"{kib:.3g} KiB"
     return f"{pieces} pieces of {size}" if pieces > 1 else f"one piece of {size}"
