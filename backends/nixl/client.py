@@ -292,10 +292,9 @@ class Client:
             raise
         finally:  # not in a callback: a call that comes before it would get this error at once
             self._opening = None
-        self._failure = None
+        self._connection, self._failure = connection, None
         self._pause.reset()
         logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
-        self._connection = connection
         return connection
 
     @contextlib.asynccontextmanager

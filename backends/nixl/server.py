@@ -513,11 +513,10 @@ class Server:
                 self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
                 plain.close()
                 return
-            tls = await self._node.tls.server()
+            await serve(plain, peer, await self._node.tls.server())
         except BaseException:
             plain.close()
             raise
-        await serve(plain, peer, tls)
 
     async def _serve(self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         timeout_s = self._config.handshake_timeout_s

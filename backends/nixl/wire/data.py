@@ -73,19 +73,21 @@ class DataConnection:
         The endpoint has a numeric address: resolving a name takes a thread, and all may be busy.
         """
         loop, numeric = asyncio.get_running_loop(), socket.AI_NUMERICHOST
-        try:
-            [(family, *_, address)] = socket.getaddrinfo(
-                endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=numeric
-            )
-            with contextlib.ExitStack() as unless_connected:
+        peer = str(endpoint)
+        with contextlib.ExitStack() as unless_secured:
+            try:
+                [(family, *_, address)] = socket.getaddrinfo(
+                    endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=numeric
+                )
                 plain = runtime.open_socket(family, socket.SOCK_STREAM)
-                unless_connected.callback(plain.close)
+                unless_secured.callback(plain.close)
                 plain.setblocking(False)
                 await loop.sock_connect(plain, address)
-                unless_connected.pop_all()
-        except OSError as exc:
-            raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
-        return await cls.secured(plain, str(endpoint), tls, host=host)
+            except OSError as exc:
+                raise PeerClosedError(peer, f"cannot connect: {describe_error(exc)}") from exc
+            connection = await cls.secured(plain, peer, tls, host=host)
+            unless_secured.pop_all()
+        return connection
 
     @classmethod
     async def secured(
