@@ -374,6 +374,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`. No reader gets these slots before the context ends."""
+        self._guard.check()
         require_parts_in_blocks(offered, self._guard.chunk_sizes)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
         async with self._storing(offered.keys, offered.starts, ends) as (plan, stored):

@@ -205,6 +205,17 @@ async def test_a_store_that_waits_for_another_one_until_memory_is_closed_is_refu
         await storing
 
 
+async def test_closed_memory_makes_no_room_even_for_blocks_that_are_still_being_stored(
+    memory: BlockMemory,
+) -> None:
+    backend, parts = open_host(memory), BlockParts([OTHER], [0], [memory.chunk_size_bytes(0)])
+    async with backend.make_room(parts):
+        await backend.aclose()
+        with pytest.raises(ClosedError):
+            async with asyncio.timeout(1), backend.make_room(parts):
+                pass
+
+
 async def test_memory_stays_mapped_if_the_scrubber_cannot_be_stopped(memory: BlockMemory) -> None:
     backend = open_host(memory)
     with (
