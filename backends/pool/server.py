@@ -207,9 +207,9 @@ class PoolSession(Session):
             if key in ours:
                 corrupt = Outcome(Status.CORRUPT, reason=reason)
                 self._host.drop_corrupt([key], [slot], [corrupt])
-        self._host.unpin(list(ours.elements()))
         self._num_batches -= bool(ours)
-        self._pins -= ours
+        self._pins -= ours  # first: a call that fails may have unpinned them
+        self._host.unpin(list(ours.elements()))
 
     async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:

@@ -477,6 +477,28 @@ def test_an_engine_that_was_cut_off_in_a_message_keeps_no_room(
         assert all(each.done for each in asyncio.run(peers.store(other)))
 
 
+def test_an_engine_keeps_no_room_though_memory_was_short_as_it_unpinned_a_block(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, unpin = peers.KEYS, HostBackend.unpin
+
+    def unpin_in_part(host: HostBackend, pinned: Sequence[BlockKey]) -> None:
+        monkeypatch.undo()
+        unpin(host, pinned)
+        raise MemoryError
+
+    with running_pool(path), attached(path) as other:
+        engine = Attachment(PoolConfig(path=str(path)), peers.namespace())
+        asyncio.run(other.store(keys[:1], MEMORY.describe(0, [0])))
+        assert engine.ask(Pin(keys=keys[:1], within_s=1.0), Pinned).rows == [0]
+        starts, sizes = [0] * len(keys[1:]), [peers.BLOCK_BYTES] * len(keys[1:])
+        engine.ask(Reserve(number=1, keys=keys[1:], starts=starts, sizes=sizes), Reserved)
+        monkeypatch.setattr(HostBackend, "unpin", unpin_in_part)
+        engine.tell(Unpin(keys=keys[:1]))
+        engine.close()
+        assert any(all(each.done for each in asyncio.run(peers.store(other))) for _ in range(1000))
+
+
 pytestmark = pytest.mark.processes
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
