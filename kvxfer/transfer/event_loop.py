@@ -199,7 +199,8 @@ class EngineLoop:
 
     def _pass_result(self, future: Future[T], task: asyncio.Task[T]) -> None:
         """Pass the result of work to its future: a `ClosedError` if it ended with the loop."""
-        if task.cancelled() and not (self._thread is not None and self._thread.is_ending):
+        is_ending = self._thread is not None and self._thread.is_ending
+        if task.cancelled() and not is_ending:
             future.cancel()
         error = ClosedError(self._what) if task.cancelled() else task.exception()
         if not future.set_running_or_notify_cancel():
