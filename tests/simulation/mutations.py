@@ -312,11 +312,11 @@ TABLE = """
 +set()
 --- backends/file/io/file_io.py
 @@ files 40 a file has its name before its bytes
-+                disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
-                 written = self.write(fd, file.vector)
++                    disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+                     written = self.write(fd, file.vector)
 @@ files 20 a file has its name before its bytes are on the disk
--                if durable:
--                    disk.fsync(fd)
+-                    if durable:
+-                        disk.fsync(fd)
 @@ files 10 padding is not cut off
 -                    disk.ftruncate(fd, file.size_bytes)
 @@ files 40 the rest of a short write is forgotten
@@ -646,7 +646,7 @@ TABLE = """
 +        fetched.memory_safe = True
 --- kvxfer/storage/leases/cache_lender.py
 @@ lending 40 blocks have the same generation when their lease is over
--        self._generations.change(slots)
+-        self._generations.change(self._withdrawn)
 @@ lending 60 a block is unpinned before it is read
 -            yield self._locate(wanted.keys, slots, fenced=fenced)
 +            located = self._locate(wanted.keys, slots, fenced=fenced)
@@ -761,8 +761,8 @@ TABLE = """
 -            outcomes = await task.ask(staged.move(move, keys, staged.blocks))
 +            outcomes = await task.ask(move(keys, staged.blocks))
 @@ lmcache 20 an object of another type is loaded
--            and ctypes.string_at(address, len(piece.head)) != piece.head
-+            and address < 0
+-        other = {pieces[at]: Status.CORRUPT for at in done if heads[at] != pieces[at].head}
++        other = dict[Piece, Status]()
 --- kvxfer/integrations/lmcache/adapter.py
 @@ lmcache 200 an object that LMCache has locked is deleted
 -                ids = [object_id_of(key) for key in keys if key not in self._pins]
