@@ -558,6 +558,31 @@ def test_an_event_loop_that_ends_as_work_is_given_to_it_is_said_to_be_closed(
             asyncio.run(engine.lookup(keys_of(1)))
 
 
+def test_a_call_that_hangs_while_the_engine_is_closed_is_refused_and_not_cancelled(
+    memory: BlockMemory,
+) -> None:
+    class Hanging(DictBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            asks.set()
+            await asyncio.Event().wait()
+            return [False] * len(keys)
+
+    def ask() -> None:
+        with pytest.raises(ClosedError):
+            asyncio.run(engine.lookup(keys_of(1)))
+        refused.set()
+
+    asks, refused = threading.Event(), threading.Event()
+    backend = Hanging(DictConfig(), memory.namespace())
+    engine = TransferEngine(memory.caches, backend, close_timeout_s=0.1)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asks.wait(LIMIT_S)
+    engine.close()
+    asking.join()
+    assert refused.is_set()
+
+
 async def enter(admission: Admission, priority: int, num_bytes: int, log: list[int]) -> None:
     async with admission.admit(priority, num_bytes):
         log.append(priority)
