@@ -68,7 +68,7 @@ def counting_environment(engine: str, harmless: re.Pattern[str]) -> dict[str, st
     `harmless` matches variables of any release that do not: the lower-case name without the
     engine's, `=`, the value.
     """
-    found = dict(_loaded_plugins(engine))
+    found = dict(_plugins_of_others(engine))
     for name, value in os.environ.items():
         short = name.lower().removeprefix(f"{engine}_")
         is_read = short != name.lower() or LIBRARIES.match(short)
@@ -78,11 +78,10 @@ def counting_environment(engine: str, harmless: re.Pattern[str]) -> dict[str, st
     return dict(sorted(found.items()))
 
 
-def _loaded_plugins(engine: str) -> Iterator[tuple[str, str]]:
-    """List what an engine loads: all that are installed, unless the user has chosen some."""
-    chosen = os.environ.get(f"{engine.upper()}_PLUGINS", "").replace(" ", "")
-    names = [*chosen.split(","), os.environ.get(f"{engine.upper()}_PLATFORM")]
+def _plugins_of_others(engine: str) -> Iterator[tuple[str, str]]:
+    """List those that are installed, and the user's choice, which each engine reads in its way."""
     for each in (each for group in PLUGINS[engine] for each in entry_points(group=group)):
-        is_own = each.module.partition(".")[0] in {"kvxfer", engine}
-        if not is_own and (not chosen or each.name in names):
+        if not re.match(rf"(kvxfer|{engine})\b", each.value):
             yield f"{each.group} {each.name}", f"{each.value} {each.dist and each.dist.version}"
+            chosen = f"{engine.upper()}_PLUGINS"
+            yield chosen, repr(os.environ.get(chosen))

@@ -466,8 +466,10 @@ def test_plug_ins_that_vllm_loads_are_in_the_identity(
         found.append(hashes())
         assert "theirs" in chosen_order(vllm_config)
     assert [len(set(each)) for each in zip(*found, strict=True)] == [3, 3]
-    monkeypatch.setenv("VLLM_PLUGINS", "kvxfer")
-    assert hashes() == found[0]
+    for choice in ("", "faster", "kvxfer, faster", "kvxfer,faster"):  # the spaced one is not loaded
+        monkeypatch.setenv("VLLM_PLUGINS", choice)
+        found.append(hashes())
+    assert [len(set(each)) for each in zip(*found, strict=True)] == [7, 7]
 
 
 def test_plug_ins_of_vllm_and_of_kvxfer_do_not_count(
@@ -477,6 +479,8 @@ def test_plug_ins_of_vllm_and_of_kvxfer_do_not_count(
     for package in ("vllm", "kvxfer"):
         install_plugin(tmp_path, "vllm.general_plugins", package=package)
     monkeypatch.syspath_prepend(tmp_path)
+    assert identify_model(vllm_config) == before
+    monkeypatch.setenv("VLLM_PLUGINS", "kvxfer")
     assert identify_model(vllm_config) == before
 
 

@@ -16,7 +16,6 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
 
-from kvxfer.engine_side.harmless_words import counting_environment
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.sglang import KVXferStorage, identity, interface
 from tests.integrations.test_plugs import NAME, grown, install_plugin
@@ -204,12 +203,10 @@ def test_plug_ins_that_sglang_loads_count(
     install_plugin(tmp_path, group)
     monkeypatch.syspath_prepend(tmp_path)
     with published():
-        assert hash_of_settings() != plain
+        found = {plain, hash_of_settings()}
         monkeypatch.setenv("SGLANG_PLUGINS", "another, one")
-        assert hash_of_settings() == plain
-        monkeypatch.setenv("SGLANG_PLATFORM", "faster")  # whatever else is chosen
-        found = counting_environment("sglang", identity.OF_ENVIRONMENT)
-        assert found[f"{group} faster"] == "theirs.ops:register 1"
+        found.add(hash_of_settings())
+    assert len(found) == 3
 
 
 @dataclass

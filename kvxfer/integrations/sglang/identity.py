@@ -94,7 +94,7 @@ OF_ENVIRONMENT = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables: paths, processes, limits, schedules, and kernels that SGLang itself chooses
-by the GPU; `plugins` chooses among what is named itself. Any other counts unless it has the
+by the GPU; `plugins` counts with plug-ins of others alone. Any other counts unless it has the
 release's default, as do those of other kernels.
 
 Source: sglang/srt/environ.py, and other modules of SGLang.

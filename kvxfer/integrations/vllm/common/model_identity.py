@@ -99,7 +99,7 @@ OF_ENVIRONMENT = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; `plugins`, which chooses among what is named itself; and some with one value, a default,
+kernels; `plugins`, which counts with plug-ins of others alone; and some with one value, a default,
 which vLLM may set. The list of vLLM's own cache of compiled graphs is another one: it lacks ranks
 and ports, but has hubs and samplers of videos.
 
