@@ -28,8 +28,8 @@ KUBERNETES_VARIABLE = re.compile("_(PORT|SERVICE)(_|$)")
 
 HIDDEN = "..."
 CREDENTIAL = re.compile(
-    "secret|token(?!s)|passw|pwd|credential|signature|^sig$|^sas|key_?id"
-    "|(access|account|api|private|sas|shared)_?key"
+    "secret|token(?!s)|(^|access|api|auth|bearer|refresh|session)_?tokens$|passw|pwd|credential"
+    "|signature|^sig$|^sas|key_?id|(access|account|api|private|sas|shared)_?key"
 )
 """Names of parameters whose values errors hide, but not names of files and numbers of tokens."""
 
