@@ -264,7 +264,7 @@ def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | N
     if wrong.any():
         rule = f"whole pages of {rows_per_page} rows, each in order"
         raise InvalidArgumentError("host_indices", int(rows[wrong][0]), rule)
-    return [int(page) for page in pages]
+    return [int(page) for page in pages.tolist()]
 
 
 def _block_key(key: str, group: int) -> BlockKey:
