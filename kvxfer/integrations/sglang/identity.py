@@ -74,7 +74,7 @@ KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
 
 OF_ENVIRONMENT = re.compile(
     r"""(
-    aiter_(jit_dir|rebuild|rocm_arch) | allow_overwrite_longer_context_len
+    aiter_((asm|jit)_dir|rebuild|rocm_arch) | allow_overwrite_longer_context_len
     | cache_(dir|hit_rate_window_seconds) | clip_max_new_tokens_estimation | cpu_workers
     | dg_cache_dir | distributed_init_method_override
     | (deepep(_v2)?|flashinfer|mori|nixl_ep|pplx)_num_max_dispatch_tokens_per_rank

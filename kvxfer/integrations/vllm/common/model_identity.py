@@ -63,7 +63,7 @@ OF_ATTENTION = frozenset({
 
 OF_ENVIRONMENT = re.compile(
     r"""(
-    aiter_(jit_dir|rebuild|rocm_arch)
+    aiter_((asm|jit)_dir|rebuild|rocm_arch)
     | allow_(insecure_serialization|long_max_model_len|runtime_lora_updating)
     | cohere2_attn_moe_dual_stream_token_threshold | compute_nans_in_logits
     | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cuda_compatibility_path
