@@ -266,7 +266,8 @@ class RowStore:
             job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
             self._give_back(job, outcomes)
         if reasons := [each.reason for each in outcomes if each.status is Status.FAILED]:
-            logger.warning("%s: %s failed: %s", self._name, job.what, reasons[0])
+            text, name = "%s: %s of %d of %d pages failed: %s", job.direction.name.lower()
+            logger.warning(text, self._name, name, len(reasons), len(job.rows), reasons[0])
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
         return [outcome.done for outcome in outcomes]

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock, call, patch
 import numpy as np
 import pytest
 
-from kvxfer import BlockKey, Descriptors, Outcome, TieredBackend, TransferEngine, runtime
+from kvxfer import BlockKey, Descriptors, Outcome, Status, TieredBackend, TransferEngine, runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
 from kvxfer.face.row_store import GRACE_S
@@ -168,17 +168,20 @@ def test_rows_of_a_copy_that_fails_come_back_without_a_drain(
     for direction, name in ((STORE, "store"), (LOAD, "load")):
         assert pages.move(direction, then=Mock(side_effect=error)) == [False] * 2 + [True] * 4
         assert pages.num_free() == NUM_ROWS
-        assert f"pages: a {name} of 2 pages failed: {error!r}" in caplog.messages
+        assert f"pages: {name} of 2 of 2 pages failed: {error!r}" in caplog.messages
     assert "in time" not in caplog.text
 
 
-def test_pages_that_a_backend_fails_to_move_are_logged_with_the_reason(
-    pages: Pages, caplog: pytest.LogCaptureFixture
+def test_pages_that_a_backend_fails_to_move_are_logged_with_their_number_and_the_reason(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pages.backend.rates = FaultRates(failure=1.0)
+    failed = Outcome(Status.FAILED, reason="no room")
     for direction, name in ((STORE, "store"), (LOAD, "load")):
-        assert pages.move(direction) == [False] * 6
-        assert f"pages: a {name} of 2 pages failed: injected failure" in caplog.messages
+        move = AsyncMock(return_value=[Outcome(Status.DONE), failed])
+        monkeypatch.setattr(pages.backend, name, move)
+        assert pages.move(direction) == [True, False] * 3
+        assert caplog.messages == [f"pages: {name} of 1 of 2 pages failed: no room"] * 3
+        caplog.clear()
 
 
 def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(
