@@ -142,6 +142,30 @@ def test_chunks_for_which_the_lower_tier_has_no_room_are_logged_with_the_reason(
     assert text in caplog.messages
 
 
+def test_chunks_that_a_close_cannot_store_are_logged_with_the_reason(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1 << 60))
+    scheduler = start(FileBackend(config, make_namespace()))
+    scheduler.store(KEYS[:2])
+    scheduler.manager.shutdown()
+    text = "the lower tier: store of 2 of 2 blocks failed: no room, and no block can be evicted"
+    assert text in caplog.messages
+
+
+def test_a_load_that_a_close_ends_is_not_logged(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = broken(Operation.LOAD, hang=1.0)
+    scheduler, keys = start(backend), keys_of(1)
+    scheduler.store(keys)
+    scheduler.forget()
+    assert scheduler.lookup(keys) == [RETRY]
+    scheduler.until(lambda: backend.waiting)
+    scheduler.manager.shutdown()
+    assert "failed" not in caplog.text
+
+
 def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_again(
     start: Start,
 ) -> None:

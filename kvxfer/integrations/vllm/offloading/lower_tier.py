@@ -289,10 +289,7 @@ class LowerTier:
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             is_load = job.direction is Direction.LOAD
-            if (lost := [each for each in finished.outcomes if not each.done]) and not job.void:
-                call = f"{job.direction.name.lower()} of {len(lost)} of {len(job.keys)} blocks"
-                reason = lost[0].reason or lost[0].status.value
-                logger.warning("the lower tier: %s failed: %s", call, reason)
+            _log_lost(job, finished.outcomes)
             moves = zip(job.keys, job.rows, job.names, finished.outcomes, strict=True)
             for key, row, name, outcome in moves:
                 each = RowOutcome(job, key, row, name, outcome)
@@ -370,10 +367,11 @@ class LowerTier:
         """Finish stores, cancel loads, close the backend; return whether nothing touches a row."""
         deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
-        loads = self._loads()
-        for job_id in loads:
+        for job_id in (loads := self._loads()):
             self._engine.cancel(job_id)
-        self._engine.wait(self._jobs.keys() - loads, timeout_s=self._timeouts.close_s)
+        stores = self._jobs.keys() - loads
+        for finished in self._engine.wait(stores, timeout_s=self._timeouts.close_s):
+            _log_lost(self._jobs[finished.job_id], finished.outcomes)
         closing = begin_aside("kvxfer-close", self._close_engine)
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
@@ -493,6 +491,13 @@ class LowerTier:
                 runtime.wait_futures([lookup.answer])
             self._end_lookup(lookup)
         self._lookups.clear()
+
+
+def _log_lost(job: RowJob, outcomes: Sequence[Outcome]) -> None:
+    if (lost := [each for each in outcomes if not each.done]) and not job.void:
+        call = f"{job.direction.name.lower()} of {len(lost)} of {len(job.keys)} blocks"
+        reason = lost[0].reason or lost[0].status.value
+        logger.warning("the lower tier: %s failed: %s", call, reason)
 
 
 def _log_failure(call: Future[Any]) -> None:
