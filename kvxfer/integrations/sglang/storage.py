@@ -260,7 +260,7 @@ def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | N
         raise InvalidArgumentError("host_indices", num_rows, f"{num_pages} x {rows_per_page}")
     rows = host_indices.cpu().reshape(num_pages, rows_per_page)
     pages = rows[:, 0] // rows_per_page
-    wrong = rows != pages[:, None] * rows_per_page + torch.arange(rows_per_page)
+    wrong = rows != pages[:, None] * rows_per_page + torch.arange(rows_per_page, device="cpu")
     if wrong.any():
         rule = f"whole pages of {rows_per_page} rows, each in order"
         raise InvalidArgumentError("host_indices", int(rows[wrong][0]), rule)
