@@ -30,6 +30,7 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, staging_of
 from kvxfer.transfer.job import Direction
 
@@ -68,7 +69,7 @@ class StagedBackend(WrappingBackend):
         InvalidArgumentError: `inner` cannot reach host memory, or a bound is not positive.
     """
 
-    passes_on = frozenset({Purgeable, Retaining, TellsKept})
+    passes_on = frozenset({Purgeable, Reports, Retaining, TellsKept})
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import DONE, MISSING
+from kvxfer.storage.observed_backend import observed
+from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.staging_memory import StagingMemory, touched_by_none
 from kvxfer.testing import (
     BackendStateMachine,
@@ -138,6 +140,13 @@ async def staged() -> AsyncIterator[Staged]:
     staged = Staged()
     yield staged
     await staged.backend.aclose()
+
+
+async def test_an_engine_finds_the_observers_of_a_staged_backend() -> None:
+    reports, memory = Reports([Mock(Observer)]), BlockMemory([[BLOCK_BYTES]], num_blocks=1)
+    inner = observed(ToldBackend(memory), reports)
+    async with StagedBackend(inner, PretendedCopyEngine(), BLOCK_BYTES) as backend:
+        assert backend.provide(Reports) is inner.provide(Reports) is not None
 
 
 async def test_what_did_not_arrive_leaves_the_memory_of_the_device_as_it_was() -> None:
