@@ -181,6 +181,7 @@ def test_a_variable_that_may_change_bytes_counts(
         ("SGLANG_RUN_ID", "run-4711", False),  # which SGLang sets
         ("SGLANG_ENABLE_TORCH_COMPILE", "0", False),
         ("SGLANG_HOST_IP", "10.0.0.7", False),
+        ("SGLANG_ZBAL_BOOTSTRAP_URL", "tcp://10.0.0.7:4711", False),
         ("SGLANG_LLAMA_FP8_SERVICE_HOST", "10.0.0.7", False),  # which Kubernetes sets
         ("SGLANG_CACHE_DIR", "/mnt/node-7", False),
         ("SGLANG_USE_AITER", "1", False),

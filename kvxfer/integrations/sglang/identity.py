@@ -89,7 +89,7 @@ OF_ENVIRONMENT = re.compile(
     | one_visible_device_per_process | opt_(fp8_wo_a_gemm|use_topk_v2) | plugins
     | qwen4_ple_file_dir | retract_decode_steps | run_id | set_cpu_affinity
     | skip_sgl_kernel_version_check | sort_weight_files | torch_profiler_dir
-    | use_(aiter|cpu_engine|custom_triton_kernel_cache) | vlm_cache_size_mb
+    | use_(aiter|cpu_engine|custom_triton_kernel_cache) | vlm_cache_size_mb | zbal_bootstrap_url
     )=.*""",
     re.VERBOSE | re.DOTALL,
 )
