@@ -204,7 +204,8 @@ class Attachment:
         if not self.error:
             self.timed_out = isinstance(exc, TimeoutError)
             self.lost_at = runtime.monotonic()
-            self.error = f"silent for {self._timeout_s:g} s" if self.timed_out else str(exc)
+            reason = str(exc) or repr(exc)  # a MemoryError has no text
+            self.error = f"silent for {self._timeout_s:g} s" if self.timed_out else reason
         return BackendUnavailableError(f"the host pool at {self._path}: {self.error}")
 
 
@@ -454,7 +455,7 @@ class PoolBackend(TellsKept):
         try:
             yield attachment
         except BaseException as exc:
-            if not isinstance(exc, BackendUnavailableError):  # the holder may keep blocks for it
+            if not isinstance(exc, KVXferError):  # else the holder knows that the call has ended
                 attachment.lose(exc)
             raise
         finally:

@@ -54,6 +54,7 @@ from tests.clock import LIMIT_S
 from tests.examples import examples
 
 MEMORY = BlockMemory(peers.PAGES, num_blocks=1)
+OTHER = make_block_key(b"other", 0)
 
 
 class TestPoolBackend(BackendTests):
@@ -390,13 +391,34 @@ def test_an_answer_of_a_holder_that_cannot_be_costs_its_call_and_nobody_else(
 def test_an_answer_that_memory_is_short_for_is_not_taken_for_part_of_the_next_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(backend, "RETRY_S", 0.0)
     with running_pool(path), attached(path) as engine:
         asyncio.run(peers.store(engine))
         with monkeypatch.context() as patched:
             patched.setattr(Attachment, "_receive_exactly", Mock(side_effect=MemoryError))
             assert not any(asyncio.run(engine.lookup(peers.KEYS)))
-        engine._pause.reset()
+        others = [make_block_key(b"%d" % index, 0) for index in range(len(peers.KEYS))]
+        assert not any(asyncio.run(engine.lookup(others)))
         assert all(asyncio.run(engine.lookup(peers.KEYS)))
+
+
+async def test_a_copy_that_fails_costs_its_call_and_no_other_call_of_the_attachment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_pool(path):
+        engine = attach(path)
+        assert all(each.done for each in await peers.store(engine))
+        target = MEMORY.describe(0, [0])
+        for name, call in ("read", engine.load), ("write", engine.store):
+            with monkeypatch.context() as patched:
+                failing = Mock(side_effect=DeviceUnavailableError(0, "it is lost"))
+                patched.setattr(HostPool, name, failing)
+                with pytest.raises(DeviceUnavailableError):
+                    await call([peers.KEYS[0] if name == "read" else OTHER], target)
+            assert engine.is_attached
+        assert all(await engine.lookup(peers.KEYS))
+        assert all(each.done for each in await engine.store([OTHER], target))
+        await engine.aclose()
 
 
 @pytest.mark.parametrize("within_s", [float("nan"), float("inf"), -1.0])
