@@ -497,8 +497,8 @@ TABLE = """
 -return self.latest if self.holders else min(self.expires, self.latest)
 +return min(self.expires, self.latest)
 @@ lending 10 a lease goes on after its release where another reader holds it
--return [] if entry is None else self._withdraw(ticket, entry)
-+return [] if entry is None or entry.holders else self._withdraw(ticket, entry)
+-if (entry := self._tickets.get(ticket)) and not entry.is_over:
++if (entry := self._tickets.get(ticket)) and not entry.is_over and not entry.holders:
 @@ lending 60 a ticket has ended although its blocks are pinned
 -        return not (entry.blocks & self._pins.keys()) - self._offers.keys()
 +        return True

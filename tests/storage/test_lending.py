@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, closing
+from contextlib import AsyncExitStack, aclosing, closing, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +25,8 @@ from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from kvxfer.runtime import Threads
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.leases import CacheLender
-from kvxfer.storage.leases.book import LONGEST_S
-from kvxfer.storage.lending import BlockParts, Lender, StagedLender
+from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
+from kvxfer.storage.lending import BlockParts, Generations, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, yield_to_loop
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -163,8 +163,27 @@ async def test_an_offer_of_blocks_that_are_not_there_is_refused_by_name(
 
 def test_a_block_that_is_released_is_not_offered_any_more(lender: CacheLender) -> None:
     assert lender.book.still_offered(KEYS[:2], [0, 0]) == [0, None]
-    assert lender.book.release("t") == [0]
+    lender.book.release("t")
+    assert lender.book.withdrawn == [0]
     assert lender.book.still_offered(KEYS[:1], [0]) == [None]
+
+
+def test_all_blocks_change_their_generations_if_the_second_ticket_was_revoked_at_another_try(
+    lender: CacheLender,
+) -> None:
+    lender.offer("u", KEYS[1:2], [1], complete=True)
+    before, honest = [lender._generations.of(slot) for slot in range(2)], LeaseBook._take_back
+
+    def take_back(book: LeaseBook, ticket: str, key: BlockKey, block: int) -> None:
+        if ticket == "u":
+            raise MemoryError
+        honest(book, ticket, key, block)
+
+    with patch.object(LeaseBook, "_take_back", take_back), pytest.raises(MemoryError):
+        lender.revoke_all()
+    lender.revoke_all()
+    assert [lender._generations.of(slot) != before[slot] for slot in range(2)] == [True, True]
+    assert lender.take_ended() == ["t", "u"]
 
 
 def test_what_a_silent_reader_held_runs_out_a_lease_after_it_was_heard(
@@ -304,12 +323,19 @@ async def test_an_engine_waits_for_no_reader_of_a_copy_and_for_none_that_waits_f
     await lender.aclose()
 
 
+@pytest.mark.parametrize("is_memory_short", [False, True])
 async def test_what_an_engine_writes_while_its_blocks_are_copied_is_not_lent(
-    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads
+    memory: BlockMemory, engine: CPUCopyEngine, threads: Threads, *, is_memory_short: bool
 ) -> None:
     size, copy = memory.chunk_size_bytes(0), engine.copy
 
     def revoke_and_copy(source: Descriptors, destination: Descriptors) -> None:
+        if is_memory_short:
+            with (
+                patch.object(Generations, "change", side_effect=MemoryError),
+                suppress(MemoryError),
+            ):
+                lends.revoke("t")
         lends.revoke("t")
         memory.fill(0xA5)
         copy(source, destination)

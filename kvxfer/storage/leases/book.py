@@ -70,6 +70,7 @@ class LeaseBook:
         self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of each key, oldest first
         self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # by block: tickets of each key
         self._pins: Counter[int] = Counter()
+        self.withdrawn: list[int] = []  # blocks no longer offered, until the lender clears it
         self.num_expired = 0
 
     @property
@@ -133,27 +134,29 @@ class LeaseBook:
                 if entry.is_complete:
                     entry.expires = max(entry.expires, expires)
 
-    def release(self, ticket: str) -> list[int]:
-        """End a ticket, known or not, for its reader; return the blocks no longer offered."""
-        entry = self._tickets.get(ticket)
-        return [] if entry is None else self._withdraw(ticket, entry)
+    def release(self, ticket: str) -> None:
+        """End a ticket, known or not, for its reader; adds to `withdrawn`."""
+        if (entry := self._tickets.get(ticket)) and not entry.is_over:
+            self._withdraw(ticket, entry)
 
-    def revoke(self, ticket: str) -> list[int]:
+    def revoke(self, ticket: str) -> None:
         """End a ticket for its engine, even an open one; otherwise as `release`."""
         if (entry := self._tickets.get(ticket)) is not None:
             entry.is_complete = True
-        return self.release(ticket)
+        self.release(ticket)
 
-    def revoke_all(self) -> list[int]:
+    def revoke_all(self) -> None:
         """Revoke every ticket."""
-        return [block for ticket in self._tickets for block in self.revoke(ticket)]
+        for ticket in self._tickets:
+            self.revoke(ticket)
 
-    def expire(self) -> list[int]:
-        """Declare tickets over whose time is up; return the blocks that are no longer offered."""
+    def expire(self) -> None:
+        """Declare tickets over whose time is up; adds to `withdrawn`."""
         now = runtime.monotonic()
         over = [(t, e) for t, e in self._tickets.items() if not e.is_over and e.ends <= now]
-        self.num_expired += len(over)
-        return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
+        for ticket, entry in over:
+            self._withdraw(ticket, entry)
+            self.num_expired += 1
 
     def pin(self, blocks: Collection[int]) -> None:
         """Pin offered blocks: until each is unpinned as often, its last ticket cannot end."""
@@ -188,30 +191,27 @@ class LeaseBook:
         entry.blocks.update(blocks.values())
         return added
 
-    def _withdraw(self, ticket: str, entry: _Ticket) -> list[int]:
-        """Declare a ticket over; return the blocks that are no longer offered."""
-        if entry.is_over:
-            return []
-        blocks = [block for key, block in entry.offers if self._take_back(ticket, key, block)]
+    def _withdraw(self, ticket: str, entry: _Ticket) -> None:
+        """Declare a ticket over, and withdraw its blocks."""
+        for key, block in entry.offers:
+            self._take_back(ticket, key, block)
         entry.is_over = True  # last: the next call completes one that has failed
         entry.holders.clear()
-        return blocks
 
-    def _take_back(self, ticket: str, key: BlockKey, block: int) -> bool:
-        """Withdraw a block's key from a ticket; return whether the block is no longer offered."""
+    def _take_back(self, ticket: str, key: BlockKey, block: int) -> None:
+        """Withdraw a block's key from a ticket, unless an earlier call has."""
         keys = self._offers.get(block, {})
-        if key not in keys:  # taken back by an earlier call
-            return not keys
+        if key not in keys:
+            return
         keys[key].discard(ticket)
         if keys[key]:
-            return False
+            return
         del keys[key], self._places[key][block]
         if not self._places[key]:
             del self._places[key]
-        if keys:
-            return False
-        del self._offers[block]
-        return True
+        if not keys:
+            self.withdrawn.append(block)
+            del self._offers[block]
 
     def _has_ended(self, entry: _Ticket) -> bool:
         if not (entry.is_over and entry.is_complete):

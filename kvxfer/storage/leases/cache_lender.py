@@ -115,7 +115,6 @@ class CacheLender(Lender):
             self.max_loans = self._staging.num_buffers - 1
         self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
-        self._withdrawn: list[int] = []  # blocks whose generations are still to be changed
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
         self._copying: list[set[int]] = []  # for each copy to staging memory: slots revoked since
         self._running: set[asyncio.Future[list[int]]] = set()
@@ -150,10 +149,10 @@ class CacheLender(Lender):
         An engine that has lost the blocks, as vLLM does at a preemption, may overwrite them at
         once: generations and checksums show that to readers, and a copy in progress is not lent.
         """
-        revoked = self.book.revoke(ticket)
-        self._withdraw(revoked)
+        self.book.revoke(ticket)
         for each in self._copying:
-            each.update(revoked)
+            each.update(self.book.withdrawn)
+        self._withdraw()
 
     def take_ended(self) -> list[str]:
         """Return, once, the tickets that are over and have no pinned block; also when closed."""
@@ -176,7 +175,8 @@ class CacheLender(Lender):
     def release(self, tickets: Sequence[str]) -> None:
         """End the leases of tickets at once; unknown ones are ignored."""
         for ticket in tickets:
-            self._withdraw(self.book.release(ticket))
+            self.book.release(ticket)
+        self._withdraw()
 
     def drop(self, holder: Hashable, heard: float, numbers: Collection[int] | None = None) -> None:
         """End some holds of a reader, or all with its connection; see `LeaseBook.drop`."""
@@ -241,7 +241,8 @@ class CacheLender(Lender):
     def revoke_all(self) -> None:
         """Revoke every ticket, and refuse further offers."""
         self._guard.close()
-        self._withdraw(self.book.revoke_all())
+        self.book.revoke_all()
+        self._withdraw()
 
     async def aclose(self) -> None:
         """Revoke every ticket, and wait until no thread reads the caches; may be called again."""
@@ -272,16 +273,17 @@ class CacheLender(Lender):
         return slots
 
     def _expire(self) -> None:
-        self._withdraw(self.book.expire())
+        self.book.expire()
+        self._withdraw()
 
-    def _withdraw(self, slots: Sequence[int]) -> None:
+    def _withdraw(self) -> None:
         """Note that blocks are no longer offered, and may be overwritten once this succeeds."""
-        self._withdrawn += slots
-        self._generations.change(self._withdrawn)
-        for slot in self._withdrawn:
+        withdrawn = self.book.withdrawn
+        self._generations.change(withdrawn)
+        for slot in withdrawn:
             self._checksums.pop(slot, None)
             self._hashings.pop(slot, None)  # its checksum may be that of other bytes
-        self._withdrawn.clear()
+        withdrawn.clear()
 
     def _locate(
         self, keys: Sequence[BlockKey], slots: Sequence[int | None], *, fenced: bool
