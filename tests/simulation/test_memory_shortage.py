@@ -170,7 +170,7 @@ class Shortage(Interruption):
         return _may_fail(frame)
 
     def _interrupt(self) -> None:
-        raise MemoryError(self.where)
+        raise MemoryError  # without a text, as Python raises it
 
 
 class _Asynchronous(Interruption):
