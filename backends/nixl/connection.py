@@ -413,7 +413,7 @@ class Connection:
         while True:
             answer = await self._channel.receive(_ANSWER)
             self._heard = runtime.monotonic()
-            waiting = self._waiting.pop(answer.request_id, None)
+            waiting = self._waiting.get(answer.request_id)  # kept for `_end`
             if waiting is None or waiting.done():
                 self._decline(answer)
                 continue

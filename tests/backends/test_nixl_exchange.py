@@ -280,6 +280,19 @@ async def test_a_peer_that_pins_and_stalls_leaves_memory_to_others() -> None:
         await node.aclose()
 
 
+async def test_a_request_ends_if_memory_is_short_for_its_refusal() -> None:
+    async with standing(partial(DictBackend, None)) as peer:
+        node = LocalNode(NixlConfig(transport="socket"), NAMESPACE, make_agent=NixlAgent)
+        connection = await Connection.open(node, peer.endpoint)
+        refusal = f"{Connection.__module__}.TransferFailedError"
+        async with asyncio.timeout(LIMIT_S):
+            with patch(refusal, side_effect=MemoryError), pytest.raises(PeerClosedError):
+                await connection.request(wire.Describe, wire.Described)
+        assert not connection.is_open
+        await connection.aclose()
+        await node.aclose()
+
+
 async def test_blocks_that_fit_into_no_buffer_of_their_lender_together_are_read_in_turn(
     tmp_path: Path,
 ) -> None:
