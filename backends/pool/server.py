@@ -121,9 +121,10 @@ class PoolSession(Session):
                     await self._send(await self._answer(request))
         except (OSError, EOFError):
             pass
-        except Exception as exc:  # noqa: BLE001 - an error of ours, too
-            what = "sent an invalid request" if isinstance(exc, ValueError) else "cannot be served"
-            logger.warning("%s %s: %r", self, what, exc)
+        except Exception as exc:  # an error of ours, too
+            is_theirs = isinstance(exc, ValueError)
+            text = "%s sent an invalid request: %s" if is_theirs else "%s cannot be served: %r"
+            logger.warning(text, self, exc, exc_info=not is_theirs)
             said_bye = await self._hear_end()  # its threads may be reading pinned blocks
         finally:
             if self._pidfd >= 0:

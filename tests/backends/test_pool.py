@@ -197,6 +197,16 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
         assert all(each.done for each in asyncio.run(peers.store(good)))
 
 
+def test_a_session_that_ends_by_an_error_of_the_holder_says_where_it_was_raised(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_pool(path), attached(path) as engine:
+        monkeypatch.setattr(server.PoolSession, "_publish", AsyncMock(side_effect=RuntimeError))
+        assert not any(each.done for each in asyncio.run(peers.store(engine)))
+    [record] = [each for each in caplog.records if "cannot be served" in each.getMessage()]
+    assert record.exc_info
+
+
 def test_what_a_pool_removed_before_it_went_away_was_removed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
