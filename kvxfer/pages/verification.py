@@ -97,7 +97,7 @@ def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[byte
 
 def read_data(fd: int, offset: int, stop: int = 1 << 62) -> Iterator[memoryview]:
     """Read the bytes from `offset` to `stop`, piece by piece; a piece is valid until the next."""
-    memory = memoryview(bytearray(min(READ_BYTES, stop - offset)))
-    while num_read := runtime.disk().preadv(fd, [memory[: stop - offset]], offset):
+    memory, disk = memoryview(bytearray(min(READ_BYTES, stop - offset))), runtime.disk()
+    while offset < stop and (num_read := disk.preadv(fd, [memory[: stop - offset]], offset)):
         yield memory[:num_read]
         offset += num_read
