@@ -142,6 +142,13 @@ def test_arrays_that_do_not_fit_are_refused_and_the_next_read_is_not(
     ends.require_served()
 
 
+async def test_a_connection_without_tls_that_is_lost_at_once_says_nothing_of_tls() -> None:
+    plain = socket.socket()
+    plain.close()
+    with pytest.raises(PeerError, match="connection lost"):
+        await DataConnection.secured(plain, "peer", None)
+
+
 def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
     """Otherwise the next socket would get the number, and the thread would take its bytes."""
     in_call, go_on = threading.Event(), threading.Event()

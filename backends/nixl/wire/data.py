@@ -111,7 +111,8 @@ class DataConnection:
         except BaseException as exc:
             opened.close()
             if isinstance(exc, OSError):  # ssl.SSLError is one
-                raise PeerClosedError(peer, f"TLS handshake failed: {describe_error(exc)}") from exc
+                what = "TLS handshake failed" if tls else "connection lost"
+                raise PeerClosedError(peer, f"{what}: {describe_error(exc)}") from exc
             raise
 
     async def say(self, message: Message) -> None:
