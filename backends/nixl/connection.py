@@ -403,8 +403,9 @@ class Connection:
         """Do what the connection needs until it ends; it ends with the work, whatever fails."""
         try:
             await work()
-        except Exception as exc:  # noqa: BLE001 - else requests would wait for their deadlines
+        except Exception as exc:  # else requests would wait for their deadlines
             if not isinstance(exc, KVXferError):
+                logger.exception("the connection to %s failed", self.endpoint)
                 exc = PeerClosedError(str(self.endpoint), repr(exc))
             self._channel.cut(exc)
             self._end(exc)

@@ -280,7 +280,9 @@ async def test_a_peer_that_pins_and_stalls_leaves_memory_to_others() -> None:
         await node.aclose()
 
 
-async def test_a_request_ends_if_memory_is_short_for_its_refusal() -> None:
+async def test_a_request_ends_if_memory_is_short_for_its_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with standing(partial(DictBackend, None)) as peer:
         node = LocalNode(NixlConfig(transport="socket"), NAMESPACE, make_agent=NixlAgent)
         connection = await Connection.open(node, peer.endpoint)
@@ -289,6 +291,8 @@ async def test_a_request_ends_if_memory_is_short_for_its_refusal() -> None:
             with patch(refusal, side_effect=MemoryError), pytest.raises(PeerClosedError):
                 await connection.request(wire.Describe, wire.Described)
         assert not connection.is_open
+        [record] = [each for each in caplog.records if each.levelname == "ERROR"]
+        assert record.exc_info
         await connection.aclose()
         await node.aclose()
 
