@@ -646,7 +646,7 @@ TABLE = """
 +        fetched.memory_safe = True
 --- kvxfer/storage/leases/cache_lender.py
 @@ lending 40 blocks have the same generation when their lease is over
--        self._generations.change(self._withdrawn)
+-        self._generations.change(withdrawn)
 @@ lending 60 a block is unpinned before it is read
 -            yield self._locate(wanted.keys, slots, fenced=fenced)
 +            located = self._locate(wanted.keys, slots, fenced=fenced)
