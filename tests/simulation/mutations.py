@@ -621,7 +621,7 @@ TABLE = """
 -            self.release(asked.number)
 --- backends/nixl/wire/data.py
 @@ peers 40 the socket of a data connection that does not connect stays open
--                unless_connected.callback(plain.close)
+-                unless_secured.callback(plain.close)
 --- kvxfer/lending/reader.py
 @@ lending 10 a ticket is released at the first worker alone
 -        workers = self._workers.get(endpoint, [endpoint])
