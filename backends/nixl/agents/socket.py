@@ -109,8 +109,8 @@ class Remote:
 
     def add(self, line: Line) -> None:
         """Add a connection."""
-        self._lines[line] = None
         self._make_idle(line)
+        self._lines[line] = None
 
     async def give_back(self, lines: Sequence[Line], lost: Sequence[bool]) -> None:
         """Return connections: those that are lost are closed, the others become idle."""
@@ -135,9 +135,9 @@ class Remote:
         await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
 
     def _make_idle(self, line: Line) -> None:
+        line.connection.watch(lambda: self._lose(line))
         self._idle.append(line)
         self._changed.set()
-        line.connection.watch(lambda: self._lose(line))
 
     def _lose(self, line: Line) -> None:
         self._forget(line)
