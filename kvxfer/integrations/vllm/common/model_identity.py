@@ -94,7 +94,7 @@ OF_ENVIRONMENT = re.compile(
     | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
     | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
     | xpu_force_n_contig_weight | zentorch_weight_prepack
-    )=.* | aiter_bf16_fp8_moe_bound=0 | float32_matmul_precision=highest
+    )=.* | aiter_bf16_fp8_moe_bound=0 | aiter_situv2_a[48]w4=1 | float32_matmul_precision=highest
     | (moe_)?use_deep_gemm(_e8m0)?=1 | ssm_conv_state_layout=SD""",
     re.VERBOSE | re.DOTALL,
 )
