@@ -427,7 +427,7 @@ def test_every_variable_of_vllm_counts_but_those_that_change_no_byte(
         ("AITER_BF16_FP8_MOE_BOUND", "0", False),  # which vLLM sets
         ("AITER_SITUV2_A4W4", "1", False),  # which vLLM sets by a variable that counts
         ("AITER_JIT_DIR", "/node/7", False),
-        ("AITER_ASM_DIR", "/opt/aiter/hsa/", False),  # which AITER sets as it is imported
+        ("AITER_ASM_DIR", "/opt/aiter/asm/", False),  # which AITER sets as it is imported
         ("VLLM_SSM_CONV_STATE_LAYOUT", "DS", True),
         ("VLLM_SSM_CONV_STATE_LAYOUT", "SD", False),
         ("VLLM_USE_DEEP_GEMM_E8M0", "0", True),

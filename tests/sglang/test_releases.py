@@ -185,7 +185,7 @@ def test_a_variable_that_may_change_bytes_counts(
         ("SGLANG_LLAMA_FP8_SERVICE_HOST", "10.0.0.7", False),  # which Kubernetes sets
         ("SGLANG_CACHE_DIR", "/mnt/node-7", False),
         ("SGLANG_USE_AITER", "1", False),
-        ("AITER_ASM_DIR", "/opt/aiter/hsa/", False),  # which AITER sets as it is imported
+        ("AITER_ASM_DIR", "/opt/aiter/asm/", False),  # which AITER sets as it is imported
         ("VLLM_OF_A_LATER_RELEASE", "1", False),
     ],
 )
