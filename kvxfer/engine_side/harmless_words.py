@@ -1,4 +1,4 @@
-"""Words of an engine's settings and variables that say that these change no byte of a cache."""
+"""An engine's settings, variables and plug-ins: which of them may change bytes of a cache."""
 
 import os
 import re

@@ -70,7 +70,7 @@ class LeaseBook:
         self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of each key, oldest first
         self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # by block: tickets of each key
         self._pins: Counter[int] = Counter()
-        self.withdrawn: list[int] = []  # blocks no longer offered, until the lender clears it
+        self.withdrawn: list[int] = []  # blocks no longer offered; the lender clears it
         self.num_expired = 0
 
     @property
