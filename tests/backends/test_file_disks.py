@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import fnmatch
 import math
 import os
@@ -828,6 +829,26 @@ async def test_a_folder_keeps_its_texts_if_it_cannot_be_removed(
         with contextlib.suppress(MemoryError):
             assert not namespace.remove_empty()
     assert {path.name: path.read_text() for path in folder.iterdir()} == texts
+
+
+async def test_a_file_that_was_only_read_may_close_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        close = runtime.disk().close
+
+        def close_with_an_error(fd: int) -> None:
+            is_read = not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+            close(fd)
+            if is_read:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(runtime.disk(), "close", close_with_an_error)
+        assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [DONE] * 2
+        assert statuses(await store(backend, keys[:1], memory.describe(0, [0]))) == [DONE]
+        FolderStore(tmp_path).require()
 
 
 # Capacity, free space, and the count of bytes

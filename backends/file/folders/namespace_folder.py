@@ -20,6 +20,7 @@ from kvxfer.backends.file.io.file_io import (
     require_known,
     sizes_in,
     write_whole,
+    writing,
 )
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import (
@@ -230,7 +231,7 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
         temporary = temporary_name(runtime.token_bytes(OWNER_BYTES).hex(), 0)
         fd = disk.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
         try:
-            with closing(fd):
+            with writing(fd):
                 write_whole(fd, text.encode())
             disk.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         except FileNotFoundError:  # a walk removed it, because its made-up owner has no claim

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.io.file_io import SuppressAbsent, closing
+from kvxfer.backends.file.io.file_io import SuppressAbsent, close, closing
 from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME, OWNER_BYTES
 
 OWN = "."
@@ -186,8 +186,7 @@ class OpenFolders:
         """Close every descriptor; may be called again. No other call may be under way."""
         with self._lock:
             for fd in (*self._opened.values(), self.root_fd):
-                with contextlib.suppress(OSError):  # of a file server: it is closed all the same
-                    runtime.disk().close(fd)
+                close(fd)
             self._opened, self.root_fd = {}, -1
 
     def _leave(self, fds: Sequence[int]) -> None:
@@ -198,7 +197,7 @@ class OpenFolders:
         with contextlib.ExitStack() as opened:
             try:
                 removed_fd = open_folder(removed)
-                opened.callback(disk.close, removed_fd)
+                opened.callback(close, removed_fd)
             finally:
                 disk.rmdir(removed)
             for fd in fds:
@@ -223,7 +222,7 @@ class OpenFolders:
     def _replace(self, known: int, fd: int) -> None:
         """Make the descriptor `known` refer to the folder that `fd` refers to, and close `fd`."""
         runtime.disk().dup2(fd, known, inheritable=False)
-        runtime.disk().close(fd)
+        close(fd)
         self.num_renewed += 1
 
 

@@ -19,6 +19,7 @@ from kvxfer.backends.file.io.file_io import (
     DAMAGE_ERRORS,
     FILE_MODE,
     READ_FLAGS,
+    close,
     closing,
 )
 from kvxfer.pages.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
@@ -142,11 +143,9 @@ def open_locked(path: Path, flags: int) -> int:
 
 def close_locked(fd: int) -> None:
     """Close a file of `open_locked`; may be called again, and in a forked child."""
-    disk = runtime.disk()
-    if fd in disk.locked:
-        disk.locked.remove(fd)
-        with contextlib.suppress(OSError):  # a file server's error: the file is closed all the same
-            disk.close(fd)
+    if fd in runtime.disk().locked:
+        runtime.disk().locked.remove(fd)
+        close(fd)
 
 
 def _close_all() -> None:

@@ -147,13 +147,10 @@ class FileIO:
                 logger.warning(text, file.temporary.decode(), exc.strerror)
 
     def _read_one(self, file: NamedFile, flags: int) -> Result:
-        disk = runtime.disk()
         try:
-            fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
-            try:
+            fd = runtime.disk().open(file.name, flags, dir_fd=file.folder_fd)
+            with closing(fd):
                 return self.read(fd, file.vector)
-            finally:
-                disk.close(fd)
         except OSError as exc:
             return exc
 
@@ -161,7 +158,7 @@ class FileIO:
         folder, disk = file.folder_fd, runtime.disk()
         try:
             with contextlib.ExitStack() as undo:
-                with closing(self._create(file, flags)) as fd:  # NFS may report errors at its end
+                with writing(self._create(file, flags)) as fd:
                     undo.callback(self.discard, file)  # whatever is raised
                     written = self.write(fd, file.vector)
                     if written != file.size_bytes:
@@ -249,9 +246,24 @@ class SuppressAbsent(contextlib.AbstractContextManager["SuppressAbsent", bool]):
         return runtime.is_absent(exc) or exc.errno in self._numbers
 
 
+def close(fd: int) -> None:
+    """Close a file or folder that was only read: one that closes with an error is closed, too."""
+    with contextlib.suppress(OSError):
+        runtime.disk().close(fd)
+
+
 @contextlib.contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Close an open file or folder at the end of the context."""
+    """Close a file or folder that is only read at the end of the context."""
+    try:
+        yield fd
+    finally:
+        close(fd)
+
+
+@contextlib.contextmanager
+def writing(fd: int) -> Iterator[int]:
+    """Close a written file at the end of the context; NFS may only then say that a write failed."""
     try:
         yield fd
     finally:
