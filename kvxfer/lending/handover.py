@@ -23,7 +23,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.lending.reader import Reader, worker_keys
-from kvxfer.runtime import Threads, begin_aside
+from kvxfer.runtime import Pause, Threads, begin_aside
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
@@ -32,7 +32,8 @@ from kvxfer.transfer.event_loop import EngineLoop
 T = TypeVar("T")
 
 LOOK_S = 0.01
-"""Time between two looks for tickets that have ended."""
+LONGEST_LOOK_S = 1.0
+"""Time between two looks for tickets that have ended, and at most after looks that failed."""
 
 MAX_CLIENTS = 256
 """Maximum number of engines to stay connected to: tickets, which come from outside, name them."""
@@ -127,6 +128,7 @@ class Handover:
         self._loop = EngineLoop("hand-over")
         self._ended: deque[str] = deque()
         self._watching: asyncio.Task[None] | None = None
+        self._pause = Pause(LOOK_S, LONGEST_LOOK_S)
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`: leases, peers, their pins, and the blocks that are fetched."""
@@ -194,9 +196,11 @@ class Handover:
 
     async def withdraw(self, tickets: Sequence[str]) -> None:
         """End tickets as `revoke` does."""
+        if self._lender is None:
+            return
         for ticket in tickets:
-            if self._lender is not None:
-                self._lender.revoke(ticket)
+            self._lender.revoke(ticket)
+        self._watch_soon()  # a ticket whose blocks could not be lent is collected by nobody else
 
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, even open ones; `take_ended` returns each once no block is pinned."""
@@ -257,12 +261,17 @@ class Handover:
     async def _watch(self) -> None:
         """Collect the tickets that end, as long as there are any tickets."""
         assert self._lender is not None
-        while self._lender.book.num_tickets:
+        while True:
+            pause_s = LOOK_S
             try:
+                if not self._lender.book.num_tickets:
+                    return
                 self._ended.extend(self._lender.take_ended())
+                self._pause.reset()
             except Exception:  # the engine waits for the end of its tickets: look again
                 logger.exception("hand-over: cannot look for tickets that have ended")
-            await asyncio.sleep(LOOK_S)
+                pause_s = self._pause.next_s()
+            await asyncio.sleep(pause_s)
 
     async def _shut_down(self) -> None:
         try:

@@ -161,6 +161,7 @@ class PromptExchange:
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         ticket = require_text("ticket", ticket)
         lease = self._read(ticket)[1] if ticket else runtime.token_bytes(16).hex()
+        ticket = self._ticket(lease)
         offer, lent = object(), dict[BlockKey, int]()
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
@@ -186,7 +187,7 @@ class PromptExchange:
         except BaseException:  # it was cancelled, perhaps once it had lent
             await self._run_if_open(take_back())
             raise
-        return self._ticket(lease)
+        return ticket
 
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
         """Ask how many tokens, from the beginning of a prompt, can be fetched.

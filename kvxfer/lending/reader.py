@@ -476,13 +476,14 @@ class Reader:
     async def _find_workers(self, endpoint: Endpoint) -> tuple[PeerEngine, list[Endpoint]]:
         """Ask an engine for its description; remember its workers, for the end of tickets."""
         engine = self._matching(await self._exchange.peer(endpoint).describe())
+        workers = engine.workers(endpoint)
         self._workers.pop(endpoint, None)
         if len(self._workers) >= MAX_ENGINES:
             kept = {at for at, _ in self._keepers}
             for oldest in [at for at in self._workers if at not in kept][:1]:
                 del self._workers[oldest]
-        self._workers[endpoint] = engine.workers(endpoint)
-        return engine, self._workers[endpoint]
+        self._workers[endpoint] = workers
+        return engine, workers
 
     async def _hold(
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]

@@ -42,6 +42,7 @@ from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe
 from kvxfer.lending import reader
 from kvxfer.lending.handover import Handover
 from kvxfer.storage import BlockKey, Namespace, PromptKeys
+from kvxfer.storage.leases.book import LeaseBook
 from kvxfer.testing import FakeNixlAgent
 from tests.clock import until
 from tests.transfer import handover_engines
@@ -188,6 +189,37 @@ def test_an_offer_that_fails_ends_its_ticket(offer: Any, stack: ExitStack) -> No
     assert theirs.take_ended() == [[TICKET]]
     assert not any(theirs.take_ended())
     assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == 0
+
+
+def test_a_ticket_that_was_lent_in_part_ends_once_it_is_withdrawn(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = open_engine(stack)
+    [worker] = theirs.workers
+    monkeypatch.setattr(worker._lender, "_begin_hashing", Mock(side_effect=MemoryError))
+    keys = PromptKeys(TOKENS).block_keys(0, theirs.tokens_per_block, len(TOKENS))
+    with pytest.raises(MemoryError):
+        get(worker.submit(worker.lend(TICKET, keys, THEIRS)))
+    theirs.revoke(TICKET)
+    wait_until_ended(theirs, TICKET)
+
+
+def test_a_look_for_ended_tickets_that_fails_is_followed_by_others(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, failures = open_engine(stack), iter([MemoryError(), MemoryError()])
+    count = LeaseBook.num_tickets.fget  # type: ignore[attr-defined]
+
+    def num_tickets(book: LeaseBook) -> int:
+        for failure in failures:
+            raise failure
+        return int(count(book))
+
+    monkeypatch.setattr(LeaseBook, "num_tickets", property(num_tickets))
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    theirs.revoke(TICKET)
+    wait_until_ended(theirs, TICKET)
+    assert caplog.text.count("cannot look for tickets") == 2
 
 
 def test_without_listen_a_ticket_ends_at_once(stack: ExitStack) -> None:
