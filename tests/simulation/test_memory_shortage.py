@@ -74,8 +74,20 @@ from tests.transfer.handover_engines import Engine, prompt
 PACKAGE = Path(sys.modules["kvxfer"].__file__ or "").parent
 OURS = (f"{PACKAGE}/", f"{PACKAGE.parent}/backends/")
 NOT_FAILED = (f"{PACKAGE}/testing/", f"{PACKAGE}/storage/eviction/", f"{PACKAGE}/storage/observer")
-LOOKS = ("wait_for_begun", "ask_until_answered", "Begun.wait", "Begun.poll", "Begun._end")
-CLEAN_UP = ("__exit__", "__aexit__", "aclose", "close", "leave", "_release", "_unpin")
+LOOKS = (
+    *("wait_for_begun", "ask_until_answered", "Begun.wait", "Begun.poll", "Begun._end"),
+    *("wait_despite_cancel", "wait_for_all", "_as_future"),
+)
+CLEAN_UP = (
+    "__exit__",
+    "__aexit__",
+    "aclose",
+    "close",
+    "leave",
+    "_end_hashing",
+    "_release",
+    "_unpin",
+)
 CALLERS = ("/asyncio/", "/concurrent/", "/simulation/", "/threading.py")
 """Files whose code calls callbacks and begins tasks."""
 ENDS = ("DaemonThreads._call_if_ended", "Server._serve")

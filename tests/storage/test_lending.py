@@ -224,6 +224,16 @@ async def test_a_ticket_that_is_offered_again_does_not_end_before_its_earlier_re
     assert lender.take_ended() == ["t"]
 
 
+async def test_blocks_that_cannot_be_hashed_for_want_of_memory_are_not_pinned(
+    memory: BlockMemory, threads: Threads, engine: CPUCopyEngine
+) -> None:
+    lender = make_lender(memory.caches, threads=threads, copy_engine=engine, hash_early=True)
+    with patch.object(lender, "_describe", side_effect=MemoryError), pytest.raises(MemoryError):
+        lender.offer("t", KEYS[:1], [0], complete=True)
+    lender.revoke("t")
+    assert lender.take_ended() == ["t"]
+
+
 def test_the_null_block_is_not_offered() -> None:
     caches = make_memory().caches
     caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, null_block_id=0)

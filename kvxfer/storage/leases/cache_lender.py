@@ -353,8 +353,9 @@ class CacheLender(Lender):
         """Begin to hash blocks, which stay pinned until that has ended, even without a reader."""
         if not slots:
             return
+        blocks = self._describe(slots)
         self.book.pin(slots)
-        running = self._threads.run(checksum_blocks, self._describe(slots), self._copy_engine)
+        running = self._threads.run(checksum_blocks, blocks, self._copy_engine)
         hashing = asyncio.ensure_future(running)
         self._running.add(hashing)
         self._hashings.update(dict.fromkeys(slots, hashing))
