@@ -109,8 +109,8 @@ class Space:
         leading keys there is room. If it raises, for example because the store cannot be counted,
         nothing is reserved.
         """
-        if self._must_rescan:
-            self._must_rescan = not self._rescan(self._num_walks)
+        if self._must_rescan or self._is_uncounted:
+            self._rescan(self._num_walks)
         num_walks = self._num_walks
         fitting = self._reserve(keys, sizes, spare)
         try:
@@ -240,6 +240,7 @@ class Space:
         with self._ledger.locked():
             begun = self._ledger.begin_recount()
             self.index.begin_walk()
+            must_rescan, self._must_rescan = self._must_rescan, False
         try:
             found = list(self._tree.blocks())
             is_partial = self._tree.num_skipped != num_skipped
@@ -254,9 +255,11 @@ class Space:
                 self._ledger.end_recount(begun, self.index.end_walk(), is_partial=is_partial)
                 self._report_walk()
                 self._is_uncounted = is_partial and not self._ledger.known
-                self._must_rescan |= self._is_uncounted
                 self._num_walks += 1
+                must_rescan = False
         finally:
+            if must_rescan:
+                self._must_rescan = True
             self.index.abandon_walk()
 
     def _reserve(

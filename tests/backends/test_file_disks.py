@@ -254,6 +254,24 @@ async def test_a_walk_that_counts_while_a_store_finds_no_count_makes_room_for_it
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
 
 
+async def test_a_store_that_could_not_be_counted_is_counted_once_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    unreadable = tmp_path / ("f" * len(memory.namespace().fingerprint))
+    unreadable.mkdir()
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
+        os.truncate(tmp_path / "usage.ledger", 0)
+        with monkeypatch.context() as patched:
+            fail_to(patched, "open", unreadable.name, PermissionError(errno.EACCES, "no"))
+            for key in keys[:3]:
+                (outcome,) = await store(backend, [key], memory.describe(0, [0]))
+                assert "a part of it cannot be read" in outcome.reason
+        (outcome,) = await store(backend, keys[3:], memory.describe(0, [0]))
+        assert outcome.done, outcome
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
+
+
 async def test_no_walk_ends_while_room_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
