@@ -11,7 +11,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.memory import HEADER_BYTES, PrivateMemory, SharedMemory, SharedSegment
-from kvxfer.checks import INT64_MAX
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -236,9 +235,7 @@ class HostPool:
         stored is `MISSING`: it does not hold the whole block.
         """
         for part, tag in enumerate(self._tags[slot].tolist()):
-            if tag[1]:
-                return PARTIAL
-            outcome = self._check_tag(tag, slot, key)
+            outcome = self._check_tag(tag, slot, key, 0)
             if outcome.done and self.integrity is MemoryIntegrity.FULL:
                 outcome = self._verify_bytes(tag, slot, key, part)
             if not outcome.done:
@@ -428,7 +425,7 @@ class HostPool:
         tag: tuple[int, int, int, int],
         slot: int,
         key: BlockKey,
-        first: int = INT64_MAX,
+        first: int,
         last: int = 0,
     ) -> Outcome:
         """Check by the tag of a part that it holds bytes `first` to `last` of `key`."""

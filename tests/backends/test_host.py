@@ -44,7 +44,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     NamespaceMismatchError,
 )
-from kvxfer.storage.backend import DONE
+from kvxfer.storage.backend import DONE, MISSING, PARTIAL
 from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
@@ -388,8 +388,10 @@ def test_a_slot_of_which_a_part_lacks_its_first_bytes_does_not_hold_the_block() 
     with contextlib.closing(HostPool(shape, CHUNKS.namespace(), engine)) as pool:
         for part, start in enumerate((0, 1024)):
             pool.tag([3], [KEY], [start], [4096], [None], part=part)
-        assert pool.verify(3, KEY).status is Status.MISSING
+        assert pool.verify(3, KEY) == PARTIAL
         assert pool.holds([3], [KEY]) == [False]
+        pool.unseal([3])
+        assert pool.verify(3, KEY) == MISSING  # it is empty, and no part is stored
 
 
 GIB = 1 << 30
