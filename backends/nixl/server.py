@@ -35,7 +35,7 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.listener import Listener, listen_here, look_up
-from kvxfer.runtime import await_call, wait_despite_cancel
+from kvxfer.runtime import LogPause, await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.calls import delete_for_others
 from kvxfer.storage.keys import Namespace
@@ -53,9 +53,6 @@ it may learn before this side that some have ended."""
 
 PERIOD_S = 1.0
 """Period within which an address gets one line of a kind in the log of refusals."""
-
-MAX_ADDRESSES = 64
-"""Maximum addresses with lines of their own within a period; all others share one line."""
 
 logger = logging.getLogger(__name__)
 
@@ -383,30 +380,15 @@ class ClientSession(Session):
 
 
 class RefusalLog:
-    """Log of refused connections, with at most one line of a kind for each address and second.
-
-    The next line counts those that were left out.
-    """
+    """Log of refused connections, with at most one line of a kind for each address and second."""
 
     def __init__(self) -> None:
-        self._quiet_until: dict[tuple[str, str], float] = {}
-        self._num_left_out = 0
+        self._pause = LogPause(PERIOD_S)
 
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
         """Log a line, unless the last second had one with the same text for the same address."""
-        now = runtime.monotonic()
-        at = text, peer.rpartition(":")[0]
-        if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
-            self._quiet_until = {each: end for each, end in self._quiet_until.items() if now < end}
-            if len(self._quiet_until) >= MAX_ADDRESSES:
-                at = text, ""
-        if now < self._quiet_until.get(at, 0.0):
-            self._num_left_out += 1
-            return
-        self._quiet_until[at] = now + PERIOD_S
-        left_out = f" ({self._num_left_out} more were left out)" if self._num_left_out else ""
-        self._num_left_out = 0
-        logger.log(level, text, f"{printable(reason, MAX_LINE_CHARACTERS)}{left_out}")
+        if (left_out := self._pause.admit(text, peer.rpartition(":")[0])) is not None:
+            logger.log(level, text, f"{printable(reason, MAX_LINE_CHARACTERS)}{left_out}")
 
 
 class Server:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Self
 
-from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.listener import Listener, listen_at
+from kvxfer.runtime import LogPause
 
 MAX_REQUEST_BYTES = 8192
 """Maximum size of a request, the limit of nginx and Apache for its head."""
@@ -53,7 +53,7 @@ class HTTPPages:
         self._pages = pages
         self._timeout_s = timeout_s
         self._listener = Listener(self._note_failure, max_unproven=MAX_CONNECTIONS)
-        self._log_at_s = 0.0
+        self._log_pause = LogPause(LOG_PAUSE_S)
 
     async def __aenter__(self) -> Self:
         """Begin to listen."""
@@ -73,9 +73,8 @@ class HTTPPages:
     def _note_failure(self, exc: OSError) -> None:
         """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()
-        if runtime.monotonic() >= self._log_at_s:
-            logger.warning("cannot accept connections to %s now: %s", self.endpoint, exc)
-            self._log_at_s = runtime.monotonic() + LOG_PAUSE_S
+        if (more := self._log_pause.admit("accept", "")) is not None:
+            logger.warning("cannot accept connections to %s now: %s%s", self.endpoint, exc, more)
 
     async def _answer(self, connection: socket.socket, _: object) -> None:
         """Answer a request, unless it is empty, too large or too slow."""

@@ -12,7 +12,7 @@ from kvxfer.runtime.calls import (
     wait_for_all,
 )
 from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
-from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension
+from kvxfer.runtime.pause import CircuitBreaker, LogPause, Pause, Suspension
 from kvxfer.runtime.runtime import (
     Runtime,
     condition,
@@ -53,6 +53,7 @@ __all__ = [
     "CircuitBreaker",
     "DaemonThreads",
     "Disk",
+    "LogPause",
     "LoopThread",
     "Once",
     "Pause",

@@ -12,6 +12,10 @@ PAUSE_S = 30.0
 MOST_DOUBLINGS = 64
 """Maximum doublings of a pause without an upper bound: endless doubling would overflow a float."""
 
+LOG_PAUSE_S = 10.0
+MAX_PAUSED_LINES = 64
+"""Pause between two log lines about the same failure, and how many lines are paused by name."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -133,3 +137,30 @@ class CircuitBreaker:
         """
         if probe and probe == self.probe:
             self._is_probed = False
+
+
+class LogPause:
+    """Pause between equal log lines, so that failures without end do not fill the log.
+
+    The next line counts those that were left out. Beyond `MAX_PAUSED_LINES` subjects, all lines
+    with the same text share a pause.
+    """
+
+    def __init__(self, pause_s: float = LOG_PAUSE_S) -> None:
+        self._pause_s = pause_s
+        self._quiet_until: dict[tuple[str, str], float] = {}
+        self._num_left_out = 0
+
+    def admit(self, text: str, subject: str) -> str | None:
+        """Return the end of a line, which counts the lines left out; None to leave it out, too."""
+        now, line = monotonic(), (text, subject)
+        if line not in self._quiet_until and len(self._quiet_until) >= MAX_PAUSED_LINES:
+            self._quiet_until = {each: end for each, end in self._quiet_until.items() if now < end}
+            if len(self._quiet_until) >= MAX_PAUSED_LINES:
+                line = text, ""
+        if now < self._quiet_until.get(line, -inf):
+            self._num_left_out += 1
+            return None
+        self._quiet_until[line] = now + self._pause_s
+        num_left_out, self._num_left_out = self._num_left_out, 0
+        return f" ({num_left_out} more were left out)" if num_left_out else ""

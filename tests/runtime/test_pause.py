@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.runtime import CircuitBreaker, Pause, Runtime, use
+from kvxfer.runtime import CircuitBreaker, LogPause, Pause, Runtime, use
+from kvxfer.runtime.pause import MAX_PAUSED_LINES
 from tests.clock import Clock
 
 
@@ -43,6 +44,17 @@ def test_a_pause_is_over_when_it_says_in_any_order(
         assert pause.is_on(now) == (now < until)
         assert pause.left_s(now) == max(0.0, until - now)
         assert pause.num_failures == num_failures
+
+
+def test_lines_without_end_fill_neither_log_nor_memory(clock: Clock) -> None:
+    log = LogPause(1.0)
+    for _ in range(3):
+        said = [log.admit("refused", str(number)) for number in range(5000)]
+        assert len(said) - said.count(None) == MAX_PAUSED_LINES + 1
+        assert len(log._quiet_until) == MAX_PAUSED_LINES + 1
+        clock.now += 1
+    assert log.admit("refused", "again") == f" ({5000 - MAX_PAUSED_LINES - 1} more were left out)"
+    assert log.admit("lost", "again") == ""
 
 
 # Circuit breaker
