@@ -16,7 +16,7 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, MEDIUM_ERRORS, require_known
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
-from kvxfer.runtime import Threads
+from kvxfer.runtime import LogPause, Threads
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Removal, Reports
 
@@ -74,6 +74,7 @@ class Space:
         self._must_rescan = False
         self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
+        self._log_pause = LogPause()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # evicted, and not reported yet
         self._not_removed: dict[Victim, bool] = {}  # by the eviction under way; True: for good
 
@@ -369,7 +370,9 @@ class Space:
                 if not (may_not or of_file or exc.errno in DAMAGE_ERRORS):
                     raise
                 self._not_removed[victim] = True
-                logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)
+                if (more := self._log_pause.admit("evict", exc.strerror or "")) is not None:
+                    text = "cannot evict block %s: %s%s"
+                    logger.warning(text, victim.key.hex(), exc.strerror, more)
                 return 0
             del self._not_removed[victim]
             if self._reports and not victim.quarantined:

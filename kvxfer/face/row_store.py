@@ -15,10 +15,10 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face.salted_keys import SaltedKeys
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.runtime import Suspension
+from kvxfer.runtime import LogPause, Suspension
 from kvxfer.storage.backend import Outcome, Purgeable, Status, can_purge_all, positions_done
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import drain_in_the_end
+from kvxfer.storage.calls import drain_in_the_end, log_failed
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import SharesBuffers
@@ -93,6 +93,7 @@ class RowStore:
         self._name = name
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
+        self._log_pause = LogPause()
         if (reports := engine.backend.provide(Reports)) is not None:
             reports.watch(self._gauges)
         num_rows = min(each.num_rows for each in rows.values())
@@ -265,9 +266,8 @@ class RowStore:
         finally:
             job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
             self._give_back(job, outcomes)
-        if reasons := [each.reason for each in outcomes if each.status is Status.FAILED]:
-            text, name = "%s: %s of %d of %d pages failed: %s", job.direction.name.lower()
-            logger.warning(text, self._name, name, len(reasons), len(job.rows), reasons[0])
+        call = f"{self._name}: {job.direction.name.lower()}"
+        log_failed(self._log_pause, call, outcomes, unit="pages")
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
         return [outcome.done for outcome in outcomes]

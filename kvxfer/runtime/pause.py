@@ -1,6 +1,7 @@
 """Pauses after failures: how long they last, and what the log says about them."""
 
 import logging
+from collections import Counter
 from math import inf
 
 from kvxfer.runtime.runtime import monotonic, random
@@ -142,14 +143,14 @@ class CircuitBreaker:
 class LogPause:
     """Pause between equal log lines, so that failures without end do not fill the log.
 
-    The next line counts those that were left out. Beyond `MAX_PAUSED_LINES` subjects, all lines
-    with the same text share a pause.
+    Each line has a text, one of a few, and a subject. The next line with the same text counts those
+    that were left out. Beyond `MAX_PAUSED_LINES` subjects, the others of a text share a pause.
     """
 
     def __init__(self, pause_s: float = LOG_PAUSE_S) -> None:
         self._pause_s = pause_s
         self._quiet_until: dict[tuple[str, str], float] = {}
-        self._num_left_out = 0
+        self._num_left_out: Counter[str] = Counter()  # by text
 
     def admit(self, text: str, subject: str) -> str | None:
         """Return the end of a line, which counts the lines left out; None to leave it out, too."""
@@ -159,8 +160,8 @@ class LogPause:
             if len(self._quiet_until) >= MAX_PAUSED_LINES:
                 line = text, ""
         if now < self._quiet_until.get(line, -inf):
-            self._num_left_out += 1
+            self._num_left_out[text] += 1
             return None
         self._quiet_until[line] = now + self._pause_s
-        num_left_out, self._num_left_out = self._num_left_out, 0
+        num_left_out = self._num_left_out.pop(text, 0)
         return f" ({num_left_out} more were left out)" if num_left_out else ""

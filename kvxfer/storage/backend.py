@@ -37,12 +37,14 @@ class Outcome:
         memory_safe: False while hardware or a thread may still touch the described memory;
             such blocks must be neither freed nor reused until `Backend.drain` returns.
         reason: Why the block is not done, for logs; empty when it is.
+        logged: Whether the log has the failure, so that a caller need not log it again.
         done: Whether the block was moved, whole and verified. Computed once: batches read it often.
     """
 
     status: Status
     memory_safe: bool = True
     reason: str = ""
+    logged: bool = field(default=False, repr=False, compare=False, kw_only=True)
     done: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kvxfer import runtime
 from kvxfer.copy_engine.engine import pause_of_look
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
-from kvxfer.runtime import Pause, await_call
+from kvxfer.runtime import LogPause, Pause, await_call
 from kvxfer.storage.backend import DONE, Backend, Begun, Outcome, Status, TellsKept, WrappingBackend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
@@ -153,7 +154,30 @@ def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
         logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
     is_cancelled = isinstance(exc.__cause__, asyncio.CancelledError)
     safe = not (is_cancelled or isinstance(exc, DeviceLostError))
-    return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys
+    reason = f"{name}: {exc!r}"
+    return [Outcome(Status.FAILED, memory_safe=safe, reason=reason, logged=True)] * num_keys
+
+
+def log_failed(
+    pause: LogPause,
+    call: str,
+    outcomes: Sequence[Outcome],
+    *,
+    unit: str = "blocks",
+    statuses: Container[Status] = (Status.FAILED,),
+) -> list[Outcome]:
+    """Log how many blocks of a call failed, with the first reason, unless the log is paused.
+
+    Returns the outcomes, marked as logged: a plug does not log again what a tier has logged.
+    """
+    failed = [each for each in outcomes if each.status in statuses and not each.logged]
+    if not failed:
+        return list(outcomes)
+    reason = failed[0].reason or failed[0].status.value
+    if (more := pause.admit(call, reason)) is not None:
+        text = "%s of %d of %d %s failed: %s%s"
+        logger.warning(text, call, len(failed), len(outcomes), unit, reason, more)
+    return [replace(each, logged=True) if each.status in statuses else each for each in outcomes]
 
 
 def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcome]:

@@ -12,7 +12,7 @@ from kvxfer import runtime
 from kvxfer.checks import require_number, require_timeout
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors, overlap
-from kvxfer.runtime import Calls, Suspension
+from kvxfer.runtime import Calls, LogPause, Suspension
 from kvxfer.storage.backend import (
     MISSING,
     Backend,
@@ -22,7 +22,7 @@ from kvxfer.storage.backend import (
     Status,
     can_purge_all,
 )
-from kvxfer.storage.calls import Move, call_backend, delete_from
+from kvxfer.storage.calls import Move, call_backend, delete_from, log_failed
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
@@ -90,6 +90,7 @@ class IsolatedTier:
         self.name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
         self._suspension = Suspension(self.name, timeouts.pause_s)
+        self._log_pause = LogPause()
         self._staging = staging
         self._share = Share(num_buffers)
         self._callers: Share | None = None  # of the buffers of callers; None if they have none
@@ -354,7 +355,4 @@ class IsolatedTier:
             is_quiet = all(outcome.memory_safe for outcome in outcomes)
         finally:
             self._num_given_up += is_store and not is_quiet
-        if reasons := [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]:
-            text = "%s of %d of %d blocks failed: %s"
-            logger.warning(text, name, len(reasons), len(keys), reasons[0])
-        return outcomes
+        return log_failed(self._log_pause, name, outcomes)

@@ -33,6 +33,7 @@ from kvxfer.backends.file.io import FileIO
 from kvxfer.backends.file.space import Space
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.pages.maintenance import GarbageCollection
+from kvxfer.runtime import LogPause
 from kvxfer.storage.backend import PAUSED
 from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.testing import BlockMemory
@@ -1033,12 +1034,17 @@ async def test_a_store_tries_few_of_its_own_files_in_a_folder_that_is_read_only(
     async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
         await store(backend, keys[:6], memory.describe(0, range(6)))
         monkeypatch.setattr(space, "KEYS_PER_LOCK", 2)
+        monkeypatch.setattr(backend._space, "_log_pause", LogPause(0.0))
         refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
         fail_to(monkeypatch, "unlink", "*.safetensors", refused)
         (outcome,) = await store(backend, keys[6:], memory.describe(0, [0]))
         assert outcome.status is FAILED
         assert os.strerror(errno.EACCES) in outcome.reason
         assert caplog.text.count("cannot evict") == 2
+        monkeypatch.setattr(backend._space, "_log_pause", LogPause())
+        for _ in range(2):
+            assert statuses(await store(backend, keys[6:], memory.describe(0, [0]))) == [FAILED]
+        assert caplog.text.count("cannot evict") == 3
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == capacity
 
 
@@ -1062,6 +1068,7 @@ async def test_what_stays_in_quarantine_is_tried_once_for_a_walk_and_costs_no_st
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(10)
     async with indexed_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
+        monkeypatch.setattr(backend._space, "_log_pause", LogPause(0.0))
         for key in keys[:2]:
             await store(backend, [key], memory.describe(0, [0]))
             flip_bit(path_of(tmp_path, memory.namespace(), key), 8 * 5000)

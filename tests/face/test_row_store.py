@@ -1,6 +1,7 @@
 """Row store: waiting calls end in time, and rows that a transfer may touch are not reused."""
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,39 +12,52 @@ from unittest.mock import AsyncMock, Mock, call, patch
 import numpy as np
 import pytest
 
-from kvxfer import BlockKey, Descriptors, Outcome, Status, TieredBackend, TransferEngine, runtime
+from kvxfer import (
+    Backend,
+    BlockKey,
+    Descriptors,
+    Outcome,
+    Status,
+    TieredBackend,
+    TransferEngine,
+    runtime,
+)
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore, SaltedKeys
 from kvxfer.face.row_store import GRACE_S
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.runtime import begin_aside
+from kvxfer.runtime.pause import LOG_PAUSE_S
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering.tiered_backend import observe
 from kvxfer.transfer.job import Direction
-from tests.clock import LIMIT_S, until
+from tests.clock import LIMIT_S, Clock, until
 
 NUM_ROWS, ROW_BYTES = 16, 64
 KEYS = make_keys(6)
 LOAD, STORE = Direction.LOAD, Direction.STORE
+FAILURES = FaultRates(failure=1.0)
 
 
 class Pages:
     """Store over rows of its own, and pages of the caller's, a number in each byte of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_tiers: bool = False) -> None:
         rows = BlockMemory([[ROW_BYTES]], num_blocks=NUM_ROWS)
         self.rows = rows.caches.tensors[0].tensor
-        inner = DictBackend(DictConfig(), rows.namespace())
+        inner = DictBackend(DictConfig(), namespace := rows.namespace())
         self.backend = FaultyBackend(inner, seed=0, rates=FaultRates())
-        self.engine = TransferEngine(rows.caches, self.backend)
+        backend: Backend = self.backend
+        if are_tiers:
+            below = FaultyBackend(inner, seed=0, rates=FAILURES)
+            backend = TieredBackend([backend, below], namespace)
+        self.engine = TransferEngine(rows.caches, backend)
         self.free = RowPool(range(NUM_ROWS))
-        both = dict.fromkeys(Direction, self.free)
-        self.store = RowStore(
-            self.engine, both, name="pages", describer=BlockDescriber(rows.caches)
-        )
+        free, describer = dict.fromkeys(Direction, self.free), BlockDescriber(rows.caches)
+        self.store = RowStore(self.engine, free, name="pages", describer=describer)
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
     def move(
@@ -180,8 +194,23 @@ def test_pages_that_a_backend_fails_to_move_are_logged_with_their_number_and_the
         move = AsyncMock(return_value=[Outcome(Status.DONE), failed])
         monkeypatch.setattr(pages.backend, name, move)
         assert pages.move(direction) == [True, False] * 3
-        assert caplog.messages == [f"pages: {name} of 1 of 2 pages failed: no room"] * 3
+        assert caplog.messages == [f"pages: {name} of 1 of 2 pages failed: no room"]
         caplog.clear()
+
+
+def test_a_failure_that_tiers_have_logged_is_not_logged_again(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    pages = Pages(are_tiers=True)
+    pages.backend.rates = FAILURES
+    with contextlib.closing(pages.store):
+        assert pages.move(STORE) == [False] * 6
+        clock.now += LOG_PAUSE_S
+        assert pages.move(STORE) == [False] * 6
+    tiers = [f"tier {index} (FaultyBackend): store of 2 of 2 blocks failed: " for index in (0, 1)]
+    lines = [f"{tier}injected failure" for tier in tiers]
+    repeated = [f"{line} (2 more were left out)" for line in lines]
+    assert sorted(caplog.messages) == sorted(lines + repeated)
 
 
 def test_rows_of_a_load_beside_a_purge_come_back_without_a_drain(

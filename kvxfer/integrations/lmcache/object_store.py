@@ -24,9 +24,9 @@ from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, pie
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import Calls, Suspension, Threads
+from kvxfer.runtime import Calls, LogPause, Suspension, Threads
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.calls import delete_from
+from kvxfer.storage.calls import delete_from, log_failed
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Reports
@@ -100,6 +100,7 @@ class ObjectStore:
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
+        self._log_pause = LogPause()
         self._answered_at = runtime.monotonic()  # when the backend last answered a store or load
         self._backend = open_it()  # last, since an error after this would leave it open
         if (reports := self._backend.provide(Reports)) is not None:
@@ -277,9 +278,8 @@ class ObjectStore:
             outcomes = await task.ask(staged.move(move, keys, staged.blocks))
             self._answered_at = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
-            if reasons := [each.reason for each in outcomes if each.status is Status.FAILED]:
-                text = "LMCache's store: %s of %d of %d pieces failed: %s"
-                logger.warning(text, direction.name.lower(), len(reasons), len(keys), reasons[0])
+            call = f"LMCache's store: {direction.name.lower()}"
+            log_failed(self._log_pause, call, outcomes, unit="pieces")
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if is_store:
                 self._residents.add(done)

@@ -29,7 +29,15 @@ from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Pause, Suspension, Threads, await_call, begin_aside, wait_despite_cancel
+from kvxfer.runtime import (
+    LogPause,
+    Pause,
+    Suspension,
+    Threads,
+    await_call,
+    begin_aside,
+    wait_despite_cancel,
+)
 from kvxfer.storage.backend import (
     Backend,
     Outcome,
@@ -40,7 +48,7 @@ from kvxfer.storage.backend import (
     can_purge_all,
     positions_done,
 )
-from kvxfer.storage.calls import delete_from
+from kvxfer.storage.calls import delete_from, log_failed
 from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
@@ -70,6 +78,8 @@ MAX_TOLD = 1 << 16
 """Maximum number of blocks to remember per tier, some 12 MiB: buckets and peers are unbounded."""
 
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
+
+_LOST = frozenset(Status) - {Status.DONE}
 
 _Row = tuple[int, BlockKey]
 
@@ -194,6 +204,7 @@ class LowerTier:
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
+        self._log_pause = LogPause()
         Reports([self.metrics], self.name).watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
@@ -289,7 +300,7 @@ class LowerTier:
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             is_load = job.direction is Direction.LOAD
-            _log_lost(job, finished.outcomes)
+            self._log_lost(job, finished.outcomes)
             moves = zip(job.keys, job.rows, job.names, finished.outcomes, strict=True)
             for key, row, name, outcome in moves:
                 each = RowOutcome(job, key, row, name, outcome)
@@ -371,7 +382,7 @@ class LowerTier:
             self._engine.cancel(job_id)
         stores = self._jobs.keys() - loads
         for finished in self._engine.wait(stores, timeout_s=self._timeouts.close_s):
-            _log_lost(self._jobs[finished.job_id], finished.outcomes)
+            self._log_lost(self._jobs[finished.job_id], finished.outcomes)
         closing = begin_aside("kvxfer-close", self._close_engine)
         runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
@@ -388,6 +399,11 @@ class LowerTier:
             return False
         job_ids = [*self._jobs, *(each.job.job_id for each in self._late)]
         return not any(map(self._engine.may_touch, job_ids))
+
+    def _log_lost(self, job: RowJob, outcomes: Sequence[Outcome]) -> None:
+        if not job.void:
+            call = f"the lower tier: {job.direction.name.lower()}"
+            log_failed(self._log_pause, call, outcomes, statuses=_LOST)
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
         """Look up keys and begin to load those that are found; runs on the engine's event loop."""
@@ -491,13 +507,6 @@ class LowerTier:
                 runtime.wait_futures([lookup.answer])
             self._end_lookup(lookup)
         self._lookups.clear()
-
-
-def _log_lost(job: RowJob, outcomes: Sequence[Outcome]) -> None:
-    if (lost := [each for each in outcomes if not each.done]) and not job.void:
-        call = f"{job.direction.name.lower()} of {len(lost)} of {len(job.keys)} blocks"
-        reason = lost[0].reason or lost[0].status.value
-        logger.warning("the lower tier: %s failed: %s", call, reason)
 
 
 def _log_failure(call: Future[Any]) -> None:
