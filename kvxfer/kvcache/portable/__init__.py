@@ -3,7 +3,9 @@
 from kvxfer.kvcache.portable.cache_description import (
     CacheDescription,
     GroupDescription,
+    decode_dtype,
     describe_caches,
+    encode_dtype,
 )
 from kvxfer.kvcache.portable.page import PortableTensor, portable_page
 from kvxfer.kvcache.portable.page_mapping import (
@@ -27,7 +29,9 @@ __all__ = [
     "PortableTensor",
     "WorkerShard",
     "compile_mapping",
+    "decode_dtype",
     "describe_caches",
+    "encode_dtype",
     "is_state",
     "map_caches",
     "map_peers",

@@ -109,7 +109,7 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
 
     def encode(self) -> bytes:
         """Encode for another process; `InvalidArgumentError` if the result is too long."""
-        encoded = msgspec.msgpack.encode(self, enc_hook=_encode_dtype)
+        encoded = msgspec.msgpack.encode(self, enc_hook=encode_dtype)
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
             raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
@@ -128,12 +128,12 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-ca
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
             raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
         try:
-            decoded = msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
+            decoded = msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=decode_dtype)
             raw = msgspec.msgpack.decode(encoded)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
             shown = f"{len(encoded)} bytes: {exc}"
             raise InvalidArgumentError("description", shown, "a CacheDescription") from exc
-        known = msgspec.to_builtins(decoded, enc_hook=_encode_dtype)
+        known = msgspec.to_builtins(decoded, enc_hook=encode_dtype)
         for field, value in _unknown_fields(raw, known):
             name, theirs = (printable(each, MAX_NAME_CHARACTERS) for each in (field, value))
             raise CacheMismatchError(None, name, "no such field", theirs)
@@ -213,12 +213,14 @@ def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
         raise InvalidArgumentError(name, f"bytes up to {max(end, box.num_bytes)}", expected)
 
 
-def _encode_dtype(value: Any) -> str:
+def encode_dtype(value: Any) -> str:
+    """Encode a dtype by its name, as an encoder's hook."""
     require_instance("dtype", value, torch.dtype)
     return str(value).removeprefix("torch.")
 
 
-def _decode_dtype(_kind: type, value: Any) -> torch.dtype:
+def decode_dtype(_kind: type, value: Any) -> torch.dtype:
+    """Decode a dtype that `encode_dtype` encoded, as a decoder's hook."""
     dtype = _DTYPES.get(value) if isinstance(value, str) else None
     if dtype is None:
         raise InvalidArgumentError("dtype", value, "the name of a torch dtype")

@@ -24,6 +24,8 @@ from kvxfer.kvcache.portable import (
     PageMapping,
     WorkerShard,
     compile_mapping,
+    decode_dtype,
+    encode_dtype,
     portable_page,
     verify_mappings,
 )
@@ -83,7 +85,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSegment:
     """Publish an identity in shared memory for the scheduler; to be closed when the engine ends."""
     segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
-    encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=str))
+    encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=encode_dtype))
     segment.memory[HEADER_BYTES : HEADER_BYTES + len(encoded)] = list(encoded)
     return segment
 
@@ -99,13 +101,8 @@ def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
             rule = "workers that published their model's identity; else use host:// alone"
             raise InvalidArgumentError("backend", "a tier below host memory", rule)
         text = zlib.decompressobj().decompress(encoded)
-        received.append(msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype))
+        received.append(msgspec.json.decode(text, type=WorkerIdentity, dec_hook=decode_dtype))
     return received
-
-
-def _decode_dtype(_: type, value: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, value.removeprefix("torch."))
-    return dtype
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
