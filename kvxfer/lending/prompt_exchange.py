@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import (
     require_instance,
@@ -26,7 +25,7 @@ from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.runtime import run_aside, wait_despite_cancel
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.leases import require_ticket
+from kvxfer.storage.leases import make_ticket, require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 
@@ -160,7 +159,7 @@ class PromptExchange:
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         ticket = require_text("ticket", ticket)
-        lease = self._read(ticket)[1] if ticket else runtime.token_bytes(16).hex()
+        lease = self._read(ticket)[1] if ticket else make_ticket()
         ticket = self._ticket(lease)
         offer, lent = object(), dict[BlockKey, int]()
         for group, size in enumerate(self._sizes):

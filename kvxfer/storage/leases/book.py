@@ -16,6 +16,11 @@ LONGEST_S = 600.0
 would otherwise keep the blocks for as long as the reader lives."""
 
 
+def make_ticket() -> str:
+    """Generate a ticket: 128 random bits, which nobody can guess."""
+    return runtime.token_bytes(16).hex()
+
+
 def require_ticket(name: str, value: object) -> str:
     """Check that a ticket is text, not empty, not too long, and without control characters."""
     ticket = require_text(name, value)

@@ -8,13 +8,10 @@ from typing import Any
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.ticket import (
-    lease_of_router,
-    make_lease,
-    wants_prefill,
-)
+from kvxfer.integrations.vllm.prefill_decode.ticket import lease_of_router, wants_prefill
 from kvxfer.integrations.vllm.prefill_decode.worker import Offer, StepData
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import make_ticket
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.text import printable_id
 
@@ -220,7 +217,7 @@ class PrefillScheduler:
         """
         ours = self._leases.values(), [each.lease for each in self._early.values()]
         if given is None or any(given in names for names in (self._names, *ours)):
-            return make_lease()
+            return make_ticket()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:
             del self._names[next(iter(self._names))]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import runtime
 from kvxfer.checks import require_integer
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError, code_of
@@ -36,11 +35,6 @@ class Ticket:
     lease: str  # as P's workers know it
     endpoint: Endpoint  # of P's worker of rank 0; that of rank r listens r ports after it
     overlaps: bool = False  # P may still be computing
-
-
-def make_lease() -> str:
-    """Generate the name of a lease: 128 random bits, which nobody can guess."""
-    return runtime.token_bytes(16).hex()
 
 
 def wants_prefill(params: object) -> bool:
