@@ -32,18 +32,21 @@ class StorePlan:
     Attributes:
         keys: Keys with a slot, now being stored; the caller must end each with `finish_store`.
         slots: Slot of each of `keys`.
-        evicted: Keys that were evicted for them, no longer in the index.
-        evicted_by: The same keys, by the reason for their eviction.
+        evicted_by: Keys that were evicted for them, no longer in the index, by the reason.
         refused: Keys without room, even after eviction.
         present: Keys that were already in the index, ready or being stored.
     """
 
     keys: list[BlockKey]
     slots: list[int]
-    evicted: list[BlockKey]
     evicted_by: dict[Removal, list[BlockKey]]
     refused: list[BlockKey]
     present: list[BlockKey]
+
+    @property
+    def evicted(self) -> list[BlockKey]:
+        """All keys that were evicted."""
+        return [key for keys in self.evicted_by.values() for key in keys]
 
 
 @dataclass(slots=True)
@@ -152,7 +155,7 @@ class BlockIndex:
             DuplicateError: A key appears twice; nothing was changed.
         """
         _require_distinct(keys)
-        plan = StorePlan(keys=[], slots=[], evicted=[], evicted_by={}, refused=[], present=[])
+        plan = StorePlan(keys=[], slots=[], evicted_by={}, refused=[], present=[])
         absent: list[BlockKey] = []
         for key in keys:
             (plan.present if key in self._entries else absent).append(key)
@@ -173,7 +176,6 @@ class BlockIndex:
                 self._next_slot += 1
             elif len(policy):
                 victim = policy.replace(key)
-                plan.evicted.append(victim)
                 plan.evicted_by.setdefault(policy.reason, []).append(victim)
                 slot = self._entries.pop(victim).slot
             else:
