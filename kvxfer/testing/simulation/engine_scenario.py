@@ -485,7 +485,8 @@ class EngineRun:
 
         Faults of tiers excuse nothing here; other faults may, such as those of a bucket.
         """
-        if len(self.opened.tiers) < 2 or not (self._world.history.is_strict or self.opened.faulty):
+        is_judged = self._world.history.is_strict or self.opened.faulty
+        if len(self.opened.tiers) < 2 or not is_judged:
             return
         parts = self._world.every_part()
         there = await self._inner(-1).lookup(self._world.keys(parts))
@@ -600,8 +601,9 @@ class EngineRun:
                     self._simulation.fail("flush left the last tier without", part)
             self._world.release(batch)
         for part, found_versions in versions.items():
+            is_strict = self._world.history.is_strict
             is_of_one_store = self._world.history.is_of_one_store(self._world.key(part))
-            if is_of_one_store and self._world.history.is_strict and len(set(found_versions)) > 1:
+            if is_strict and is_of_one_store and len(set(found_versions)) > 1:
                 self._simulation.fail("tiers differ", f"{part}: stores {found_versions}")
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:

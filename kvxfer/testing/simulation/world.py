@@ -362,7 +362,8 @@ class Part:
 def draw_parts(random: Random, num_keys: int = NUM_KEYS) -> tuple[Part, ...]:
     """Draw the blocks of a batch: of one group or two, the first chunk perhaps only in part."""
     parts: list[Part] = []
-    for group in random.choice([(0,), (1,), (0, 1)]):
+    groups = range(len(PAGE_SIZES_BYTES))
+    for group in random.choice([*([group] for group in groups), groups]):
         keys = random.sample(range(num_keys), min(num_keys, random.choice((1, 1, 2, 3))))
         if random.random() < 0.2:
             first = random.randrange(BLOCKS_PER_CHUNK)
