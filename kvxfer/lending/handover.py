@@ -152,7 +152,7 @@ class Handover:
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend`, `withdraw` or the reader, and return at once."""
+        """Begin a call of `withdraw` or the reader, and return at once."""
         return self._loop.submit(call)
 
     def offer(
@@ -170,22 +170,22 @@ class Handover:
         and if `is_complete` it ends the ticket.
         """
         self._loop.guard.check()
-        ticket = require_ticket("ticket", ticket)
+        ticket = require_ticket(ticket)
         offer = partial(self._offer, ticket, list(keys), list(block_ids), is_complete=is_complete)
         self._loop.call_soon(offer)
 
-    async def lend(
-        self,
-        ticket: str,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        *,
-        is_complete: bool = True,
+    def lend(
+        self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *, is_complete: bool
     ) -> None:
-        """Lend blocks as `offer` does, but raise errors; after an error none of them is lent."""
+        """Lend blocks as `offer` does, on the event loop; after an error none of them is lent."""
         if self._lender is None:
             raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
-        self._lend(ticket, keys, block_ids, is_complete=is_complete)
+        self.reader.require_caches_in_place()
+        keys = worker_keys(self._description, keys)
+        self._lender.offer(ticket, keys, block_ids, complete=is_complete)
+        with suppress(ValueError):  # an end of this ticket before that nobody has taken
+            self._ended.remove(ticket)
+        self._watch_soon()
 
     def revoke(self, tickets: Sequence[str]) -> None:
         """End tickets whose blocks are about to change; return once no reader finds these blocks.
@@ -225,24 +225,13 @@ class Handover:
     ) -> None:
         try:
             if self._lender is not None:
-                self._lend(ticket, keys, block_ids, is_complete=is_complete)
+                self.lend(ticket, keys, block_ids, is_complete=is_complete)
             elif is_complete:  # without `listen` nobody can read the blocks
                 self._ended.append(ticket)
         except Exception:  # of any kind: the engine waits for the end of the ticket
             logger.exception("hand-over: cannot lend the blocks of ticket %s", ticket)
             if is_complete:
                 self._give_up(ticket)
-
-    def _lend(
-        self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], *, is_complete: bool
-    ) -> None:
-        assert self._lender is not None
-        self.reader.require_caches_in_place()
-        keys = worker_keys(self._description, keys)
-        self._lender.offer(ticket, keys, block_ids, complete=is_complete)
-        with suppress(ValueError):  # an end of this ticket before that nobody has taken
-            self._ended.remove(ticket)
-        self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
         """Revoke a ticket, known or not; it has ended once none of its blocks is pinned."""

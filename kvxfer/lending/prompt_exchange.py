@@ -169,7 +169,7 @@ class PromptExchange:
 
         async def lend() -> None:
             is_complete = stop == prompt.num_tokens
-            await self._handover.lend(lease, [*lent], [*lent.values()], is_complete=is_complete)
+            self._handover.lend(lease, [*lent], [*lent.values()], is_complete=is_complete)
             self._lent.setdefault(lease, set()).add(offer)  # not before: earlier ends do not count
 
         async def take_back() -> None:
@@ -311,7 +311,7 @@ class PromptExchange:
         if not (endpoint.is_loopback or self._config.proves_peers):
             rule = "a ticket with a loopback address, unless a secret or TLS proves peers"
             raise InvalidArgumentError("ticket", ticket, rule)
-        return endpoint, require_ticket("ticket", lease)
+        return endpoint, require_ticket(lease)
 
     def _require_blocks(
         self, block_ids: Sequence[ArrayLike], num_tokens: int = 0

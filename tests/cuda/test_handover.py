@@ -90,7 +90,7 @@ def start_pair(
 
 def hand_over(prefill: Side, decode: Side) -> Fetched:
     keys = PromptKeys(TOKENS)
-    prefill.get(prefill.handover.lend("ticket", keys.block_keys(0, 16, len(TOKENS)), THEIRS))
+    prefill.handover.offer("ticket", keys.block_keys(0, 16, len(TOKENS)), THEIRS)
     at, reader = Endpoint("127.0.0.1", prefill.handover.port), decode.handover.reader
     found = decode.get(reader.ask(at, "ticket", keys, [None]))
     assert found.num_tokens == len(TOKENS)
