@@ -236,7 +236,7 @@ class Client:
         They are kept until `leave` or the end of the connection; on a new one, hold the ticket
         again. After an error or a cancellation they may be kept, too. `keys` has each key once.
         """
-        require_ticket("ticket", ticket)
+        require_ticket(ticket)
         async with self._connected() as connection:
             asked = connection.tickets.setdefault(ticket, AskedTicket())
             asked.keys.update(keys)
@@ -263,7 +263,7 @@ class Client:
     async def release(self, tickets: Sequence[str]) -> None:
         """Ask the holder to end the leases of tickets."""
         for ticket in tickets:
-            require_ticket("ticket", ticket)
+            require_ticket(ticket)
         async with self._connected() as connection:
             for ticket in tickets:
                 connection.forget(ticket)

@@ -369,7 +369,7 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
     fenced: bool = False
 
     def __post_init__(self) -> None:
-        require_ticket("ticket", self.ticket)
+        require_ticket(self.ticket)
 
 
 class HeldTicket(NumberedAnswer, frozen=True, omit_defaults=True):
@@ -396,7 +396,7 @@ class Release(NumberedRequest, frozen=True):
 
     def __post_init__(self) -> None:
         for ticket in self.tickets:
-            require_ticket("ticket", ticket)
+            require_ticket(ticket)
 
 
 class Released(NumberedAnswer, frozen=True):

@@ -21,12 +21,12 @@ def make_ticket() -> str:
     return runtime.token_bytes(16).hex()
 
 
-def require_ticket(name: str, value: object) -> str:
+def require_ticket(value: object) -> str:
     """Check that a ticket is text, not empty, not too long, and without control characters."""
-    ticket = require_text(name, value)
+    ticket = require_text("ticket", value)
     if not 1 <= len(ticket) <= MAX_TICKET_CHARACTERS or not ticket.isprintable():
         expected = f"1 to {MAX_TICKET_CHARACTERS} printable characters"
-        raise InvalidArgumentError(name, ticket[: MAX_TICKET_CHARACTERS + 1], expected)
+        raise InvalidArgumentError("ticket", ticket[: MAX_TICKET_CHARACTERS + 1], expected)
     return ticket
 
 
@@ -89,7 +89,7 @@ class LeaseBook:
         Blocks may be offered under several tickets, a key may have several blocks, and a block
         several keys. With the last offer, the ticket is `complete` and its lease begins.
         """
-        ticket = require_ticket("ticket", ticket)
+        ticket = require_ticket(ticket)
         entry = self._tickets.get(ticket, _Ticket())
         if entry.is_complete:
             if not entry.is_over:
