@@ -370,9 +370,8 @@ class Space:
                 if not (may_not or of_file or exc.errno in DAMAGE_ERRORS):
                     raise
                 self._not_removed[victim] = True
-                if (more := self._log_pause.admit("evict", exc.strerror or "")) is not None:
-                    text = "cannot evict block %s: %s%s"
-                    logger.warning(text, victim.key.hex(), exc.strerror, more)
+                text, reason = "cannot evict block %s: %s", exc.strerror or ""
+                self._log_pause.log(logger, text, victim.key.hex(), reason, subject=reason)
                 return 0
             del self._not_removed[victim]
             if self._reports and not victim.quarantined:

@@ -387,8 +387,8 @@ class RefusalLog:
 
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
         """Log a line, unless the last second had one with the same text for the same address."""
-        if (left_out := self._pause.admit(text, peer.rpartition(":")[0])) is not None:
-            logger.log(level, text, f"{printable(reason, MAX_LINE_CHARACTERS)}{left_out}")
+        said, address = printable(reason, MAX_LINE_CHARACTERS), peer.rpartition(":")[0]
+        self._pause.log(logger, text, said, subject=address, level=level)
 
 
 class Server:

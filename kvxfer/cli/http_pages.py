@@ -73,8 +73,8 @@ class HTTPPages:
     def _note_failure(self, exc: OSError) -> None:
         """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()
-        if (more := self._log_pause.admit("accept", "")) is not None:
-            logger.warning("cannot accept connections to %s now: %s%s", self.endpoint, exc, more)
+        text = "cannot accept connections to %s now: %s"
+        self._log_pause.log(logger, text, self.endpoint, exc)
 
     async def _answer(self, connection: socket.socket, _: object) -> None:
         """Answer a request, unless it is empty, too large or too slow."""

@@ -152,8 +152,15 @@ class LogPause:
         self._quiet_until: dict[tuple[str, str], float] = {}
         self._num_left_out: Counter[str] = Counter()  # by text
 
-    def admit(self, text: str, subject: str) -> str | None:
-        """Return the end of a line, which counts the lines left out; None to leave it out, too."""
+    def log(
+        self,
+        logger: logging.Logger,
+        text: str,
+        *arguments: object,
+        subject: str = "",
+        level: int = logging.WARNING,
+    ) -> None:
+        """Log a line, unless one with the same text and subject came less than a pause ago."""
         now, line = monotonic(), (text, subject)
         if line not in self._quiet_until and len(self._quiet_until) >= MAX_PAUSED_LINES:
             self._quiet_until = {each: end for each, end in self._quiet_until.items() if now < end}
@@ -161,7 +168,8 @@ class LogPause:
                 line = text, ""
         if now < self._quiet_until.get(line, -inf):
             self._num_left_out[text] += 1
-            return None
+            return
         self._quiet_until[line] = now + self._pause_s
-        num_left_out = self._num_left_out.pop(text, 0)
-        return f" ({num_left_out} more were left out)" if num_left_out else ""
+        if num_left_out := self._num_left_out.pop(text, 0):
+            text += f" ({num_left_out} more were left out)"
+        logger.log(level, text, *arguments)

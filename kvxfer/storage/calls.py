@@ -174,9 +174,8 @@ def log_failed(
     if not failed:
         return list(outcomes)
     reason = failed[0].reason or failed[0].status.value
-    if (more := pause.admit(call, reason)) is not None:
-        text = "%s of %d of %d %s failed: %s%s"
-        logger.warning(text, call, len(failed), len(outcomes), unit, reason, more)
+    text = f"{call} of %d of %d {unit} failed: %s"
+    pause.log(logger, text, len(failed), len(outcomes), reason, subject=reason)
     return [replace(each, logged=True) if each.status in statuses else each for each in outcomes]
 
 

@@ -1,8 +1,10 @@
 """Pauses after failures, and the circuit breaker: it opens, and probes."""
 
+import logging
 from math import inf
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,15 +48,21 @@ def test_a_pause_is_over_when_it_says_in_any_order(
         assert pause.num_failures == num_failures
 
 
-def test_lines_without_end_fill_neither_log_nor_memory(clock: Clock) -> None:
-    log = LogPause(1.0)
+def test_lines_without_end_fill_neither_log_nor_memory(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pause, logger = LogPause(1.0), logging.getLogger("kvxfer")
     for _ in range(3):
-        said = [log.admit("refused", str(number)) for number in range(5000)]
-        assert len(said) - said.count(None) == MAX_PAUSED_LINES + 1
-        assert len(log._quiet_until) == MAX_PAUSED_LINES + 1
+        caplog.clear()
+        for number in range(5000):
+            pause.log(logger, "refused: %d", number, subject=str(number))
+        assert len(caplog.records) == len(pause._quiet_until) == MAX_PAUSED_LINES + 1
         clock.now += 1
-    assert log.admit("refused", "again") == f" ({5000 - MAX_PAUSED_LINES - 1} more were left out)"
-    assert log.admit("lost", "again") == ""
+    caplog.clear()
+    for text in ("refused: %d", "refused: %d", "lost: %d"):
+        pause.log(logger, text, 5)
+    num_left_out = 5000 - MAX_PAUSED_LINES - 1
+    assert caplog.messages == [f"refused: 5 ({num_left_out} more were left out)", "lost: 5"]
 
 
 # Circuit breaker
