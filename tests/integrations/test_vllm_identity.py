@@ -770,19 +770,27 @@ def test_an_engine_whose_keys_do_not_tell_all_does_not_start(
         begin()
 
 
+def open_rows(folder: Path) -> None:
+    """Open a tier of files in a folder, and close it."""
+    spec, rows = KVXferOffloadingSpec(make_config(backend=[HOST])), np.zeros((4, 4096), np.int8)
+    url = f"file://{folder}/store?capacity=1MiB&min_free=1MiB"
+    KVXferTier(spec, rows.data, "KVXferTier", backend=url, revision="r").shutdown()
+
+
+def num_namespaces(folder: Path) -> int:
+    return len(list(BlockTree(folder / "store").namespaces()))
+
+
 @has_tier
 def test_rows_of_an_attention_backend_that_was_asked_for_are_in_a_namespace_of_their_own(
     vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one name of a layout, B12X and FlashAttention order a page in two ways."""
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: vllm_config)
-    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
     for kernel in (None, None, *Kernel, *OtherKernel):
         vllm_config.attention_config = SimpleNamespace(backend=kernel)
-        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
-        rows = np.zeros((4, 4096), np.int8).data
-        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
-    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 3
+        open_rows(tmp_path)
+    assert num_namespaces(tmp_path) == 3
 
 
 @has_tier
@@ -793,13 +801,10 @@ def test_rows_that_a_variable_orders_are_in_a_namespace_of_their_own(
     """Whether a state of a convolution has its dimension first is in no configuration."""
     found = vllm_config if has_config else None
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: found)
-    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
     for layout in ("SD", "DS"):
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
-        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
-        rows = np.zeros((4, 4096), np.int8).data
-        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
-    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 2
+        open_rows(tmp_path)
+    assert num_namespaces(tmp_path) == 2
 
 
 @has_tier
@@ -807,17 +812,14 @@ def test_rows_do_not_depend_on_the_order_in_which_variables_were_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: None)
-    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
     for variables in (["VLLM_USE_MODELSCOPE", "VLLM_MEDIA_CONNECTOR"],) * 2:
         for name in variables:
             monkeypatch.setenv(name, "some")
-        spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
-        rows = np.zeros((4, 4096), np.int8).data
-        KVXferTier(spec, rows, "KVXferTier", backend=url, revision="r").shutdown()
+        open_rows(tmp_path)
         for name in variables:
             monkeypatch.delenv(name)
         variables.reverse()
-    assert len(list(BlockTree(tmp_path / "store").namespaces())) == 1
+    assert num_namespaces(tmp_path) == 1
 
 
 @has_tier

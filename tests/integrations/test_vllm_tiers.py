@@ -131,24 +131,17 @@ def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_wor
     assert "Outcome(" not in caplog.text
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
 def test_chunks_for_which_the_lower_tier_has_no_room_are_logged_with_the_reason(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_closed: bool
 ) -> None:
     config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1 << 60))
     scheduler = start(FileBackend(config, make_namespace()))
     scheduler.store(KEYS[:2])
-    scheduler.until(lambda: caplog.messages)
-    text = "the lower tier: store of 2 of 2 blocks failed: no room, and no block can be evicted"
-    assert text in caplog.messages
-
-
-def test_chunks_that_a_close_cannot_store_are_logged_with_the_reason(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1 << 60))
-    scheduler = start(FileBackend(config, make_namespace()))
-    scheduler.store(KEYS[:2])
-    scheduler.manager.shutdown()
+    if is_closed:
+        scheduler.manager.shutdown()
+    else:
+        scheduler.until(lambda: caplog.messages)
     text = "the lower tier: store of 2 of 2 blocks failed: no room, and no block can be evicted"
     assert text in caplog.messages
 
