@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.interpreter import run_python
 
 
 def install_aside(
@@ -27,14 +27,7 @@ def install_aside(
 
 
 def run_aside(environment: Mapping[str, str], *arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_python(*arguments, environment=environment)
     assert not ended.returncode, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -23,7 +23,7 @@ from obstore.store import AzureStore, GCSStore, ObjectStore
 
 from kvxfer.endpoint import free_ports
 from tests.backends.object_servers import BUCKET, ObjectServer
-from tests.installed_aside import REPOSITORY
+from tests.interpreter import REPOSITORY
 
 AZURITE = REPOSITORY / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURE_ACCOUNT = "devstoreaccount1"

@@ -34,6 +34,7 @@ from tests.backends.agent_process import PeerProcess
 from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer
 from tests.backends.nixl_wire import local_hello
 from tests.cuda.gpu import Gpu
+from tests.interpreter import run_python
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nixl")]
 
@@ -153,14 +154,8 @@ async def test_a_short_run_before_long_ones_leaves_them_both_connections() -> No
 def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     # Agents of earlier tests have set them in this process.
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env={**inherited, "PYTHONASYNCIODEBUG": "", **environment},
-    )
+    given = {**inherited, "PYTHONASYNCIODEBUG": "", **environment}
+    return run_python("-c", PREAMBLE + code, environment=given)
 
 
 PREAMBLE = """
@@ -330,8 +325,8 @@ from kvxfer.backends.nixl.agents.nixl_module import _may_reach
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout == "False True\n"
+    child = run_python("-c", code)
+    assert child.stdout == "False True\n", child.stderr
 
 
 @pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])

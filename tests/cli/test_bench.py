@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import DONE, MISSING, Outcome
 from tests.backends.object_servers import BUCKET, CREDENTIALS, seaweedfs
 from tests.cli.conftest import Run
+from tests.interpreter import run_python
 
 KEYBOARD: Any = signal.default_int_handler
 QUICK = ("--size", "8MiB", "--seconds", "0.01s")
@@ -163,6 +162,5 @@ sys.exit(main(["bench", "host://?capacity=1MiB"]))
 
 @pytest.mark.processes
 def test_an_interrupt_does_not_wait_for_the_imports() -> None:
-    command = [sys.executable, "-c", INTERRUPT_CONNECT]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_python("-c", INTERRUPT_CONNECT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

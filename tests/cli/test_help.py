@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +12,7 @@ from kvxfer.backends.nixl import Transport
 from kvxfer.cli import _COMMANDS, main
 from kvxfer.cli.serve import TRANSPORTS
 from tests.cli.peers import COMMAND
+from tests.interpreter import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -56,13 +56,7 @@ sys.exit(main(["ls", "/"]))
 
 
 def run(code: str, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    result = run_python("-W", "error", "-c", code, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -118,10 +112,8 @@ def test_a_text_that_cannot_be_printed_is_no_success_and_no_traceback(
 
 
 def test_a_command_that_is_interrupted_while_it_is_imported_says_nothing() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPT_IMPORT], capture_output=True, check=False
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+    result = run_python("-c", INTERRUPT_IMPORT)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_public_names_are_there_when_they_are_asked_for() -> None:

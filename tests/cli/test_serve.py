@@ -7,8 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -43,6 +41,7 @@ from tests.cli import peers
 from tests.cli.conftest import Run
 from tests.cli.peers import ServeProcess, serving
 from tests.cli.stores import DATA_BYTES, Store
+from tests.interpreter import run_python
 from tests.telemetry.event_subscriber import EventSubscriber
 
 ANY_PORT = f"{peers.HOST}:0"
@@ -177,8 +176,7 @@ signal.signal(signal.{number.name}, signal.default_int_handler if {number == sig
 serve._make_holder = lambda *_: os.kill(os.getpid(), signal.{number.name}) or sys.exit(3)
 sys.exit(main(["serve", "--listen", "{ANY_PORT}", "--capacity", "1MiB"]))
 """
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

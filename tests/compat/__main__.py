@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.compat import matrix
-from tests.installed_aside import REPOSITORY
+from tests.interpreter import REPOSITORY
 
 status = pytest.main(["-m", "compat", *sys.argv[1:]])
 if status == pytest.ExitCode.OK:

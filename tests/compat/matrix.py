@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from tests.compat.releases import RELEASES, TRANSFORMERS
 from tests.environment.install import parse_pins
-from tests.installed_aside import REPOSITORY
+from tests.interpreter import REPOSITORY
 from tests.sglang import releases as sglang
 
 PINS = dict(parse_pins((REPOSITORY / "constraints.txt").read_text()))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.installed_aside import REPOSITORY, install_aside
+from tests.installed_aside import install_aside
+from tests.interpreter import REPOSITORY
 
 DIRECTORY = REPOSITORY / "build" / "compat"
 

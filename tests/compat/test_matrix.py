@@ -6,7 +6,7 @@ import pytest
 
 from tests.compat import matrix
 from tests.environment.public_index import newest_release
-from tests.installed_aside import REPOSITORY
+from tests.interpreter import REPOSITORY
 
 INTERFACES = {
     "vllm": "kvxfer/integrations/vllm/common/release.py",

@@ -9,7 +9,8 @@ from tests.compat.releases import RELEASES, TRANSFORMERS, Release
 from tests.e2e.prefill_decode.deployment import Deployment, Shape
 from tests.e2e.prefill_decode.engines import EngineShape
 from tests.e2e.prefill_decode.plan import run_one
-from tests.installed_aside import REPOSITORY, count_passed, install_aside, run_aside
+from tests.installed_aside import count_passed, install_aside, run_aside
+from tests.interpreter import REPOSITORY
 from tests.sglang import releases as sglang
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]

@@ -14,6 +14,7 @@ import pytest
 from examples.proxy.__main__ import PROGRAM, main
 from kvxfer.cli.command_line import run_command
 from tests.cli.peers import LIMIT_S
+from tests.interpreter import run_python
 from tests.proxy.fake_engines import BODY, COMPLETIONS, HOST, PIECES, FakeEngine
 
 pytestmark = pytest.mark.processes
@@ -90,8 +91,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
 
 
 def test_without_aiohttp_one_line_says_how_to_install_it() -> None:
-    command = [sys.executable, "-c", WITHOUT_AIOHTTP, *ENGINES]
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    result = run_python("-c", WITHOUT_AIOHTTP, *ENGINES)
     assert result.returncode == 2
     wanted = "needs the package aiohttp: pip install aiohttp prometheus_client"
     assert result.stderr == f"{PROGRAM}: {wanted}\n"
@@ -105,6 +105,5 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 proxy.raise_descriptor_limit = lambda: os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(proxy.main(["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]))
 """
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_python("-c", script)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

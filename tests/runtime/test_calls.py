@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.runtime import LoopThread, Threads, outlive_caller, threads, wait_despite_cancel
 from kvxfer.testing.conformance.suite import yield_to_loop
+from tests.interpreter import run_python
 
 LIMIT_S = 10.0
 NUM_TICKS = 8
@@ -136,8 +135,8 @@ async def main():
 asyncio.run(main())
 print("exits", flush=True)
 """
-    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ended.stdout == "exits\n"
+    ended = run_python("-c", code)
+    assert (ended.returncode, ended.stdout) == (0, "exits\n"), ended.stderr
 
 
 async def test_a_call_that_still_waits_for_a_thread_when_it_is_cancelled_never_begins() -> None:

@@ -7,7 +7,8 @@ without its other dependencies, most of which are for GPUs. PYTHONPATH puts it o
 import os
 from pathlib import Path
 
-from tests.installed_aside import REPOSITORY, install_aside
+from tests.installed_aside import install_aside
+from tests.interpreter import REPOSITORY
 
 DIRECTORY = REPOSITORY / "build" / "sglang"
 PACKAGES = Path(__file__).with_name("packages.txt")

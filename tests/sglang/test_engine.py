@@ -15,7 +15,7 @@ from typing import Self
 import pytest
 
 from kvxfer.endpoint import free_ports
-from tests.installed_aside import REPOSITORY
+from tests.interpreter import REPOSITORY
 from tests.sglang.storages import extra_config, file_url
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

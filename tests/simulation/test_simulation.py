@@ -5,8 +5,6 @@ import contextlib
 import gc
 import os
 import runpy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from kvxfer.testing.simulation import (
 )
 from kvxfer.testing.simulation.campaign import _quietly
 from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK
+from tests.interpreter import run_python
 from tests.simulation import mutations
 from tests.simulation.__main__ import SCENARIOS, VLLMScenario
 from tests.simulation.files import FilesScenario
@@ -169,29 +168,23 @@ def test_the_text_that_a_mutation_replaces_is_there_once(mutation: Mutation) -> 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(mutations.LIMIT_S)
 def test_every_mutation_is_found() -> None:
-    command = [sys.executable, "-m", "tests.simulation.mutations"]
-    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    ended = run_python("-m", "tests.simulation.mutations")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S)
 def test_a_seed_repeats_with_other_hashes_on_one_core_without_vector_instructions() -> None:
+    common = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
     first, second = (
-        subprocess.run(
-            [sys.executable, "-c", begin + DIGESTS],
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
-            | {"PYTHONHASHSEED": hashes, "ATEN_CPU_CAPABILITY": instructions},
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        run_python(
+            *("-c", begin + DIGESTS),
+            environment=common | {"PYTHONHASHSEED": hashes, "ATEN_CPU_CAPABILITY": instructions},
+        )
         for hashes, begin, instructions in (("1", "", "avx2"), ("2", ON_ONE_CORE, "default"))
     )
-    assert first == second
-    assert len(first.splitlines()) == 3 * len(SCENARIOS)
+    assert first.stdout == second.stdout, first.stderr + second.stderr
+    assert len(first.stdout.splitlines()) == 3 * len(SCENARIOS)
 
 
 def test_a_seed_repeats_whatever_the_process_remembers() -> None:
@@ -216,8 +209,7 @@ def test_of_many_seeds_that_fail_all_are_named_and_the_first_reported(
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S)
 def test_the_command_shares_the_seeds_of_every_scenario_between_processes() -> None:
-    command = [sys.executable, "-m", "tests.simulation", "--seeds", "1", "--processes", "2"]
-    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    ended = run_python("-m", "tests.simulation", "--seeds", "1", "--processes", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(": 1 seeds, ") == len(SCENARIOS)
 

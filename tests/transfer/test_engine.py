@@ -1,7 +1,6 @@
 """Transfer engine: one outcome per block, on any loop or thread, and on either side of a fork."""
 
 import asyncio
-import subprocess
 import sys
 import textwrap
 import threading
@@ -44,6 +43,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob, describe_batch
 from kvxfer.transfer.mover import Admission
 from tests.clock import LIMIT_S
+from tests.interpreter import run_python
 from tests.recorder import Recorder
 
 PAGE_BYTES = 1024
@@ -212,9 +212,7 @@ opened = [engine]
 
 def check_that_it_is_closed_at_the_end(script: str, *arguments: str) -> None:
     """Run a script in an interpreter that closes at its end what the script has `opened`."""
-    command = [sys.executable, "-c", script + CLOSE_AT_THE_END, *arguments]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = run_python("-c", script + CLOSE_AT_THE_END, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
@@ -678,8 +676,7 @@ FORK = """
 @pytest.mark.parametrize("use", ["unused", "used", "awaited"])
 @pytest.mark.processes
 def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(use: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(FORK), use]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    ended = run_python("-c", textwrap.dedent(FORK), use)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

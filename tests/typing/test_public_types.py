@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvxfer import public
+from tests.interpreter import run_python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -20,13 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def errors_in(file: Path, folder: Path) -> set[tuple[int, str]]:
     """Check a file from another folder, so that kvxfer is found as an installed package."""
     options = ["--strict", "--config-file=", f"--cache-dir={CACHE}"]
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(file)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-m", "mypy", *options, str(file), folder=folder)
     assert result.returncode in {0, 1}, result.stdout + result.stderr
     errors = re.findall(r"^(.+?):(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.MULTILINE)
     assert len(errors) == result.stdout.count(": error: "), result.stdout
