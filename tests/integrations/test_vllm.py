@@ -35,8 +35,8 @@ from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading import offloading_spec
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from kvxfer.testing.conformance.suite import make_keys
 from tests.integrations import pd_engine
-from tests.integrations.two_tiers import keys_of
 
 HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupConfig)}
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
@@ -132,7 +132,7 @@ def as_vllm_caches(memory: BlockMemory) -> CanonicalKVCaches:
 def test_blocks_of_two_groups_go_out_and_come_back_from_the_middle_of_a_chunk(
     engine: Engine,
 ) -> None:
-    keys = [*keys_of(2, group=0), *keys_of(1, group=SECOND_GROUP_ID)]
+    keys = [*make_keys(2, group=0), *make_keys(1, group=SECOND_GROUP_ID)]
     context, blocks = ReqContext("request"), [1, 2, 3, 4, 5, 6]
     stored = []
     for rank, memory in enumerate(engine.memories):
@@ -164,7 +164,7 @@ def test_blocks_of_two_groups_go_out_and_come_back_from_the_middle_of_a_chunk(
 
 @pytest.mark.parametrize("num_stored", [0, 1])
 def test_a_chunk_that_one_worker_did_not_store_is_dropped(engine: Engine, num_stored: int) -> None:
-    keys, context = keys_of(1), ReqContext("request")
+    keys, context = make_keys(1), ReqContext("request")
     output = engine.manager.prepare_store(keys, context)
     assert output is not None
     for worker in engine.workers[:num_stored]:
@@ -183,7 +183,7 @@ def test_a_chunk_that_one_worker_did_not_store_is_dropped(engine: Engine, num_st
 def test_a_store_that_cannot_be_is_reported_done_and_dropped(
     engine: Engine, block_ids: list[int], sizes: list[int], firsts: list[int]
 ) -> None:
-    keys, context = keys_of(2), ReqContext("request")
+    keys, context = make_keys(2), ReqContext("request")
     output = engine.manager.prepare_store(keys, context)
     assert output is not None
     for worker in engine.workers:
@@ -196,7 +196,7 @@ def test_a_store_that_cannot_be_is_reported_done_and_dropped(
 
 def test_a_store_that_cannot_be_leaves_no_chunk_of_before_a_reset(engine: Engine) -> None:
     """Its slot would be the same, and have the values of old weights."""
-    keys, blocks = keys_of(1), GPULoadStoreSpec([1, 2], [2, 0], [0, 0])
+    keys, blocks = make_keys(1), GPULoadStoreSpec([1, 2], [2, 0], [0, 0])
     too_few = GPULoadStoreSpec([1], [1, 0], [0, 0])
     for spec, found in (blocks, LookupResult.HIT), (too_few, LookupResult.MISS):
         engine.manager.reset_cache()
@@ -211,7 +211,7 @@ def test_a_store_that_cannot_be_leaves_no_chunk_of_before_a_reset(engine: Engine
 
 
 def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) -> None:
-    keys = keys_of(1)
+    keys = make_keys(1)
     for worker, memory in zip(engine.workers, engine.memories, strict=True):
         before = memory.snapshot()
         worker.submit_load(3, ChunkSlots(keys, [0]), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))

@@ -23,8 +23,9 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.offloading import interface, lower_tier
+from kvxfer.testing.conformance.suite import make_keys
 from tests.integrations.test_vllm_tier import Tiers
-from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
+from tests.integrations.two_tiers import Start, make_namespace, start
 from tests.recorder import Recorder
 
 __all__ = ["start"]
@@ -57,7 +58,7 @@ def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lower_tier, "MAX_TOLD", 100)
-    events, keys = lower_tier.TierEvents(), keys_of(150)
+    events, keys = lower_tier.TierEvents(), make_keys(150)
     events.note(Added("s3", keys))
     events.note(Added("s3", keys[-2:]))
     events.note(Removed("s3", [keys[0], keys[-1]], Removal.DELETED))  # the first one may be known
@@ -68,7 +69,7 @@ def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(
 
 
 def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_path: Path) -> None:
-    recorder, keys = Recorder(), keys_of(2)
+    recorder, keys = Recorder(), make_keys(2)
     earlier = start(FileBackend(config(tmp_path), make_namespace()), observers=[recorder])
     earlier.store(keys)
     earlier.manager.shutdown()  # which writes them back

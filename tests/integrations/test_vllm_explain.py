@@ -17,6 +17,7 @@ from kvxfer.storage.backend import MISSING
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.telemetry.trace_recorder import TraceRecorder
+from kvxfer.testing.conformance.suite import make_keys
 from tests.explain.conftest import Ask, ask, journal
 from tests.integrations.pd_engine import (
     LEASE,
@@ -26,7 +27,7 @@ from tests.integrations.pd_engine import (
     start_engine,
     ticket_params,
 )
-from tests.integrations.two_tiers import keys_of, start
+from tests.integrations.two_tiers import start
 
 __all__ = ["ask", "journal", "start", "start_engine"]
 
@@ -35,8 +36,8 @@ def answers(report: dict[str, Any]) -> list[tuple[int, int, str, str]]:
     return [(run["first"], run["last"], run["answer"], run["tier"]) for run in report["runs"]]
 
 
-CHUNKS, WINDOW = keys_of(6), keys_of(6, group=1)
-PART = keys_of(1, first=50)[0]
+CHUNKS, WINDOW = make_keys(6), make_keys(6, group=1)
+PART = make_keys(1, first=50)[0]
 """Key of a part of a chunk, which vLLM makes as it asks for it."""
 
 
@@ -82,8 +83,8 @@ def test_parts_of_chunks_are_in_no_trace_and_those_that_were_missed_are_not_told
     trace, observer = TraceRecorder(str(tmp_path / "trace.jsonl")), Mock()
     metrics = OffloadingMetrics(chunk_bytes=1)
     told = Requests(Reports([observer]), metrics, trace=trace, tokens_per_chunk={0: 16, 1: 8})
-    parts = keys_of(3, first=50)
-    other = keys_of(1, first=90, group=1)  # of a group with smaller chunks
+    parts = make_keys(3, first=50)
+    other = make_keys(1, first=90, group=1)  # of a group with smaller chunks
     for name, chunks in (("long", CHUNKS), ("short", []), ("other", CHUNKS[:2])):
         told.arrive(context := ReqContext(name))
         if not hasattr(context, "set_offload_key_position"):

@@ -22,6 +22,7 @@ from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.observer import Cause, Ended, Late, Moved, NotWrittenBack
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend, Operation
+from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering import TierTimeouts
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.transfer import LoadOrCompute
@@ -44,7 +45,6 @@ from tests.integrations.two_tiers import (
     Start,
     broken,
     fill_slot,
-    keys_of,
     make_namespace,
     payloads_of,
     read_series,
@@ -52,7 +52,7 @@ from tests.integrations.two_tiers import (
 )
 
 __all__ = ["start"]
-KEYS = keys_of(3)
+KEYS = make_keys(3)
 LOWER_STORES_FAILED = "store_blocks", (metrics.LOWER, "write_back", "failed")
 
 
@@ -69,7 +69,7 @@ LOWER_STORES_FAILED = "store_blocks", (metrics.LOWER, "write_back", "failed")
 def test_a_request_is_not_given_what_is_below_where_it_may_not_read_that(
     start: Start, tier: str, medium: str | None, locality: str | None, result: LookupResult
 ) -> None:
-    scheduler, keys = start(KeepingBackend()), keys_of(2)
+    scheduler, keys = start(KeepingBackend()), make_keys(2)
     scheduler.store(keys)
     scheduler.forget()
     scheduler.tier.localities = localities_of([tier])
@@ -80,7 +80,7 @@ def test_a_request_is_not_given_what_is_below_where_it_may_not_read_that(
 
 
 def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: Start) -> None:
-    scheduler, (key,) = start(KeepingBackend()), keys_of(1)
+    scheduler, (key,) = start(KeepingBackend()), make_keys(1)
     scheduler.store([key])
     scheduler.settle()
     scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
@@ -93,7 +93,7 @@ def test_a_chunk_that_is_corrupt_before_it_was_copied_down_is_not_copied(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", False)
-    scheduler, (key,) = start(KeepingBackend()), keys_of(1)
+    scheduler, (key,) = start(KeepingBackend()), make_keys(1)
     scheduler.store([key])
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
     assert scheduler.resolve([key]) == [MISS]
@@ -106,7 +106,7 @@ def test_a_reset_forgets_chunks_that_are_loaded_and_not_sealed_yet(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "VERIFY_BYTES_PER_STEP", 1)
-    scheduler, keys = start(KeepingBackend()), keys_of(3)
+    scheduler, keys = start(KeepingBackend()), make_keys(3)
     scheduler.store(keys)
     scheduler.forget()
     scheduler.lookup(keys)
@@ -120,7 +120,7 @@ def test_a_chunk_that_is_corrupt_in_both_tiers_is_logged_with_the_reasons_in_wor
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = KeepingBackend()
-    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler, (key,) = start(backend), make_keys(1)
     scheduler.store([key])
     scheduler.settle()
     scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
@@ -150,7 +150,7 @@ def test_a_load_that_a_close_ends_is_not_logged(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = broken(Operation.LOAD, hang=1.0)
-    scheduler, keys = start(backend), keys_of(1)
+    scheduler, keys = start(backend), make_keys(1)
     scheduler.store(keys)
     scheduler.forget()
     assert scheduler.lookup(keys) == [RETRY]
@@ -163,7 +163,7 @@ def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_a
     start: Start,
 ) -> None:
     backend = KeepingBackend()
-    scheduler, (key, other) = start(backend), keys_of(2)
+    scheduler, (key, other) = start(backend), make_keys(2)
     scheduler.manager.prepare_store([key], ReqContext("storing"))
     for part, payload in enumerate(payloads_of(key)):
         fill_slot(scheduler, key, part, payload)
@@ -183,7 +183,7 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
 ) -> None:
     backend = broken(Operation.STORE, hang=1.0)
     backend.inner = KeepingBackend()
-    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler, (key,) = start(backend), make_keys(1)
     scheduler.store([key])
     scheduler.until(lambda: backend.waiting)
     assert scheduler.lookup([key]) == [HIT]
@@ -197,7 +197,7 @@ def test_a_chunk_that_was_found_and_changes_while_it_is_written_back_is_found_no
 def test_a_chunk_that_changes_while_it_is_written_back_is_not_left_below_at_the_end(
     start: Start, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    backend, (key,) = KeepingBackend(), keys_of(1)
+    backend, (key,) = KeepingBackend(), make_keys(1)
 
     async def store(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         stored = await DictBackend.store(backend, keys, blocks)
@@ -224,7 +224,7 @@ def test_a_chunk_that_changes_while_it_is_written_back_is_not_left_below_at_the_
 def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_as_it_is_verified(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, (key,) = KeepingBackend(), keys_of(1)
+    backend, (key,) = KeepingBackend(), make_keys(1)
     scheduler = start(backend)
     verify, begun, may_go_on = scheduler.pool.verify, threading.Event(), threading.Event()
 
@@ -248,7 +248,7 @@ def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_as_it_is
 def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_before_it_is_verified(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, (key,), may_go_on = KeepingBackend(), keys_of(1), threading.Event()
+    backend, (key,), may_go_on = KeepingBackend(), make_keys(1), threading.Event()
     scheduler = start(backend)
     checked = scheduler.tier._engine.backend
     assert isinstance(checked, lower_tier._CheckedStores)
@@ -272,7 +272,7 @@ def test_a_chunk_that_changed_is_deleted_although_its_store_is_given_up_before_i
 
 
 def test_a_row_that_is_loaded_holds_no_chunk_meanwhile(start: Start) -> None:
-    scheduler, (key, other) = start(broken(Operation.LOAD, hang=1.0)), keys_of(2)
+    scheduler, (key, other) = start(broken(Operation.LOAD, hang=1.0)), make_keys(2)
     scheduler.store([key])
     scheduler.settle()
     slot = scheduler.index.slot_of(key)
@@ -282,7 +282,7 @@ def test_a_row_that_is_loaded_holds_no_chunk_meanwhile(start: Start) -> None:
 
 
 def test_a_chunk_that_is_yet_to_be_deleted_below_delays_no_other(start: Start) -> None:
-    scheduler, (key, other) = start(broken(Operation.DELETE, error=1.0)), keys_of(2)
+    scheduler, (key, other) = start(broken(Operation.DELETE, error=1.0)), make_keys(2)
     scheduler.tier._delete([key])
     scheduler.store([key])
     scheduler.store([other])
@@ -297,7 +297,7 @@ def test_what_waited_for_the_tier_below_is_begun_in_several_steps_or_at_the_end(
     monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", False)
     backend = KeepingBackend()
     scheduler = start(backend)
-    scheduler.store(keys_of(4))
+    scheduler.store(make_keys(4))
     monkeypatch.setattr(lower_tier.LowerTier, "takes_stores", True)
     scheduler.step()
     assert scheduler.manager._write_back.num_taken == 1
@@ -327,7 +327,7 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
     monkeypatch.setattr(lower_tier, "LONGEST_PAUSE_S", 0.001)
     backend = broken(Operation.STORE, hang=1.0)
     inner = backend.inner = RefusingBackend()
-    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler, (key,) = start(backend), make_keys(1)
     scheduler.store([key])
     scheduler.until(lambda: backend.waiting)
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1  # while it is written
@@ -394,8 +394,8 @@ def test_a_tier_below_that_is_not_called_after_a_late_answer_is_shown_as_suspend
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:
     told = metrics.OffloadingMetrics(1)
     for _ in range(metrics.MAX_DURATIONS + 1):
-        told.note(Late("file", ToldOperation.LOAD, keys_of(1)))
-        told.note(Ended(ToldOperation.LOAD, keys_of(1), (), 0, 1.0, 0.5))
+        told.note(Late("file", ToldOperation.LOAD, make_keys(1)))
+        told.note(Ended(ToldOperation.LOAD, make_keys(1), (), 0, 1.0, 0.5))
     series = read_series(told.report())
     assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
     kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
@@ -405,7 +405,7 @@ def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times()
 def test_blocks_that_the_last_of_several_tiers_below_does_not_get_are_counted() -> None:
     told = metrics.OffloadingMetrics(1)
     told.count_in(metrics.HOST, metrics.LOWER)
-    told.note(NotWrittenBack("s3", keys_of(2)))
+    told.note(NotWrittenBack("s3", make_keys(2)))
     assert read_series(told.report())["not_written_back_blocks", ("s3",)] == 2
 
 
@@ -417,7 +417,7 @@ def test_stores_that_one_of_several_tiers_below_refuses_are_counted(below: str) 
     counter = "store_blocks", ("file", "write_back", "failed")
     assert read_series(told.report())[counter] == 0
     outcomes = [Outcome(Status.FAILED), DONE]
-    told.note(Moved("file", store, keys_of(2), outcomes, {}, 0.1, Cause.WRITE_BACK))
+    told.note(Moved("file", store, make_keys(2), outcomes, {}, 0.1, Cause.WRITE_BACK))
     counted = {
         name: value
         for name, value in read_series(told.report()).items()
@@ -467,7 +467,7 @@ def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> No
     loads = LoadOrCompute(1.0, prefill_tokens_per_s=10_000)  # two chunks: 20 ms
     prefill = PrefillSpeed(loads, {0: 100})
     scheduler = start(broken(Operation.LOAD, delay=1.0, delay_s=0.2), prefill=prefill)
-    wanted = keys_of(2)
+    wanted = make_keys(2)
     scheduler.store(wanted)
     scheduler.forget()
     assert scheduler.resolve(wanted, "first") == [HIT, HIT]  # nothing was known: loaded
@@ -501,10 +501,11 @@ def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(
             speed.begin_step()
 
     for is_asynchronous in (False, True) * 3:  # each step computes 300 tokens in half a second
-        plan([*keys_of(1), *keys_of(6, group=1)])  # of group 0 a window is kept
+        plan([*make_keys(1), *make_keys(6, group=1)])  # of group 0 a window is kept
         if is_asynchronous:  # planned before the first one has ended; of two prompts
             plan(
-                keys_of(4, first=3, group=1), [*keys_of(1, first=9), *keys_of(2, first=9, group=1)]
+                make_keys(4, first=3, group=1),
+                [*make_keys(1, first=9), *make_keys(2, first=9, group=1)],
             )
             clock.now += 0.5
             speed.end_step()
@@ -516,7 +517,7 @@ def test_the_speed_of_computing_is_that_of_the_steps_also_of_overlapping_ones(
         clock.now += 100.0  # no request
     assert loads.prefill_tokens_per_s == pytest.approx(600)
     loads.loaded(1000, 1.0)
-    wanted = [*keys_of(1), *keys_of(6, group=1)]
+    wanted = [*make_keys(1), *make_keys(6, group=1)]
     num_tokens = speed.count_tokens(wanted)
     pays = [loads.pays(each, num_tokens, queued_bytes=0) for each in (490, 510)]
     assert pays == [True, False]  # half a second, as computing
@@ -528,7 +529,7 @@ def test_tokens_that_another_engine_gave_are_not_counted_as_computed(
     monkeypatch.setattr(manager, "STORES_FIRST", False)  # the order of steps below
     loads = LoadOrCompute(1.0)
     scheduler = start(KeepingBackend(), prefill=PrefillSpeed(loads, {0: 100}))
-    for key, is_given in zip(keys_of(2), (True, False), strict=True):
+    for key, is_given in zip(make_keys(2), (True, False), strict=True):
         scheduler.manager.begin(str(is_given), is_given=is_given)
         scheduler.step()
         assert scheduler.store([key], context=ReqContext(str(is_given))) == [key]

@@ -12,7 +12,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.storage import Backend, BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage import Backend, BlockKey, GroupIdentity, Namespace
 from kvxfer.storage.eviction.policies import LRU, RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.testing import (
@@ -163,10 +163,6 @@ def fill_slot(scheduler: Scheduler, key: BlockKey, part: int, payload: bytes) ->
     blocks = MEMORY.describe(0, [1])
     write_payloads(blocks, [payload])
     scheduler.pool.write([scheduler.index.slot_of(key)], [key], blocks, part=part)
-
-
-def keys_of(count: int, *, first: int = 0, group: int = 0) -> list[BlockKey]:
-    return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
 
 
 def payloads_of(key: BlockKey, version: int = 0) -> list[bytes]:

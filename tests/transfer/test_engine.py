@@ -37,7 +37,7 @@ from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_k
 from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.testing.conformance.suite import yield_to_loop
+from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 from kvxfer.transfer import PolledEngine, mover
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob, describe_batch
@@ -84,10 +84,6 @@ def make_backend(memory: BlockMemory) -> Backend:
     return DictBackend(DictConfig(), memory.namespace())
 
 
-def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
-    return [make_block_key(f"block-{first + n}".encode(), group) for n in range(count)]
-
-
 def statuses(outcomes: Sequence[Outcome]) -> set[Status]:
     return {outcome.status for outcome in outcomes}
 
@@ -95,15 +91,15 @@ def statuses(outcomes: Sequence[Outcome]) -> set[Status]:
 @pytest.mark.parametrize(
     ("keys", "block_ids", "error", "named"),
     [
-        (keys_of(1), [[64]], BlockIdError, "64"),
-        (keys_of(2), [[3, 3]], DuplicateError, "3"),
-        (keys_of(1) * 2, [[3, 4]], DuplicateError, "block-0"),
-        (keys_of(3), [[3, 4]], LengthMismatchError, "3"),
-        (keys_of(1), [[3], [4]], InvalidArgumentError, "one entry for each of 1 groups"),
-        (keys_of(1, group=1), [[3]], InvalidArgumentError, "a key of group 0"),
+        (make_keys(1), [[64]], BlockIdError, "64"),
+        (make_keys(2), [[3, 3]], DuplicateError, "3"),
+        (make_keys(1) * 2, [[3, 4]], DuplicateError, "block-0"),
+        (make_keys(3), [[3, 4]], LengthMismatchError, "3"),
+        (make_keys(1), [[3], [4]], InvalidArgumentError, "one entry for each of 1 groups"),
+        (make_keys(1, group=1), [[3]], InvalidArgumentError, "a key of group 0"),
         ([b"abc"], [[3]], InvalidArgumentError, "abc"),
         ([], [[3]], InvalidArgumentError, "at least one key"),
-        (keys_of(2), [[[1, 2]]], InvalidArgumentError, r"\[\[1, 2\]\]"),
+        (make_keys(2), [[[1, 2]]], InvalidArgumentError, r"\[\[1, 2\]\]"),
     ],
 )
 async def test_a_wrong_batch_is_named_and_nothing_is_written(
@@ -127,9 +123,9 @@ def test_a_step_loop_submits_calls_and_closes_the_engine_at_the_end_of_a_block_o
     memory: BlockMemory,
 ) -> None:
     with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        (stored,) = engine.wait([engine.submit_store(keys_of(1), [[1]])], timeout_s=10)
+        (stored,) = engine.wait([engine.submit_store(make_keys(1), [[1]])], timeout_s=10)
         assert stored.done
-        assert engine.submit_lookup(keys_of(2), timeout_s=10).result(10) == [True, False]
+        assert engine.submit_lookup(make_keys(2), timeout_s=10).result(10) == [True, False]
         with pytest.raises(InvalidArgumentError, match="keys"):
             engine.submit_lookup([]).result(10)
 
@@ -139,7 +135,7 @@ def test_a_step_loop_submits_calls_and_closes_the_engine_at_the_end_of_a_block_o
         with pytest.raises(EventLoopError, match=r"close\(\) would block"):
             engine.submit_call(deadlock()).result(10)
     with pytest.raises(ClosedError):
-        engine.submit_lookup(keys_of(1))
+        engine.submit_lookup(make_keys(1))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,7 @@ async def test_blocks_of_a_tensor_that_was_freed_or_resized_fail_by_its_name(
     backend = Untouched(DictConfig(), memory.namespace())
     async with TransferEngine(memory.caches, backend) as engine:
         memory.caches.tensors[1].tensor.untyped_storage().resize_(num_bytes)
-        outcomes = await getattr(engine, name)(keys_of(2), [[1, 2]])
+        outcomes = await getattr(engine, name)(make_keys(2), [[1, 2]])
         assert statuses(outcomes) == {Status.FAILED}
         assert all("tensor 1 of the caches" in outcome.reason for outcome in outcomes)
         assert all(said in outcome.reason for outcome in outcomes)
@@ -231,7 +227,7 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TransferEngine(memory.caches, Broken(DictConfig(), memory.namespace())) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
+        job = engine.submit_load(make_keys(1), [[1]])
         while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
             await asyncio.sleep(0)
     assert "closed, but 1 transfers may still touch the caches" in caplog.text
@@ -246,7 +242,7 @@ async def test_memory_of_a_call_that_its_caller_did_not_cancel_is_not_safe(
             raise asyncio.CancelledError
 
     async with TransferEngine(memory.caches, Cancelled(DictConfig(), memory.namespace())) as engine:
-        [outcome] = await engine.load(keys_of(1), [[1]])
+        [outcome] = await engine.load(make_keys(1), [[1]])
         assert outcome.status is Status.FAILED
         assert not outcome.memory_safe
 
@@ -279,7 +275,7 @@ async def test_a_job_whose_submission_a_close_overtakes_is_refused(memory: Block
     ):
         try:
             with pytest.raises(ClosedError):
-                engine.submit_store(keys_of(1), [[1]])
+                engine.submit_store(make_keys(1), [[1]])
         finally:
             closes.set()
             engine.close()
@@ -306,7 +302,7 @@ async def test_a_drain_waits_for_memory_that_proves_unsafe_while_it_waits(
 ) -> None:
     backend = Unsafe(DictConfig(), memory.namespace())
     async with TransferEngine(memory.caches, backend) as engine:
-        loading = asyncio.create_task(engine.load(keys_of(1), [[1]]))
+        loading = asyncio.create_task(engine.load(make_keys(1), [[1]]))
         await backend.asked.wait()
         draining = asyncio.create_task(engine.drain())
         await asyncio.sleep(0)
@@ -333,7 +329,7 @@ async def test_memory_is_safe_once_a_drain_succeeds_after_one_that_failed(
 
     backend = FailsOnce(DictConfig(), memory.namespace())
     async with TransferEngine(memory.caches, backend) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
+        job = engine.submit_load(make_keys(1), [[1]])
         while not backend.failed:  # noqa: ASYNC110 - polled, as an engine does
             await asyncio.sleep(0)
         await engine.drain()
@@ -358,7 +354,7 @@ async def test_a_close_waits_for_a_load_that_ends_after_its_backend(memory: Bloc
     closed, backend = asyncio.Event(), Stubborn(DictConfig(), memory.namespace())
     engine = TransferEngine(memory.caches, backend, close_timeout_s=1.0)
     async with engine:
-        engine.submit_load(keys_of(1), [[1]])
+        engine.submit_load(make_keys(1), [[1]])
         await yield_to_loop(20)
     assert backend.has_loaded
 
@@ -389,7 +385,7 @@ async def test_memory_that_cannot_be_drained_may_be_touched_at_each_instant_of_t
 ) -> None:
     asked: list[bool] = []
     async with TransferEngine(memory.caches, Broken(DictConfig(), memory.namespace())) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
+        job = engine.submit_load(make_keys(1), [[1]])
         while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
             await asyncio.sleep(0)
         with at_each_instruction(lambda: asked.append(engine.may_touch(job))):
@@ -404,7 +400,7 @@ def test_memory_that_cannot_be_drained_may_be_touched_though_the_end_comes_as_a_
     def end_before(index: int) -> bool:
         indices, backend = count(), Broken(DictConfig(), memory.namespace())
         with PolledEngine(memory.caches, backend) as polled:
-            job = polled.submit_load(keys_of(1), [[1]])
+            job = polled.submit_load(make_keys(1), [[1]])
             polled.wait([job])
             with at_each_instruction(lambda: polled.close() if next(indices) == index else None):
                 assert polled.may_touch(job)
@@ -433,7 +429,7 @@ def test_what_a_backend_raises_or_answers_wrongly_is_an_error_that_names_it(
     with TransferEngine(memory.caches, backend) as engine:
         for num_keys, said in ((1, "the cluster is slow"), (2, "shorter")):
             with pytest.raises(BackendUnavailableError, match=f"Foreign: .*{said}"):
-                engine.submit_lookup(keys_of(num_keys)).result(10)
+                engine.submit_lookup(make_keys(num_keys)).result(10)
         with pytest.raises(BackendUnavailableError, match=r"Foreign: .*no cluster"):
             asyncio.run(engine.flush())
 
@@ -447,7 +443,7 @@ def test_memory_whose_drain_never_ends_may_still_be_touched_after_the_end(
 
     backend = Hanging(DictConfig(), memory.namespace())
     with PolledEngine(memory.caches, backend, close_timeout_s=0.1) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
+        job = engine.submit_load(make_keys(1), [[1]])
         engine.wait([job])
     assert engine.may_touch(job)
 
@@ -456,8 +452,8 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(memory: BlockMemory) -
     stopped, engine = asyncio.new_event_loop(), TransferEngine(memory.caches, make_backend(memory))
     stopped.run_until_complete(engine.__aenter__())
     for call in (
-        lambda: engine.submit_load(keys_of(1), [[1]]),
-        lambda: asyncio.run(engine.load(keys_of(1), [[1]])),
+        lambda: engine.submit_load(make_keys(1), [[1]]),
+        lambda: asyncio.run(engine.load(make_keys(1), [[1]])),
         engine.close,
     ):
         with pytest.raises(EventLoopError, match="is not running"):
@@ -469,7 +465,7 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(memory: BlockMemory) -
 def test_an_engine_for_which_no_thread_can_be_started_says_so_and_works_later(
     memory: BlockMemory,
 ) -> None:
-    backend, keys = DictBackend(DictConfig(), memory.namespace()), keys_of(1)
+    backend, keys = DictBackend(DictConfig(), memory.namespace()), make_keys(1)
     with TransferEngine(memory.caches, backend) as engine:
         no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
         for call in (
@@ -498,7 +494,7 @@ async def test_a_job_is_reported_once_though_memory_was_short_as_it_ended(
 
     async with opened:
         with patch("kvxfer.transfer.engine.Future.set_result", fail_once):
-            job_id = opened.submit_store(keys_of(4), [range(4)])
+            job_id = opened.submit_store(make_keys(4), [range(4)])
             while errors:  # noqa: ASYNC110 - turns of this loop are all it takes
                 await asyncio.sleep(0)
             await yield_to_loop(4)
@@ -508,14 +504,14 @@ async def test_a_job_is_reported_once_though_memory_was_short_as_it_ended(
 
 async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemory) -> None:
     async with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        job = engine.submit_store(keys_of(4), [range(4)])
+        job = engine.submit_store(make_keys(4), [range(4)])
         with pytest.raises(EventLoopError, match=r"wait\(\) would block"):
             engine.wait([job])
         with pytest.raises(EventLoopError, match=r"close\(\) would block"):
             engine.close()
         while not engine.get_finished():  # noqa: ASYNC110 - turns of this loop are all it takes
             await asyncio.sleep(0)
-        answer = engine.submit_lookup(asked := keys_of(4))
+        answer = engine.submit_lookup(asked := make_keys(4))
         asked.clear()
         for ask in (answer.result, answer.exception):
             with pytest.raises(EventLoopError, match=rf"{ask.__name__}\(\) would block"):
@@ -529,17 +525,19 @@ async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemo
 def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMemory) -> None:
     before = set(threading.enumerate())
     engine = TransferEngine(memory.caches, make_backend(memory))
-    assert asyncio.run(engine.store(keys_of(4), [range(4)])) == [DONE] * 4
-    assert asyncio.run(engine.load(keys_of(4), [range(8, 12)])) == [DONE] * 4, "it outlives a loop"
-    job_id = engine.submit_load(keys_of(1), [[1]])
+    assert asyncio.run(engine.store(make_keys(4), [range(4)])) == [DONE] * 4
+    assert asyncio.run(engine.load(make_keys(4), [range(8, 12)])) == [DONE] * 4, (
+        "it outlives a loop"
+    )
+    job_id = engine.submit_load(make_keys(1), [[1]])
     engine.close()
     engine.cancel(job_id)
     assert [each.job_id for each in engine.get_finished()] == [job_id]
     assert not {each.name for each in set(threading.enumerate()) - before}
     with pytest.raises(ClosedError):
-        engine.submit_load(keys_of(1), [[1]])
+        engine.submit_load(make_keys(1), [[1]])
     with pytest.raises(ClosedError):
-        asyncio.run(engine.lookup(keys_of(1)))
+        asyncio.run(engine.lookup(make_keys(1)))
 
 
 def test_an_event_loop_that_ends_as_work_is_given_to_it_is_said_to_be_closed(
@@ -551,9 +549,9 @@ def test_an_event_loop_that_ends_as_work_is_given_to_it_is_said_to_be_closed(
     with engine, monkeypatch.context() as patched:
         patched.setattr(engine._loop, "_open", lambda: ended)
         with pytest.raises(ClosedError):
-            engine.submit_load(keys_of(1), [[1]])
+            engine.submit_load(make_keys(1), [[1]])
         with pytest.raises(ClosedError):
-            asyncio.run(engine.lookup(keys_of(1)))
+            asyncio.run(engine.lookup(make_keys(1)))
 
 
 def test_a_call_that_hangs_while_the_engine_is_closed_is_refused_and_not_cancelled(
@@ -567,7 +565,7 @@ def test_a_call_that_hangs_while_the_engine_is_closed_is_refused_and_not_cancell
 
     def ask() -> None:
         with pytest.raises(ClosedError):
-            asyncio.run(engine.lookup(keys_of(1)))
+            asyncio.run(engine.lookup(make_keys(1)))
         refused.set()
 
     asks, refused = threading.Event(), threading.Event()
