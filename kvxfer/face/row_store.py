@@ -52,7 +52,7 @@ class _RowJob:
     @property
     def what(self) -> str:
         """The job, for the log."""
-        return f"a {self.direction.name.lower()} of {len(self.rows)} pages"
+        return f"a {self.direction} of {len(self.rows)} pages"
 
 
 class RowStore:
@@ -266,8 +266,7 @@ class RowStore:
         finally:
             job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
             self._give_back(job, outcomes)
-        call = f"{self._name}: {job.direction.name.lower()}"
-        log_failed(self._log_pause, call, outcomes, unit="pages")
+        log_failed(self._log_pause, f"{self._name}: {job.direction}", outcomes, unit="pages")
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(job.what)
         return [outcome.done for outcome in outcomes]

@@ -27,6 +27,9 @@ class Direction(enum.IntEnum):
     LOAD = 0
     STORE = 1
 
+    def __str__(self) -> str:
+        return "store" if self is Direction.STORE else "load"
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:

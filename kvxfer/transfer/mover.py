@@ -33,7 +33,6 @@ PIECES_IN_FLIGHT = 4
 large store, not for all of it."""
 AT_ONCE_S = 100e-6
 """Time between two looks below which the thread is polling, not computing."""
-_NAMES = {direction: direction.name.lower() for direction in Direction}
 
 
 class Admission:
@@ -446,7 +445,7 @@ class JobMover:
         if each.transfer is not None:
             piece = each.pieces[0]
             num_keys = piece.stop - piece.start
-            outcomes = poll_begun(each.transfer, _NAMES[job.direction], num_keys)
+            outcomes = poll_begun(each.transfer, str(job.direction), num_keys)
             if outcomes is None:
                 job.in_backend[piece.start : piece.stop] = [True] * num_keys
             else:

@@ -147,7 +147,7 @@ class CheckedMemory:
             report(Kind.EXCEPTION, f"{len(outcomes)} outcomes for {len(batch.chunks)} keys")
             return batch.chunks
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
-            self._counts[f"{batch.direction.name.lower()} {outcome.status.name}"] += 1
+            self._counts[f"{batch.direction} {outcome.status.name}"] += 1
             self._judge(batch.direction, outcome)
             if outcome.done and batch.direction is Direction.LOAD:
                 self._require(chunk, payload(self._shape.number, chunk.key), "DONE")

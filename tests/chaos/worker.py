@@ -175,7 +175,7 @@ class User:
             await self._within("lookup", self._engine.lookup(batch.keys))
         move = self._engine.load if is_load else self._engine.store
         call = move(batch.keys, batch.block_ids)
-        outcomes = await self._within(direction.name.lower(), call, cancel_s=self._draw_s())
+        outcomes = await self._within(str(direction), call, cancel_s=self._draw_s())
         unsafe = batch.chunks if outcomes is None else self._memory.settle(batch, outcomes)
         if unsafe:
             await self._drain(unsafe)

@@ -278,8 +278,7 @@ class ObjectStore:
             outcomes = await task.ask(staged.move(move, keys, staged.blocks))
             self._answered_at = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
-            call = f"LMCache's store: {direction.name.lower()}"
-            log_failed(self._log_pause, call, outcomes, unit="pieces")
+            log_failed(self._log_pause, f"LMCache's store: {direction}", outcomes, unit="pieces")
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if is_store:
                 self._residents.add(done)

@@ -402,7 +402,7 @@ class LowerTier:
 
     def _log_lost(self, job: RowJob, outcomes: Sequence[Outcome]) -> None:
         if not job.void:
-            call = f"the lower tier: {job.direction.name.lower()}"
+            call = f"the lower tier: {job.direction}"
             log_failed(self._log_pause, call, outcomes, statuses=_LOST)
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:

@@ -83,9 +83,9 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
         for job_id in [each for each, ours in self._ours.items() if ours in finished]:
             job = finished[self._ours.pop(job_id)]
             if lost := [outcome for outcome in job.outcomes if not outcome.done]:
-                name = job.direction.name.lower()
                 text = "%s job %d: %d blocks were not moved, the first: %s"
-                logger.error(text, name, job_id, len(lost), lost[0].reason or lost[0].status.value)
+                reason = lost[0].reason or lost[0].status.value
+                logger.error(text, job.direction, job_id, len(lost), reason)
             results.append(
                 TransferResult(
                     job_id=job_id,
