@@ -163,7 +163,8 @@ class LogPause:
         """Log a line, unless one with the same text and subject came less than a pause ago."""
         now, line = monotonic(), (text, subject)
         if line not in self._quiet_until and len(self._quiet_until) >= MAX_PAUSED_LINES:
-            self._quiet_until = {each: end for each, end in self._quiet_until.items() if now < end}
+            ends = self._quiet_until.copy().items()  # other threads may log at the same time
+            self._quiet_until = {each: end for each, end in ends if now < end}
             if len(self._quiet_until) >= MAX_PAUSED_LINES:
                 line = text, ""
         if now < self._quiet_until.get(line, -inf):

@@ -198,8 +198,12 @@ def test_a_ticket_that_was_lent_in_part_ends_once_it_is_withdrawn(
     [worker] = theirs.workers
     monkeypatch.setattr(worker._lender, "_begin_hashing", Mock(side_effect=MemoryError))
     keys = PromptKeys(TOKENS).block_keys(0, theirs.tokens_per_block, len(TOKENS))
+
+    async def lend() -> None:
+        worker.lend(TICKET, keys, THEIRS, is_complete=True)
+
     with pytest.raises(MemoryError):
-        get(worker.submit(worker.lend(TICKET, keys, THEIRS)))
+        get(worker.submit(lend()))
     theirs.revoke(TICKET)
     wait_until_ended(theirs, TICKET)
 
