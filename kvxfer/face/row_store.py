@@ -168,9 +168,8 @@ class RowStore:
                     if left:
                         self._note_late(f"the wait of {left} pages for free rows")
                     break
-                job = in_flight.popleft()
-                ended = self._end(job, copy, deadline)
-                done[job.pages.start : job.pages.stop] = ended
+                pages = in_flight[0].pages
+                done[pages.start : pages.stop] = self._end_first(in_flight, copy, deadline)
         finally:  # jobs are left only if the thread was interrupted
             for job in in_flight:
                 job.outcomes.cancel()
@@ -250,8 +249,9 @@ class RowStore:
         if self._num_purges != job.num_purges:
             raise BackendUnavailableError("all pages were purged during the call")
 
-    def _end(self, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
-        """Wait for a job, copy what was loaded, and give back its rows, now or when it is safe."""
+    def _end_first(self, in_flight: deque[_RowJob], copy: Copy, deadline: float) -> list[bool]:
+        """Wait for the first job, copy what was loaded, and give its rows back when it is safe."""
+        job = in_flight[0]
         outcomes = unanswered = [_UNSAFE] * len(job.rows)
         try:
             outcomes = runtime.result(job.outcomes, _limit_s(deadline, GRACE_S))
@@ -265,6 +265,7 @@ class RowStore:
             outcomes = [replace(each, status=status, reason=repr(exc)) for each in outcomes]
         finally:
             job.outcomes.cancel()  # no-op unless the wait timed out or was interrupted
+            in_flight.popleft()
             self._give_back(job, outcomes)
         log_failed(self._log_pause, f"{self._name}: {job.direction}", outcomes, unit="pages")
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
