@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from random import Random
 from typing import Any, ClassVar
 from unittest.mock import AsyncMock
@@ -135,7 +136,8 @@ def open_host(
     def begin_store_noted(keys: Sequence[BlockKey]) -> StorePlan:
         plan = begin_store(keys)
         mirror.num_misplanned += bool(plan.refused and index.num_free_slots)
-        mirror.num_misplanned += len({*plan.evicted}.intersection(keys))
+        evicted = chain.from_iterable(plan.evicted_by.values())
+        mirror.num_misplanned += len({*evicted}.intersection(keys))
         return plan
 
     index.begin_store = begin_store_noted  # type: ignore[method-assign]
