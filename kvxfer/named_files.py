@@ -49,6 +49,6 @@ def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:
     if is_pipe:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        if not poll.poll(1000 * max(0.0, stop_s - runtime.monotonic())):
+        if not poll.poll(1000 * runtime.left_s(stop_s)):
             raise TimeoutError(ETIMEDOUT, f"the pipe did not end within {TIMEOUT_S:g} s")
     return os.read(fd, MAX_BYTES)

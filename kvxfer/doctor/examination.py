@@ -74,7 +74,7 @@ def run_checks(planned: Sequence[Check], *, timeout_s: float) -> list[Finding]:
     for check, future in zip(planned, running, strict=True):
         stop = began + timeout_s * check.num_steps
         try:
-            found = runtime.result(future, max(0.0, stop - runtime.monotonic()))
+            found = runtime.result(future, runtime.left_s(stop))
         except TimeoutError:
             found = [_late(check, timeout_s)]
         findings += found

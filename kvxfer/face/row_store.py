@@ -112,7 +112,7 @@ class RowStore:
         """Return for each key whether a load would find it now; asks the backend once for all."""
         self._guard.require_same_process()
         missing = [False] * len(keys)
-        if not keys or self._is_suspended() or not _left_s(deadline):
+        if not keys or self._is_suspended() or not runtime.left_s(deadline):
             return missing
         names, what = [self._keys.name(key) for key in keys], f"a lookup of {len(keys)} pages"
         asked = list(dict.fromkeys(names))
@@ -127,7 +127,7 @@ class RowStore:
             return missing
         finally:
             answer.cancel()
-        if any(found.values()) or (found and _left_s(deadline)):
+        if any(found.values()) or (found and runtime.left_s(deadline)):
             return [found[name] for name in names]
         self._note_late(what)
         return missing
@@ -154,9 +154,11 @@ class RowStore:
         pool, start, in_flight = self._rows_of[direction], 0, deque[_RowJob]()
         try:
             while start < len(keys) or in_flight:
-                left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start
+                left = (
+                    0 if self._is_suspended() or not runtime.left_s(deadline) else len(keys) - start
+                )
                 if left and len(in_flight) < self._jobs_in_flight:
-                    wait_s = 0.0 if in_flight else _left_s(deadline)
+                    wait_s = 0.0 if in_flight else runtime.left_s(deadline)
                     rows = pool.take(min(left, self._rows_per_job), wait_s)
                     if rows:
                         pages = range(start, start := start + len(rows))
@@ -230,7 +232,7 @@ class RowStore:
         try:
             with ExitStack() as held:
                 if job.direction is Direction.STORE:
-                    left_s = min(_left_s(deadline), threading.TIMEOUT_MAX)
+                    left_s = min(runtime.left_s(deadline), threading.TIMEOUT_MAX)
                     if not self._beginning.acquire(timeout=left_s):
                         raise TimeoutError("another store was not copied in time")  # noqa: TRY301
                     held.callback(self._beginning.release)
@@ -339,10 +341,6 @@ def count_leading(found: Sequence[bool]) -> int:
 _UNSAFE = Outcome(Status.FAILED, memory_safe=False)
 
 
-def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - runtime.monotonic())
-
-
 def _limit_s(deadline: float, grace_s: float = 0.0) -> float | None:
     """Return the time left until a deadline and its grace are over; None without a deadline."""
-    return None if deadline == math.inf else _left_s(deadline + grace_s)
+    return None if deadline == math.inf else runtime.left_s(deadline + grace_s)

@@ -126,6 +126,11 @@ def monotonic() -> float:
     return _current.monotonic()
 
 
+def left_s(deadline: float) -> float:
+    """Compute the seconds until a deadline on the clock of `monotonic`; 0 once it has passed."""
+    return max(0.0, deadline - monotonic())
+
+
 def wall_time() -> float:
     """See `Runtime.wall_time`."""
     return _current.wall_time()

@@ -345,7 +345,7 @@ class PolledEngine(Generic[MoverT]):
             self._mover.look(begun, end)
             if self._mover.choose_begun(begun):
                 runtime.sleep(MARK_PAUSE_S)
-        left = None if end == inf else max(0.0, end - runtime.monotonic())
+        left = None if end == inf else runtime.left_s(end)
         found = [self._submitted.get(job_id) for job_id in job_ids]
         self._loop.wait([submission.ended for submission in found if submission], left)
 

@@ -255,7 +255,7 @@ class JobMover:
         if job.ended:
             job.tell(self._reports)
             return list(job.finished().outcomes)
-        left = None if job.deadline is None else max(0.0, job.deadline - runtime.monotonic())
+        left = None if job.deadline is None else runtime.left_s(job.deadline)
         pieces = () if left == 0 else job.cut(self._max_piece)
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in pieces]
         for task in tasks:

@@ -175,7 +175,7 @@ class PoolStores:
                     return None
                 if name in self._failed and self._pause.is_on(runtime.monotonic()):
                     return None
-                wait_s = 0.0 if self._is_late else max(0.0, deadline - runtime.monotonic())
+                wait_s = 0.0 if self._is_late else runtime.left_s(deadline)
             if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
                 return None
 

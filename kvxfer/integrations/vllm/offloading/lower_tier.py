@@ -237,7 +237,7 @@ class LowerTier:
         runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
         if all(lookup.loads_all for lookup in self._lookups):
             job_ids = [*self._loads(), *(job_id for each in self._lookups for job_id in each.jobs)]
-            self._engine.wait(job_ids, timeout_s=max(0.0, until - runtime.monotonic()))
+            self._engine.wait(job_ids, timeout_s=runtime.left_s(until))
 
     @property
     def queued_bytes(self) -> int:
@@ -331,7 +331,7 @@ class LowerTier:
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
         try:
-            runtime.result(quiet, max(0.0, until - runtime.monotonic()) if ended else 0)
+            runtime.result(quiet, runtime.left_s(until) if ended else 0)
         except (TimeoutError, BackendUnavailableError) as exc:
             quiet.cancel()
             logger.warning("the lower tier cannot be drained: %r", exc)
