@@ -392,7 +392,6 @@ class FileIndex:
         self._quarantined.move_to_end(file, last=used == inf)  # behind those that can be removed
 
     def _add(self, file: FileId, num_bytes: int, used: float, policy: EvictionPolicy) -> _Entry:
-        """Add a file, held."""
         entry = self._entries[file] = _Entry(num_bytes, used, held=True, walk=self._num_walks)
         self._num_bytes += num_bytes
         policy.admit(file)

@@ -305,7 +305,6 @@ def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
 
 
 def _drop_bytes(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Drop the first `num_bytes` of the views."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

@@ -197,7 +197,6 @@ class PrefillScheduler:
     def _pairs(
         self, keys: PromptKeys, block_ids: Sequence[Sequence[int]]
     ) -> list[tuple[BlockKey, int]]:
-        """Pair the keys and blocks of a prompt."""
         pairs, num_tokens = list[tuple[BlockKey, int]](), keys.num_tokens
         for group, size in enumerate(self._groups.tokens_per_block):
             ids = block_ids[group]
