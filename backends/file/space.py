@@ -371,7 +371,8 @@ class Space:
                     raise
                 self._not_removed[victim] = True
                 text, reason = "cannot evict block %s: %s", exc.strerror or ""
-                self._log_pause.log(logger, text, victim.key.hex(), reason, subject=reason)
+                arguments = victim.key.hex(), reason
+                self._log_pause.log(logger, logging.WARNING, text, *arguments, subject=reason)
                 return 0
             del self._not_removed[victim]
             if self._reports and not victim.quarantined:

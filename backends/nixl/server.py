@@ -388,7 +388,7 @@ class RefusalLog:
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
         """Log a line, unless the last second had one with the same text for the same address."""
         said, address = printable(reason, MAX_LINE_CHARACTERS), peer.rpartition(":")[0]
-        self._pause.log(logger, text, said, subject=address, level=level)
+        self._pause.log(logger, level, text, said, subject=address)
 
 
 class Server:

@@ -74,7 +74,7 @@ class HTTPPages:
         """Close the oldest connection to free a descriptor; log at most once a minute."""
         self._listener.cut_oldest()
         text = "cannot accept connections to %s now: %s"
-        self._log_pause.log(logger, text, self.endpoint, exc)
+        self._log_pause.log(logger, logging.WARNING, text, self.endpoint, exc)
 
     async def _answer(self, connection: socket.socket, _: object) -> None:
         """Answer a request, unless it is empty, too large or too slow."""

@@ -153,12 +153,7 @@ class LogPause:
         self._num_left_out: Counter[str] = Counter()  # by text
 
     def log(
-        self,
-        logger: logging.Logger,
-        text: str,
-        *arguments: object,
-        subject: str = "",
-        level: int = logging.WARNING,
+        self, logger: logging.Logger, level: int, text: str, *arguments: object, subject: str = ""
     ) -> None:
         """Log a line, unless one with the same text and subject came less than a pause ago."""
         now, line = monotonic(), (text, subject)

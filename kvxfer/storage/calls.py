@@ -175,7 +175,7 @@ def log_failed(
         return list(outcomes)
     reason = failed[0].reason or failed[0].status.value
     text = f"{call} of %d of %d {unit} failed: %s"
-    pause.log(logger, text, len(failed), len(outcomes), reason, subject=reason)
+    pause.log(logger, logging.WARNING, text, len(failed), len(outcomes), reason, subject=reason)
     return [replace(each, logged=True) if each.status in statuses else each for each in outcomes]
 
 

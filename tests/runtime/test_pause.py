@@ -55,12 +55,12 @@ def test_lines_without_end_fill_neither_log_nor_memory(
     for _ in range(3):
         caplog.clear()
         for number in range(5000):
-            pause.log(logger, "refused: %d", number, subject=str(number))
+            pause.log(logger, logging.WARNING, "refused: %d", number, subject=str(number))
         assert len(caplog.records) == len(pause._quiet_until) == MAX_PAUSED_LINES + 1
         clock.now += 1
     caplog.clear()
     for text in ("refused: %d", "refused: %d", "lost: %d"):
-        pause.log(logger, text, 5)
+        pause.log(logger, logging.WARNING, text, 5)
     num_left_out = 5000 - MAX_PAUSED_LINES - 1
     assert caplog.messages == [f"refused: 5 ({num_left_out} more were left out)", "lost: 5"]
 

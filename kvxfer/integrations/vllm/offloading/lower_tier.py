@@ -29,15 +29,7 @@ from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import (
-    LogPause,
-    Pause,
-    Suspension,
-    Threads,
-    await_call,
-    begin_aside,
-    wait_despite_cancel,
-)
+from kvxfer.runtime import Pause, Suspension, Threads, await_call, begin_aside, wait_despite_cancel
 from kvxfer.storage.backend import (
     Backend,
     Outcome,
@@ -204,7 +196,7 @@ class LowerTier:
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
-        self._log_pause = LogPause()
+        self._log_pause = runtime.LogPause()
         Reports([self.metrics], self.name).watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
