@@ -379,16 +379,10 @@ class ClientSession(Session):
             await pin.aclose()
 
 
-class RefusalLog:
-    """Log of refused connections, with at most one line of a kind for each address and second."""
-
-    def __init__(self) -> None:
-        self._pause = LogPause(PERIOD_S)
-
-    def note(self, level: int, text: str, peer: str, reason: object) -> None:
-        """Log a line, unless the last second had one with the same text for the same address."""
-        said, address = printable(reason, MAX_LINE_CHARACTERS), peer.rpartition(":")[0]
-        self._pause.log(logger, level, text, said, subject=address)
+def log_refusal(pause: LogPause, level: int, text: str, peer: str, reason: object) -> None:
+    """Log a refused connection, unless its address has just had a line with the same text."""
+    said, address = printable(reason, MAX_LINE_CHARACTERS), peer.rpartition(":")[0]
+    pause.log(logger, level, text, said, subject=address)
 
 
 class Server:
@@ -419,7 +413,7 @@ class Server:
         self._control: socket.socket | None = None
         self._sessions: dict[bytes, ClientSession] = {}
         self._draining = self._closed = False
-        self._refusals = RefusalLog()
+        self._log_refusal = partial(log_refusal, LogPause(PERIOD_S))
 
     @property
     def sessions(self) -> list[ClientSession]:
@@ -478,12 +472,12 @@ class Server:
 
     def _note_failure(self, exc: OSError) -> None:
         text = "cannot accept a connection: %s"
-        self._refusals.note(logging.WARNING, text, "", describe_error(exc))
+        self._log_refusal(logging.WARNING, text, "", describe_error(exc))
 
     def _note_cut(self, address: tuple[Any, ...]) -> None:
         peer, most = str(Endpoint(*address[:2])), self._config.max_unauthenticated
         reason = f"{peer} did not authenticate within {PROVE_S:g} s; at most {most} may be doing so"
-        self._refusals.note(logging.INFO, "closed a connection: %s", peer, reason)
+        self._log_refusal(logging.INFO, "closed a connection: %s", peer, reason)
 
     async def _accept(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
         """Serve a connection that was accepted, unless too many are open."""
@@ -492,7 +486,7 @@ class Server:
             peer = str(Endpoint(*address[:2]))
             if len(self._listener.tasks) > most:
                 reason = f"{most} are open"
-                self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
+                self._log_refusal(logging.WARNING, "refused a connection: %s", peer, reason)
                 plain.close()
                 return
             await serve(plain, peer, await self._node.tls.server())
@@ -531,10 +525,10 @@ class Server:
                 logger.debug("no greeting came: %s", printable(exc, MAX_LINE_CHARACTERS))
                 return
             except ProtocolError as exc:  # not a peer at all
-                self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
+                self._log_refusal(logging.INFO, "refused a stranger: %s", peer, exc)
                 return
             except KVXferError as exc:
-                self._refusals.note(level, "refused a peer: %s", peer, exc)
+                self._log_refusal(level, "refused a peer: %s", peer, exc)
                 return
             assert held is not None
             session = ClientSession(self._node, channel, greeting, held)
@@ -547,7 +541,7 @@ class Server:
                 await session.serve(earlier)
             except KVXferError as exc:
                 reason = f"{channel.peer}: {exc}"
-                self._refusals.note(logging.WARNING, "cannot serve a peer: %s", peer, reason)
+                self._log_refusal(logging.WARNING, "cannot serve a peer: %s", peer, reason)
             finally:
                 if self._sessions.get(incarnation) is session:
                     del self._sessions[incarnation]
@@ -567,7 +561,7 @@ class Server:
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
             reason = f"{peer}: {str(exc) or 'silent'}"
-            self._refusals.note(logging.INFO, "ended a data connection: %s", peer, reason)
+            self._log_refusal(logging.INFO, "ended a data connection: %s", peer, reason)
         finally:
             (connection or plain).close()
 

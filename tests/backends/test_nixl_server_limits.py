@@ -17,7 +17,7 @@ from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, connection
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.server import RefusalLog
+from kvxfer.backends.nixl.server import PERIOD_S, log_refusal
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, PROVE_S
@@ -275,11 +275,11 @@ async def test_a_stranger_writes_no_control_characters_and_one_short_line_into_t
 def test_refusals_are_a_line_a_second_for_each_address(
     caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    log = RefusalLog()
+    pause = runtime.LogPause(PERIOD_S)
     caplog.set_level(logging.INFO, "kvxfer")
     for at in [HOST] * 50 + ["127.0.0.2"] * 50:
-        log.note(logging.INFO, "refused: %s", f"{at}:1", at)
+        log_refusal(pause, logging.INFO, "refused: %s", f"{at}:1", at)
     assert caplog.messages == [f"refused: {HOST}", "refused: 127.0.0.2 (49 more were left out)"]
     clock.now += 1
-    log.note(logging.INFO, "refused: %s", f"{HOST}:2", HOST)
+    log_refusal(pause, logging.INFO, "refused: %s", f"{HOST}:2", HOST)
     assert caplog.messages[2:] == [f"refused: {HOST} (49 more were left out)"]
