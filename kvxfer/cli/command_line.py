@@ -37,8 +37,12 @@ class CommandLine(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line that names what cannot be used."""
-        self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+        """Raise an error that names the argument that cannot be used."""
+        raise KVXferError(f"{message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help or the version; raise if that fails, which argparse ignores."""
+        (file or sys.stderr).write(message)
 
 
 def show(result: T, form: Callable[[T], str], *, as_json: bool) -> None:
@@ -74,19 +78,21 @@ def exit_statuses(done: str, bad: str = "") -> str:
 def run_command(program: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit status; an error is printed as one line.
 
-    Characters that the output's encoding lacks are escaped. Nothing is printed if it was closed.
+    Characters that the output's encoding lacks are escaped. A command that prints to an output that
+    was closed fails.
     """
-    # Packages such as tqdm write to what Python sets to None if it was closed.
-    for name in ("stdout", "stderr"):
+    # Packages such as tqdm write to what Python sets to None if it was closed. A write to the
+    # standard output then fails, as one to a closed descriptor; the status tells if errors cannot.
+    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     said = ""
     try:
         try:
             status = command()
-        except SystemExit as exc:  # a parser has printed its help, or why it refuses its arguments
+        except SystemExit as exc:  # a parser has printed its help or the version
             status = int(exc.code or 0)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe

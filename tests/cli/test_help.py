@@ -93,14 +93,15 @@ def test_an_error_has_its_status_also_where_it_cannot_be_said(output: str) -> No
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "ls --help"])
 @pytest.mark.parametrize(("output", "status"), [("/dev/full", 2), ("a pipe nobody reads", 141)])
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_a_text_that_cannot_be_printed_is_no_success_and_no_traceback(
-    arguments: str, output: str, status: int
+    arguments: str, output: str, status: int, unbuffered: dict[str, str]
 ) -> None:
     reads, writes = os.pipe() if status == 141 else (os.dup(0), os.open(output, os.O_WRONLY))
     os.close(reads)
     result = subprocess.run(
         [*COMMAND, *arguments.split()],
-        env=BUFFERED,
+        env=BUFFERED | unbuffered,
         stdout=writes,
         stderr=subprocess.PIPE,
         check=False,
