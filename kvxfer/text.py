@@ -2,7 +2,7 @@
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 MAX_LINE_CHARACTERS = 2000
 """Maximum length of a log line about a peer, before control characters are escaped."""
@@ -22,6 +22,23 @@ def printable(value: object, max_characters: int | None = None) -> str:
 def printable_id(request_id: object) -> str:
     """Truncate and escape the id of a request, which the client may have chosen."""
     return printable(request_id, MAX_ID_CHARACTERS)
+
+
+def align(rows: Sequence[Sequence[str]], to_right: Container[int] = ()) -> Iterator[str]:
+    """Align the columns of a table to the left, those of the indexes `to_right` to the right."""
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = []
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (width - _width(cell))
+            cells.append(space + cell if index in to_right else cell + space)
+        yield "  ".join(cells).rstrip()
+
+
+def _width(text: str) -> int:
+    """Count the columns of a terminal: two for a wide character, none for a combining one."""
+    narrow = [each for each in text if unicodedata.category(each) not in ("Mn", "Me")]
+    return len(narrow) + sum(unicodedata.east_asian_width(each) in "FW" for each in narrow)
 
 
 def find_control(text: str) -> str:

@@ -17,7 +17,7 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses, show
 from kvxfer.cli.service import stopping_between_steps
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import shown
-from kvxfer.text import printable
+from kvxfer.text import align, printable
 from kvxfer.units import ByteSize, Duration, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -75,12 +75,7 @@ def _format_table(usages: "Sequence[NamespaceUsage]") -> str:
     """Format namespaces as a table, with a total below."""
     now = runtime.wall_time()
     total = (f"total: {len(usages)}", "", "", "", *_numbers(usages, now))
-    rows = [COLUMNS, *(_row(usage, now) for usage in usages), total]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = (zip(row, widths, strict=True) for row in rows)
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines
-    )
+    return "\n".join(align([COLUMNS, *(_row(usage, now) for usage in usages), total]))
 
 
 def _row(usage: "NamespaceUsage", now: float) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine
-from kvxfer.replay.report import align, percent
+from kvxfer.replay.report import align_numbers, percent
 from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers, TierPlan
 from kvxfer.replay.synthetic import name_sizes
 from kvxfer.replay.trace import Trace, known_heads, previous_references
@@ -268,7 +268,7 @@ def format_fleet(report: FleetReport) -> str:
             for value in (row.mean, row.p99, row.largest)
         ]
         table.append([row.name, *cells, f"{row.largest / row.mean:.2f}" if row.mean else "-"])
-    return "\n".join([*_head(report), "", *align(table)])
+    return "\n".join([*_head(report), "", *align_numbers(table)])
 
 
 def _head(report: FleetReport) -> Iterator[str]:

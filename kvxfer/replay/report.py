@@ -7,7 +7,7 @@ import msgspec
 
 from kvxfer.replay.plan import CapacityRow, Machine, Recommendation, TierRow, TiersRow
 from kvxfer.replay.trace import Trace, count_ceiling
-from kvxfer.text import printable
+from kvxfer.text import align, printable
 from kvxfer.units import format_size
 
 
@@ -97,7 +97,7 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
         table.append([*sizes, *hits, *saved])
     title = "Host memory alone: hits, % of blocks"
     title += "; how much sooner a first token comes" if timed else ""
-    return "\n".join([title, *align(table)])
+    return "\n".join([title, *align_numbers(table)])
 
 
 def _tiers(row: TiersRow) -> str:
@@ -105,7 +105,7 @@ def _tiers(row: TiersRow) -> str:
     if row.first_token_s is not None:
         lines[1] += f", a first token {_seconds(row.first_token_s)} sooner"
     header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
-    return "\n".join([*lines, *align([header, *map(_cells, row.tiers)])])
+    return "\n".join([*lines, *align_numbers([header, *map(_cells, row.tiers)])])
 
 
 def _cells(tier: TierRow) -> list[str]:
@@ -129,17 +129,10 @@ def _recommendation(found: Recommendation) -> str:
     return "\n".join([*lines, _tiers(found.row).partition("\n")[2]])
 
 
-def align(table: Sequence[Sequence[str]]) -> Iterator[str]:
+def align_numbers(table: Sequence[Sequence[str]]) -> Iterator[str]:
     """Align a table: text to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    numeric = [
-        any(cell[:1].isdigit() for cell in column) for column in zip(*table[1:], strict=True)
-    ]
-    for row in table:
-        cells = zip(row, widths, numeric, strict=True)
-        yield "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells
-        ).rstrip()
+    columns = enumerate(zip(*table[1:], strict=True))
+    return align(table, [i for i, column in columns if any(cell[:1].isdigit() for cell in column)])
 
 
 def _quoted(backend: Sequence[str]) -> str:

@@ -65,6 +65,17 @@ def test_a_list_has_a_line_per_namespace_and_a_total(store: Store, run: Run) -> 
     assert total.split()[:5] == ["total:", "2", "9", "108.0", "KiB"]
 
 
+@pytest.mark.parametrize(
+    ("model", "columns"), [("千问", 4), ("\uff41", 2), ("e\u0301", 1), ("กำลัง", 4), ("🦙", 2)]
+)
+def test_a_name_of_wide_or_combined_characters_shifts_no_column(
+    store: Store, run: Run, model: str, columns: int
+) -> None:
+    store.fill(model=model)
+    header, line, _ = run("ls", store.root)[1].splitlines()
+    assert line.index(" fast ") + columns - len(model) == header.index(" INTEGRITY ")
+
+
 @pytest.mark.parametrize("form", [[], ["--json"], ["--keys"]])
 def test_a_list_says_how_much_it_could_not_read(
     store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, form: list[str]
