@@ -198,22 +198,12 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
 
 
 def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
-    """Check the URL of a tier, which must not name this process, as it would wait for itself."""
-    from kvxfer.backends.file import FileConfig
-    from kvxfer.backends.mooncake import MooncakeConfig
+    """Check a tier, which must not be this process, as it would wait for itself."""
     from kvxfer.backends.nixl.config import NixlConfig
-    from kvxfer.backends.object import ObjectConfig
     from kvxfer.backends.pool import PoolConfig
-    from kvxfer.connect import parse_backend
-    from kvxfer.doctor.places import existing_folder
+    from kvxfer.doctor import require_openable
 
-    _, config = parse_backend(tier)
-    if isinstance(config, ObjectConfig):
-        require_extra("object", "obstore", what=f"{config.scheme}://")
-    elif isinstance(config, MooncakeConfig):
-        config.require_mooncake()
-    elif isinstance(config, FileConfig) and not (folder := existing_folder(config)).is_dir():
-        raise InvalidArgumentError("tier", tier, f"a folder, not {folder}")
+    config = require_openable("tier", tier)
     own: set[object] = {arguments.discover, *(Path(at).resolve() for at in [arguments.pool] if at)}
     own |= {Endpoint.parse("address", at) for at in (arguments.listen, arguments.advertise) if at}
     named: set[object] = set()

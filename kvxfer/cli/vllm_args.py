@@ -24,11 +24,16 @@ def main(argv: Sequence[str]) -> int:
     )
     urls = parser.parse_args(argv).url
 
+    from kvxfer import doctor
+    from kvxfer.connect import backend_choices
     from kvxfer.integrations.vllm.common.plugin import CONNECTORS, MODULE, why_not_loaded
     from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
 
     found = find_settings({"backend": urls} if urls else {})
     found.check_tiers()
+    with found.checked():
+        for tier in backend_choices(found.values["backend"]):
+            doctor.require_openable("backend", tier)
     arguments: dict[str, Any] = {"kv_connector": CONNECTORS[0], "kv_role": "kv_both"}
     if why := why_not_loaded():
         arguments["kv_connector_module_path"] = MODULE

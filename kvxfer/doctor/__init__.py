@@ -3,6 +3,7 @@
 from kvxfer.doctor.configuration import environment_backends, read_backends, read_hash_name
 from kvxfer.doctor.examination import MAX_TIMEOUT_S, Check, examine, plan_checks, run_checks
 from kvxfer.doctor.finding import Finding, Severity, error, ok, warning
+from kvxfer.doctor.places import require_openable
 from kvxfer.doctor.sharing import compare, is_comparable
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "plan_checks",
     "read_backends",
     "read_hash_name",
+    "require_openable",
     "run_checks",
     "warning",
 ]

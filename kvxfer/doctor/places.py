@@ -20,6 +20,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
+from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor.finding import MAX_CHARACTERS, Finding, capacity_of, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
@@ -31,12 +32,38 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.extras import MissingExtraError
+from kvxfer.settings import shown
 from kvxfer.storage.integrity import read_secret
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _OF_CONTAINERS = frozenset({"overlay", "aufs"})
+
+
+def require_openable(argument: str, backend: BackendChoice) -> msgspec.Struct:
+    """Return the parameters of a backend that can be opened, judging by what is on this machine.
+
+    Raises:
+        InvalidArgumentError: A parameter, the folder or the secret cannot be used.
+        MissingExtraError: A package is not installed.
+        BackendUnavailableError: A client cannot be used.
+    """
+    _, config = parse_backend(backend)
+    findings = []
+    if isinstance(config, (FileConfig, ObjectConfig, NixlConfig)):
+        findings.append(check_secret(config))
+    if isinstance(config, FileConfig):
+        findings.append(check_folder(config))
+    elif isinstance(config, ObjectConfig):
+        config.open_store()
+    elif isinstance(config, MooncakeConfig):
+        config.require_mooncake()
+    for finding in findings:
+        if finding.mend:
+            wanted = f"a backend that can be opened: {finding.found}"
+            raise InvalidArgumentError(argument, shown(backend), wanted)
+    return config
 
 
 def check_folder(config: FileConfig) -> Finding:

@@ -288,6 +288,7 @@ def test_what_is_served_has_the_blocks_in_memory_when_it_is_ready(
 
 PEER = ["--listen", "127.0.0.1:0"]
 POOL = ["--pool", "/nonexistent/pool.sock"]
+SEALED = "file:///store?capacity=1MiB&integrity=sealed"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,10 @@ POOL = ["--pool", "/nonexistent/pool.sock"]
             ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
             "tier is 'nixl://127.0.0.1:7000'; expected a process other than this one",
         ),
-        ([*PEER, "--tier", f"file://{__file__}/store?capacity=1MiB"], f"a folder, not {__file__}"),
+        ([*PEER, "--tier", f"file://{__file__}/store?capacity=1MiB"], f"{__file__} is no folder"),
+        ([*PEER, "--tier", "file:///proc/s?capacity=1MiB"], "/proc cannot be written to: "),
+        ([*PEER, "--tier", SEALED], "secret_file is 'missing with integrity=sealed'; expected"),
+        ([*PEER, "--tier", "nixl://10.0.0.1:7000"], "expected a loopback address; any other needs"),
         ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events as well"),
         ([*PEER, "--lease", "3s"], "lease is '3s'; expected from 4 s to "),
         ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),

@@ -1,12 +1,13 @@
 """`kvxfer vllm-args`: prints a checked configuration, or says what is wrong with it."""
 
 import json
+import tempfile
 
 import pytest
 
 from tests.cli.conftest import Run
 
-URLS = ["host://?capacity=1MiB", "file:///var/cache/kv?capacity=1GiB"]
+URLS = ["host://?capacity=1MiB", f"file://{tempfile.gettempdir()}/kv?capacity=1GiB"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,12 @@ def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
         (URLS[1:], "expected a host:// pool first"),
         (["host://"], "expected a host backend: "),
         ([URLS[0], "nothing://"], "expected one of: "),
+        ([URLS[0], "file:///proc/s?capacity=1GiB"], "/proc cannot be written to: "),
+        ([URLS[0], f"file://{__file__}?capacity=1GiB"], f"{__file__} is no folder"),
+        ([*URLS, "s3://bucket?integrity=sealed"], "'missing with integrity=sealed'; expected"),
+        ([*URLS, f"{URLS[1]}&tenant=a"], "tenant is 'a'; expected no tenant unless"),
+        ([*URLS, "nixl://10.0.0.1:7000"], "expected a loopback address; any other needs"),
+        ([*URLS, "nixl://10.0.0.1:7000?secret_file=/nowhere"], "No such file or directory"),
     ],
 )
 def test_what_no_engine_would_take_is_one_line(run: Run, urls: list[str], expected: str) -> None:
