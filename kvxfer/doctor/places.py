@@ -54,7 +54,7 @@ def require_openable(argument: str, backend: BackendChoice) -> msgspec.Struct:
     if isinstance(config, (FileConfig, ObjectConfig, NixlConfig)):
         findings.append(check_secret(config))
     if isinstance(config, FileConfig):
-        findings.append(check_folder(config))
+        findings.append(check_folder(config, may_be_full=True))
     elif isinstance(config, ObjectConfig):
         config.open_store()
     elif isinstance(config, MooncakeConfig):
@@ -66,8 +66,11 @@ def require_openable(argument: str, backend: BackendChoice) -> msgspec.Struct:
     return config
 
 
-def check_folder(config: FileConfig) -> Finding:
-    """Check that the folder of a store exists or can be made, and can be written to."""
+def check_folder(config: FileConfig, *, may_be_full: bool = False) -> Finding:
+    """Check that the folder of a store exists or can be made, and can be written to.
+
+    On a full disk, a store that has blocks makes room as it is opened; so one `may_be_full`.
+    """
     path, folder = Path(config.path), existing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
     try:
@@ -81,6 +84,8 @@ def check_folder(config: FileConfig) -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as exc:
+        if may_be_full and exc.errno in runtime.FULL_ERRORS:
+            return ok(f"{folder} is on a full disk")
         found = f"{folder} cannot be written to: {exc.strerror}"
         room, own = f"df -h {folder}; df -i {folder}", f"install -d -m 700 -o $(id -un) {path}"
         return error(found, why=why, mend=room if exc.errno == errno.ENOSPC else own)
