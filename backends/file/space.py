@@ -133,7 +133,7 @@ class Space:
         needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
             fitting, _ = self._make_room(needed, 0, 0, math.inf)
-        self._must_rescan |= fitting < len(needed)
+            self._must_rescan |= fitting < len(needed)
         return fitting
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
