@@ -158,8 +158,7 @@ class PromptExchange:
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
-        ticket = require_text("ticket", ticket)
-        lease = self._read(ticket)[1] if ticket else make_ticket()
+        lease = make_ticket() if ticket == "" else self._read(ticket)[1]
         ticket = self._ticket(lease)
         offer, lent = object(), dict[BlockKey, int]()
         for group, size in enumerate(self._sizes):
