@@ -1,10 +1,7 @@
 """`kvxfer vllm-args`: prints a checked configuration, or says what is wrong with it."""
 
-import errno
 import json
-import os
 import tempfile
-from unittest.mock import Mock
 
 import pytest
 
@@ -59,11 +56,3 @@ def test_what_no_engine_would_take_is_one_line(run: Run, urls: list[str], expect
     assert (status, printed, said.count("\n")) == (2, "", 1)
     assert said.startswith("kvxfer vllm-args: backend is ")
     assert expected in said
-
-
-def test_a_folder_on_a_full_disk_is_taken_since_its_store_makes_room(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=full))
-    assert run("vllm-args", *URLS)[::2] == (0, "")

@@ -11,7 +11,14 @@ import pytest
 from kvxfer.backends.file import FileConfig, Integrity
 from kvxfer.backends.nixl import SECRET_VARIABLE
 from kvxfer.connect import parse_backend
-from kvxfer.doctor import Finding, Severity, places, plan_checks, run_checks
+from kvxfer.doctor import (
+    Finding,
+    Severity,
+    places,
+    plan_checks,
+    require_openable,
+    run_checks,
+)
 from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
@@ -98,6 +105,7 @@ def test_a_disk_without_inodes_is_not_called_a_folder_of_another_user() -> None:
         config = parse_backend(f"file://{folder}?capacity=1MiB")[1]
         assert isinstance(config, FileConfig)
         assert check_folder(config).mend == f"df -h {folder}; df -i {folder}"
+        assert require_openable("tier", f"file://{folder}?capacity=1MiB") == config
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
