@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO, TypeVar
 
@@ -81,11 +82,7 @@ def run_command(program: str, command: Callable[[], int]) -> int:
     Characters that the output's encoding lacks are escaped. A command that prints to an output that
     was closed fails.
     """
-    # Packages such as tqdm write to what Python sets to None if it was closed. A write to the
-    # standard output then fails, as one to a closed descriptor; the status tells if errors cannot.
-    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w"))
+    _open_closed_outputs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     said = ""
@@ -103,11 +100,25 @@ def run_command(program: str, command: Callable[[], int]) -> int:
         status, said = FAILED, f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
     except (KVXferError, MemoryError) as exc:
         status, said = FAILED, str(exc) or "out of memory"
+    except Exception:  # noqa: BLE001 - Python's own status, 1, would say that a block is bad
+        status = FAILED
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     if said:
         with contextlib.suppress(OSError):  # the reader is gone: the status still tells
             sys.stderr.write(f"{program}: {printable(said)}\n")
     _flush_or_discard(sys.stdout, sys.stderr)
     return status
+
+
+def _open_closed_outputs() -> None:
+    """Replace outputs that Python sets to None if they were closed: packages such as tqdm use them.
+
+    A write to the standard output fails then, as one to a closed descriptor; errors are discarded.
+    """
+    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "w"))
 
 
 def _flush_or_discard(*streams: TextIO) -> None:

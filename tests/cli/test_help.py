@@ -43,15 +43,15 @@ from kvxfer import *
 assert canonicalize is kvxfer.canonicalize
 """
 
-INTERRUPT_IMPORT = """
+FAIL_TO_IMPORT = """
 import signal, sys
 from kvxfer.cli import main
-class Interrupt:
+class Failing:
     def find_spec(self, name, *_):
         if name == "kvxfer.cli.stores":
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
-sys.exit(main(["ls", "/"]))
+            {}
+sys.meta_path.insert(0, Failing())
+sys.exit(main(["fsck", "/"]))
 """
 
 
@@ -112,9 +112,19 @@ def test_a_text_that_cannot_be_printed_is_no_success_and_no_traceback(
     assert result.stderr.removeprefix(b"kvxfer").removeprefix(b" ls") == said
 
 
-def test_a_command_that_is_interrupted_while_it_is_imported_says_nothing() -> None:
-    result = run_python("-c", INTERRUPT_IMPORT)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("signal.raise_signal(signal.SIGINT)", 130, ""),
+        ("raise ImportError('no memory')", 2, "ImportError: no memory"),  # 1 would be a bad block
+    ],
+)
+def test_a_command_that_cannot_be_imported_has_a_status_of_its_own(
+    fault: str, status: int, said: str
+) -> None:
+    result = run_python("-c", FAIL_TO_IMPORT.format(fault))
+    assert (result.returncode, result.stdout) == (status, "")
+    assert result.stderr.strip().split("\n")[-1] == said
 
 
 def test_public_names_are_there_when_they_are_asked_for() -> None:
