@@ -146,9 +146,11 @@ def fsck(argv: Sequence[str]) -> int:
     with _open_store(arguments.path) as (store, _):
         checked = StoreCheck(store, check)
         report = _verify(checked, repair=arguments.repair, quiet=arguments.json)
-        if arguments.repair:
-            report.temporary_removed = checked.clean_up()
-    show(report, _summary, as_json=arguments.json)
+        try:
+            if arguments.repair:
+                report.temporary_removed = checked.clean_up()
+        finally:  # a full disk may stop the repair
+            show(report, _summary, as_json=arguments.json)
     return 1 if report.bad else 0
 
 

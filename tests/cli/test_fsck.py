@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
+from kvxfer.pages.names import LEDGER_NAME
 from tests.backends.file_store import fail_to, flip_bit
 from tests.cli.conftest import Run
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
@@ -236,6 +237,18 @@ def test_a_file_that_cannot_be_read_is_named_and_stays(
     assert f"bad: {name}: cannot be opened: Input/output error" in printed
     assert f"{NUM_BLOCKS - 1} good, 1 bad" in printed
     assert run("ls", store.root)[0] == run("gc", store.root, "--capacity", "20KiB")[0] == 0
+
+
+@pytest.mark.parametrize(("form", "shown"), [([], "7 good, 1 bad"), (["--json"], '"good":7')])
+def test_what_was_found_is_told_also_if_the_disk_is_too_full_to_count_anew(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, form: list[str], shown: str
+) -> None:
+    break_seal(store.path(store.fill(), store.keys[0]))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), LEDGER_NAME)
+    fail_to(monkeypatch, "open", LEDGER_NAME, full)
+    status, printed, said = run("fsck", store.root, "--repair", *form)
+    assert (status, said) == (2, f"kvxfer fsck: {LEDGER_NAME}: No space left on device\n")
+    assert shown in printed
 
 
 def test_a_folder_that_cannot_be_opened_is_named_with_its_namespace(

@@ -58,12 +58,14 @@ class Finding:
     Attributes:
         reason: Why the file is bad; empty if it is not.
         quarantined: Whether the check moved the file to quarantine.
+        not_moved: Error that kept the check from moving it.
     """
 
     block: FoundBlock
     verdict: Verdict
     reason: str = ""
     quarantined: bool = False
+    not_moved: OSError | None = None
 
     @property
     def bad(self) -> bool:
@@ -118,11 +120,10 @@ class BlockCheck:
     ) -> Finding:
         """Read a whole file and compare it with its name, its folder, its seal and its checksum.
 
-        With `repair`, a corrupt file is moved to quarantine.
+        With `repair`, a corrupt file is moved to quarantine, or the finding has the error.
 
         Raises:
             BackendUnavailableError: The server is gone.
-            OSError: The file cannot be moved to quarantine.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -140,7 +141,10 @@ class BlockCheck:
                 raise
             except OSError as exc:
                 return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
-            return Finding(block, Verdict.CORRUPT, reason, repair and opened.quarantine())
+            try:
+                return Finding(block, Verdict.CORRUPT, reason, repair and opened.quarantine())
+            except OSError as exc:  # as on a full disk: the other blocks are verified
+                return Finding(block, Verdict.CORRUPT, reason, not_moved=exc)
 
     def _verify(self, opened: OpenBlock, block: FoundBlock, namespace: StoredNamespace) -> Verdict:
         if block.misplaced:
@@ -181,6 +185,7 @@ class StoreCheck:
         self._check = check
         self.errors: list[OSError] = []
         self.num_bytes = self.num_quarantined = 0
+        self._not_moved: OSError | None = None
         for fingerprint in store.fingerprints():
             samples: list[FoundBlock] = []
             for block in store.blocks(fingerprint, errors=self.errors):
@@ -206,7 +211,9 @@ class StoreCheck:
                 check = functools.partial(self._check.check, namespace, repair=repair)
                 found = self._store.blocks(fingerprint, errors=[])
                 blocks = (block for block in found if not block.quarantined)
-                yield from _map_in_threads(check, blocks, self._store.num_at_once)
+                for finding in _map_in_threads(check, blocks, self._store.num_at_once):
+                    self._not_moved = self._not_moved or finding.not_moved
+                    yield finding
 
     def namespace_problems(self) -> Iterator[str]:
         """Report missing or damaged descriptions of namespaces; no block depends on them."""
@@ -224,11 +231,14 @@ class StoreCheck:
             Number of files removed.
 
         Raises:
-            OSError: The store or the count cannot be read; the count is unchanged.
+            OSError: The store or the count cannot be read, and the count is unchanged; or `verify`
+                could not move a file to quarantine.
         """
         num_removed = self._store.collect()
         with contextlib.closing(self._store.open_count()) as count:
             count.recount_blocks(self._store.blocks(), lambda: self._store.num_skipped)
+        if self._not_moved:
+            raise self._not_moved
         return num_removed
 
 
