@@ -199,8 +199,7 @@ class Space:
             if start:
                 runtime.sleep(STEP_PAUSE_S)
             removed += self._remove(keys[start : start + KEYS_PER_LOCK], reason)
-        require_known([each for each in removed if isinstance(each, OSError)])
-        return [each is True for each in removed]
+        return [bool(each) for each in require_known(removed)]
 
     def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool | OSError]:
         """Remove files; return for each whether it was there, or why it cannot be removed."""

@@ -28,7 +28,7 @@ from kvxfer.backends.file import backend as file_backend
 from kvxfer.backends.file import file_index, space
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folder_store import FolderStore
-from kvxfer.backends.file.folders import Ledger, ledger
+from kvxfer.backends.file.folders import BlockTree, Ledger, ledger
 from kvxfer.backends.file.io import FileIO
 from kvxfer.backends.file.space import Space
 from kvxfer.errors import BackendUnavailableError, ClosedError
@@ -255,22 +255,62 @@ async def test_a_walk_that_counts_while_a_store_finds_no_count_makes_room_for_it
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
 
 
-async def test_a_store_that_could_not_be_counted_is_counted_once_it_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_stores", [1, 3])
+async def test_a_store_without_a_count_recovers_once_all_its_folders_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stores: int
 ) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    unreadable = tmp_path / ("f" * len(memory.namespace().fingerprint))
-    unreadable.mkdir()
-    async with indexed_store(tmp_path, memory.namespace()) as backend:
+    memory, keys = one_page_memory(), hashed_keys(3)
+    async with indexed_store(tmp_path, memory.namespace(), rescan_factor=0.0) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
         os.truncate(tmp_path / "usage.ledger", 0)
         with monkeypatch.context() as patched:
-            fail_to(patched, "open", unreadable.name, PermissionError(errno.EACCES, "no"))
-            for key in keys[:3]:
-                (outcome,) = await store(backend, [key], memory.describe(0, [0]))
-                assert "a part of it cannot be read" in outcome.reason
-        (outcome,) = await store(backend, keys[3:], memory.describe(0, [0]))
-        assert outcome.done, outcome
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
+            refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            fail_to(patched, "open", keys[0].hex()[:2], refused)
+            for _ in range(num_stores):
+                (outcome,) = await store(backend, keys[1:2], memory.describe(0, [1]))
+                assert "cannot be read" in outcome.reason
+        assert statuses(await store(backend, keys[1:2], memory.describe(0, [1]))) == [DONE]
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
+        num_walks = backend._space._num_walks
+        assert statuses(await store(backend, keys[2:], memory.describe(0, [2]))) == [DONE]
+        assert backend._space._num_walks == num_walks, "one walk is enough"
+
+
+async def test_an_observer_hears_of_the_blocks_that_the_first_walk_found_before_it_came(
+    tmp_path: Path,
+) -> None:
+    memory, keys, recorder = one_page_memory(), hashed_keys(2), Recorder()
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(2)))
+    async with indexed_store(tmp_path, memory.namespace()) as backend:
+        backend.observe(Reports([recorder], "file"))
+        assert recorder.kept == {"file": {*keys}}
+        assert recorder.gauges("file")[Gauge.USED_BYTES] == 2 * FILE_BYTES
+
+
+async def test_a_store_without_room_says_that_a_walk_may_find_blocks_to_evict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, go = one_page_memory(), hashed_keys(2), threading.Event()
+    capacity = ByteSize(FILE_BYTES)
+
+    def wait(_tree: BlockTree) -> int:
+        go.wait()
+        return 0
+
+    async with indexed_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        async with open_store(tmp_path, memory.namespace()) as other:
+            await store(other, keys[:1], memory.describe(0, [0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockTree, "collect", wait)
+            patched.setattr(space, "WALK_WAIT_S", 0.01)
+            try:
+                (outcome,) = await store(backend, keys[1:], memory.describe(0, [1]))
+                assert outcome.reason == "no room until a walk finds blocks to evict"
+                assert backend._space.begin_scan() is backend._space.begin_scan()
+            finally:
+                go.set()
+        assert statuses(await store(backend, keys[1:], memory.describe(0, [1]))) == [DONE]
 
 
 async def test_no_walk_ends_while_room_is_given_back(
@@ -293,6 +333,47 @@ async def test_no_walk_ends_while_room_is_given_back(
         assert counted_bytes(tmp_path) == 0
 
 
+async def test_no_walk_follows_a_slow_one_before_its_pause_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    memory, keys, collect = one_page_memory(), hashed_keys(4), BlockTree.collect
+
+    def take_a_second(tree: BlockTree) -> int:
+        clock.now += 1.0
+        return collect(tree)
+
+    async with (
+        indexed_store(tmp_path, memory.namespace(), capacity=ByteSize(FILE_BYTES)) as ours,
+        open_store(tmp_path, memory.namespace()) as theirs,
+    ):
+        monkeypatch.setattr(BlockTree, "collect", take_a_second)
+        for number, expected in enumerate([DONE, FAILED]):
+            await store(theirs, keys[number : number + 1], memory.describe(0, [0]))
+            (outcome,) = await store(ours, keys[2 + number :][:1], memory.describe(0, [1]))
+            assert outcome.status is expected
+        clock.now += 9.9
+        assert statuses(await store(ours, keys[3:], memory.describe(0, [1]))) == [FAILED]
+        clock.now += 0.1
+        assert statuses(await store(ours, keys[3:], memory.describe(0, [1]))) == [DONE]
+
+
+async def test_no_room_stays_reserved_when_it_cannot_be_taken_off_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, failing = one_page_memory(), hashed_keys(2), Mock(side_effect=OSError(errno.EIO))
+    async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        assert statuses(await store(backend, keys[:1], memory.describe(0, [0]))) == [DONE]
+        assert backend._ledger.reserved == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(FileIO, "write", failing)
+            patched.setattr(Ledger, "give_back", failing)
+            assert statuses(await store(backend, keys[1:], memory.describe(0, [0]))) == [FAILED]
+        assert backend._ledger.reserved == 0
+        assert counted_bytes(tmp_path) == 2 * FILE_BYTES, "until the next walk"
+        await asyncio.wrap_future(backend._space.begin_scan())
+        assert counted_bytes(tmp_path) == FILE_BYTES
+
+
 async def test_what_did_not_fit_is_given_back_when_an_eviction_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +387,27 @@ async def test_what_did_not_fit_is_given_back_when_an_eviction_fails(
         monkeypatch.setattr(backend._space, "evict", fail)
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert backend._ledger.reserved == counted_bytes(tmp_path) == 0
+
+
+async def test_a_block_that_did_not_fit_is_stored_once_others_were_found_and_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, write = one_page_memory(), hashed_keys(3), FileIO.write
+    failing = iter([OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] * 2)
+
+    def fail_twice(*given: Any) -> Any:
+        for error in failing:
+            raise error
+        return write(*given)
+
+    async with indexed_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        async with open_store(tmp_path, memory.namespace()) as other:
+            await store(other, keys[:2], memory.describe(0, range(2)))
+        monkeypatch.setattr(FileIO, "write", fail_twice)
+        for expected in (FAILED, DONE):
+            assert statuses(await store(backend, keys[2:], memory.describe(0, [0]))) == [expected]
+        assert sum(await backend.lookup(keys)) == 2
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
 
 
 async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
