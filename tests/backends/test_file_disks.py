@@ -276,6 +276,21 @@ async def test_a_store_without_a_count_recovers_once_all_its_folders_can_be_read
         assert backend._space._num_walks == num_walks, "one walk is enough"
 
 
+async def test_no_store_with_a_count_walks_because_a_folder_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    async with indexed_store(tmp_path, memory.namespace(), rescan_factor=0.0) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        fail_to(monkeypatch, "open", keys[0].hex()[:2], refused)
+        await asyncio.wrap_future(backend._space.begin_scan())
+        num_walks = backend._space._num_walks
+        assert statuses(await store(backend, keys[1:], memory.describe(0, [1]))) == [DONE]
+        assert backend._space._num_walks == num_walks
+        assert counted_bytes(tmp_path) == 2 * FILE_BYTES
+
+
 async def test_an_observer_hears_of_the_blocks_that_the_first_walk_found_before_it_came(
     tmp_path: Path,
 ) -> None:

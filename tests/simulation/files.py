@@ -673,6 +673,7 @@ def held_by_files(backend: FileBackend) -> list[str]:
         "writes": len(backend._writing_since),
         "claimed lists": len(backend._ledger._lists),
         "held files": sum(each.held for each in index._entries.values()),
+        "failed walks": int(index._walk is not None and not backend._space.is_walking),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
 

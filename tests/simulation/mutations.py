@@ -331,6 +331,8 @@ TABLE = """
 -        if self._num_losses != begun.num_losses or self._added < begun.added:
 +        if self._num_losses < begun.num_losses:
 --- backends/file/space.py
+@@ files 40 a walk that failed stays under way
+-            self.index.abandon_walk()
 @@ files 600 memory is short while the room of files is given back
 -            with contextlib.suppress(OSError, MemoryError):
 -                with self
