@@ -135,15 +135,8 @@ class BlockIndex:
         return [entry is not None and entry.storing for entry in map(self._entries.get, keys)]
 
     def slot_of(self, key: BlockKey) -> int:
-        """Slot of a block in any state.
-
-        Raises:
-            BlockStateError: The key is absent.
-        """
-        entry = self._entries.get(key)
-        if entry is None:
-            raise BlockStateError(key, None, "present")
-        return entry.slot
+        """Slot of a block in any state; the key must be in the index."""
+        return self._entries[key].slot
 
     def begin_store(self, keys: Sequence[BlockKey]) -> StorePlan:
         """Assign slots to keys, evicting if need be; to the leading keys if not all fit.

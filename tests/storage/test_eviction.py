@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import BlockKey, Retention, make_block_key, runtime
+from kvxfer.errors import BlockStateError, DuplicateError
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy, RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex, BlockState
@@ -119,6 +120,52 @@ def test_a_block_whose_wish_was_noted_before_an_error_is_not_evicted_while_it_is
         index.retain([no_key, key(0)], Retention(priority=-1))
     index.pin([key(0)])
     assert index.begin_store([key(2)]).evicted == [key(1)]
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_blocks_that_are_read_or_written_are_not_evicted_though_they_are_stored_again(
+    policy: Callable[[int], EvictionPolicy],
+) -> None:
+    index, (read, written, new) = BlockIndex(policy(2)), map(key, range(3))
+    store(index, [0])
+    index.pin([read])
+    index.begin_store([written])
+    assert index.begin_store([read, written]).present == [read, written]
+    assert index.begin_store([new]).refused == [new]
+    index.unpin([read])
+    assert index.begin_store([new]).evicted == [read]
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_no_block_of_a_batch_is_evicted_for_another(
+    policy: Callable[[int], EvictionPolicy],
+) -> None:
+    index = BlockIndex(policy(2))
+    store(index, [0, 1])
+    plan = index.begin_store(list(map(key, (0, 2, 3))))
+    assert (plan.present, plan.evicted, plan.refused) == ([key(0)], [key(1)], [key(3)])
+
+
+def test_a_call_for_blocks_in_another_state_changes_none() -> None:
+    index, (ready, storing, absent) = BlockIndex(LRU(NUM_SLOTS)), map(key, range(3))
+    store(index, [0])
+    index.begin_store([storing])
+    calls: list[tuple[Callable[[], object], type[Exception]]] = [
+        (lambda: index.begin_store([absent, absent]), DuplicateError),
+        (lambda: index.finish_store([storing, storing], stored=True), DuplicateError),
+        (lambda: index.finish_store([storing, ready], stored=True), BlockStateError),
+        (lambda: index.finish_store([storing, absent], stored=False), BlockStateError),
+        (lambda: index.pin([ready, storing]), BlockStateError),
+        (lambda: index.pin([ready, absent]), BlockStateError),
+        (lambda: index.unpin([ready]), BlockStateError),
+        (lambda: index.unpin([absent]), BlockStateError),
+    ]
+    for call, error in calls:
+        with pytest.raises(error):
+            call()
+        states = [index.state(each) for each in (ready, storing, absent)]
+        assert states == [BlockState.READY, BlockState.STORING, None]
+        assert index.num_free_slots == NUM_SLOTS - 2
 
 
 def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
