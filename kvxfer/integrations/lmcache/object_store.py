@@ -10,6 +10,7 @@ import logging
 import struct
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,13 +153,11 @@ class ObjectStore:
         await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
         there = await self._lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
-        for each in new.values():
-            self._residents.begin_store(each.key, each.num_bytes)
-        try:
-            stored = await self._store_new(task, list(new.values()))
-        finally:
+        with ExitStack() as begun:
             for each in new.values():
-                self._residents.end_store(each.key)
+                self._residents.begin_store(each.key, each.num_bytes)
+                begun.callback(self._residents.end_store, each.key)
+            stored = await self._store_new(task, list(new.values()))
         for each, found in zip(objects, there, strict=True):
             task.done[each.index] = found or each.key in stored
         task.num_bytes = sum(new[key].num_bytes for key in stored)
