@@ -2,8 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
 from random import Random
@@ -22,7 +22,8 @@ from kvxfer.integrations.lmcache.answers import GRACE_S
 from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
 from kvxfer.integrations.lmcache.object_store import HEADER
 from kvxfer.integrations.lmcache.residents import DELIVERY_S
-from kvxfer.storage.backend import MISSING, PARTIAL
+from kvxfer.runtime import Threads, run_aside
+from kvxfer.storage.backend import DONE, MISSING, PARTIAL
 from kvxfer.storage.observer import Observable, Observer, Reports
 from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.tiering import TieredBackend
@@ -34,6 +35,7 @@ from tests.simulation.tiers import (
     late_copies,
     leftovers_of_host,
     leftovers_of_tiers,
+    open_host,
     open_tier,
     watch_staging,
 )
@@ -130,16 +132,23 @@ class LMCacheScenario(Scenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         if simulation.random("lines").random() < 0.2:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
-        package = "kvxfer.integrations.lmcache"
-        bus = "lmcache.v1.distributed.l2_adapters.base.get_event_bus"
-        with ExitStack() as patched:
-            for name in ("settings", "object_store"):
-                patched.enter_context(patch(f"{package}.{name}.UNIT_BYTES", UNIT_BYTES))
-            patched.enter_context(patch(f"{package}.answers.create_event_notifier", _Notifier))
-            patched.enter_context(patch(bus, Mock))
+        with simulated(UNIT_BYTES):
             run = _Run(simulation, {step.what for step in steps})
             carry_out_on_threads(simulation, steps, run.carry_out, NUM_THREADS)
             run.end()
+
+
+@contextmanager
+def simulated(unit_bytes: int) -> Iterator[None]:
+    """Let the plug run in a simulation, with small pieces."""
+    package = "kvxfer.integrations.lmcache"
+    bus = "lmcache.v1.distributed.l2_adapters.base.get_event_bus"
+    with ExitStack() as patched:
+        for name in ("settings", "object_store"):
+            patched.enter_context(patch(f"{package}.{name}.UNIT_BYTES", unit_bytes))
+        patched.enter_context(patch(f"{package}.answers.create_event_notifier", _Notifier))
+        patched.enter_context(patch(bus, Mock))
+        yield
 
 
 class _Notifier:
@@ -596,20 +605,7 @@ class _Run:
 
     def _judge_leftovers(self) -> None:
         """Check that the idle plug and its tiers have released everything."""
-        objects, residents = self._adapter._objects, self._adapter._residents
-        answers = (self._adapter._stored, self._adapter._found, self._adapter._loaded)
-        counts = {
-            "locked objects": len(objects._deletes) + len(objects._deletes._turns),
-            "late calls": objects._calls.num_late + len(objects._calls._abandoned),
-            "calls of the loop": len(objects._loop._given),
-            "answers": sum(len(each._given) for each in answers),
-            "tasks": sum(not each.ended for each in self._adapter._deadlines._tasks),
-            "stores": sum(each.num_stores for each in residents._objects.values()),
-            "objects to delete": len(residents._broken.keys() & residents._objects.keys()),
-        }
-        left = [f"{count} {what}" for what, count in counts.items() if count]
-        for staging in objects._staging.values():
-            left += _leftovers_of_staging(staging, may_lose=False)
+        left = leftovers_of_adapter(self._adapter)
         if isinstance(self._backend, TieredBackend):
             left += leftovers_of_tiers(self._backend)
         for tier in self._tiers:
@@ -617,6 +613,135 @@ class _Run:
                 left += leftovers_of_host(tier.inner)
         for each in left:
             self._simulation.fail("left", each)
+
+
+def leftovers_of_adapter(adapter: KVXferL2Adapter) -> list[str]:
+    """Describe what an idle plug still holds."""
+    objects, residents = adapter._objects, adapter._residents
+    counts = {
+        "locked objects": len(objects._deletes) + len(objects._deletes._turns),
+        "late calls": objects._calls.num_late + len(objects._calls._abandoned),
+        "calls of the loop": len(objects._loop._given),
+        "answers": sum(
+            len(each._given) for each in (adapter._stored, adapter._found, adapter._loaded)
+        ),
+        "tasks": sum(not each.ended for each in adapter._deadlines._tasks),
+        "stores": sum(each.num_stores for each in residents._objects.values()),
+        "objects to delete": len(residents._broken.keys() & residents._objects.keys()),
+    }
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    for staging in objects._staging.values():
+        left += _leftovers_of_staging(staging, may_lose=False)
+    return left
+
+
+class _ObjectsAdapter(KVXferL2Adapter):
+    """The plug over host memory."""
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        self.host = open_host(3 * len(KEYS) // 2, namespace, integrity=MemoryIntegrity.FULL)
+        return observe(self.host, Reports(observers))
+
+
+class Objects:
+    """Objects of two pieces, one for each key of the world, whose calls block."""
+
+    def __init__(self, world: Any, object_bytes: int) -> None:
+        self._world, self._object_bytes = world, object_bytes
+        self._keys = {key: KEYS[number] for number, key in enumerate(world.keys)}
+        self._threads = Threads("lmcache", 1)
+        self._patched = ExitStack()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        self._patched.enter_context(simulated(self._object_bytes))
+        size = self._object_bytes
+        params = {"backend": "host://", "revision": "commit", "piece": size, "staging": 64 * size}
+        params |= {"timeout_s": 5.0}
+        self.adapter = await run_aside("open", partial(_ObjectsAdapter, params))
+        self.adapter.set_backend_identity("kvxfer")
+
+    async def store(self, keys: Sequence[BlockKey], blocks: object) -> list[Outcome]:
+        values = [self._world.keys.index(key) + 1 for key in keys]
+        objects = [self._make(value) for value in values]
+        done = await self._ask(self.adapter.submit_store_task, keys, objects, self._take_stored)
+        return [DONE if done is not None and done.is_successful() else MISSING for _ in keys]
+
+    async def load(self, keys: Sequence[BlockKey], blocks: object) -> list[Outcome]:
+        objects, adapter = [self._make(0) for _ in keys], self.adapter
+        done = await self._ask(adapter.submit_load_task, keys, objects, adapter.query_load_result)
+        loaded = [done is not None and done.test(index) for index in range(len(keys))]
+        for key, each, is_there in zip(keys, objects, loaded, strict=True):
+            if is_there:
+                assert len({*each.bytes.tolist()}) == 1, "parts of several objects"
+                self._world.put(key, each.bytes[0])
+        return [DONE if each else MISSING for each in loaded]
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        adapter = self.adapter
+
+        def take(task: int) -> Any:
+            done = adapter.query_lookup_and_lock_result(task)
+            if done is not None:
+                there = (key for at, key in enumerate(keys) if done.test(at))
+                adapter.submit_unlock([self._keys[key] for key in there])
+            return done
+
+        done = await self._ask(adapter.submit_lookup_and_lock_task, keys, {}, take)
+        return [done is not None and done.test(index) for index in range(len(keys))]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        await self._threads.run(self.adapter.delete, [self._keys[key] for key in keys])
+
+    def hang(self, seconds: float) -> None:
+        """Hang the event loop of the plug."""
+        self.adapter._objects.call_soon(partial(runtime.sleep, seconds))
+
+    async def _ask(
+        self, submit: Callable[..., int], keys: Sequence[BlockKey], given: Any, take: Any
+    ) -> Any:
+        """Submit a task and wait for its answer, as a controller does, even if cancelled."""
+
+        def ask() -> Any:
+            task = submit([self._keys[key] for key in keys], given)
+            answer, began = None, runtime.monotonic()
+            while answer is None and not self._is_closed:
+                runtime.sleep(0.1)
+                with suppress(MemoryError):  # of the controller, which asks again
+                    answer = take(task)
+                if runtime.monotonic() > began + CALM_S:
+                    self._world._simulation.fail("never answered", task)
+                    break
+            return answer
+
+        return await self._threads.run(ask)
+
+    def _take_stored(self, task: int) -> Any:
+        return self.adapter.pop_completed_store_tasks().get(task)
+
+    def _make(self, value: int) -> Any:
+        content = torch.full((self._object_bytes,), value, dtype=torch.uint8)
+        metadata = SimpleNamespace(shapes=[0], dtypes=["same"])
+        return SimpleNamespace(
+            raw_data=content,
+            bytes=content.numpy(),
+            data_ptr=content.data_ptr(),
+            metadata=metadata,
+            get_size=lambda: self._object_bytes,
+        )
+
+    def leftovers(self) -> list[str]:
+        left = leftovers_of_host(self.adapter.host)
+        if not self._is_closed:  # else nobody has its buffers
+            left += leftovers_of_adapter(self.adapter)
+            left += [f"{key} is pinned" for key in self.adapter._pins]
+        return left
+
+    async def aclose(self) -> None:
+        await run_aside("close", self.adapter.close)
+        self._is_closed = True
+        self._patched.close()
+        await self._threads.aclose()
 
 
 def _cut(content: bytes) -> list[bytes]:

@@ -13,11 +13,14 @@ import dis
 import functools
 import hashlib
 import inspect
+import operator
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from random import Random
@@ -663,6 +666,11 @@ async def look_up(world: World, backend: Any) -> Sequence[Outcome]:
     return []
 
 
+async def look_up_late(world: World, objects: Any) -> Sequence[Outcome]:
+    objects.hang(8.0)
+    return await look_up(world, objects)
+
+
 async def delete(world: World, backend: Any) -> Sequence[Outcome]:
     with world.shortage.on():
         await backend.delete([world.keys[0], world.keys[-1]])
@@ -868,6 +876,11 @@ def open_exchange(_: Simulation, world: World, **config: Any) -> Exchanged:
     return Exchanged(FIRST_PORT + len(world.opened), **common, **config)
 
 
+def open_plug(module: str, name: str, _: Simulation, world: World) -> Any:
+    kind = getattr(import_module(f"tests.simulation.{module}"), name)
+    return kind(world, PAGE_BYTES)
+
+
 def leftovers_of_peers(held: Held) -> list[str]:
     left = leftovers_of_exchange(held.backend._exchange, held.holder._server)
     counts = {
@@ -951,6 +964,11 @@ HASHED_EXCHANGE = (
 ROWS = (lambda _, world: Rows(world)), Rows.leftovers
 POOL = open_pool, leftovers_of_pool
 
+PLUGS = {
+    "LMCache": ("lmcache", "lmcache", "Objects"),
+}
+"""Plugs, each with the package that it is for, and the place of the subject."""
+
 OPERATIONS: dict[str, tuple[Any, Operation]] = {
     "store in host memory": (HOST, store),
     "load from host memory": (HOST, load),
@@ -1001,6 +1019,15 @@ OPERATIONS: dict[str, tuple[Any, Operation]] = {
     "hand a hashed prompt over": (HASHED_EXCHANGE, hand_over),
     "hand a hashed prompt over early": (HASHED_EXCHANGE, hand_over_early),
 }
+for plug, (package, module, kind) in PLUGS.items():
+    if find_spec(package):
+        of_plug = functools.partial(open_plug, module, kind), operator.methodcaller("leftovers")
+        OPERATIONS[f"store by {plug}"] = of_plug, store
+        OPERATIONS[f"load by {plug}"] = of_plug, load
+        OPERATIONS[f"look up by {plug}"] = of_plug, look_up
+        if package == "lmcache":
+            OPERATIONS[f"delete by {plug}"] = of_plug, delete
+            OPERATIONS[f"look up late by {plug}"] = of_plug, look_up_late
 IS_LOG = ("was never awaited", "awaited", "never retrieved", "Exception in callback")
 """Reports of asyncio about errors that have been handled, or about work that never began."""
 

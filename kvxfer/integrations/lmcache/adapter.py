@@ -144,8 +144,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
         def answer(task: Task) -> Bitmap:
             done = list(task.done)  # a late lookup may still change it
-            self._pin([key for key, found in zip(keys, done, strict=True) if found])
-            return _bitmap(done)
+            found = _bitmap(done)
+            self._pin([key for key, is_there in zip(keys, done, strict=True) if is_there])
+            return found
 
         return self._submit(
             len(keys), self._found, answer, lambda task: self._objects.lookup(task, keys)
@@ -265,7 +266,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
 
         with self._submission:
             deadline = runtime.monotonic() + self._settings.timeout_s
-            task = Task(num_keys, deadline, lambda ended: answers.give(task_id, answer(ended)))
+            task = Task(num_keys, deadline, lambda of: answers.give(task_id, lambda: answer(of)))
             if not self._closed:
                 self._deadlines.watch(task)
         try:

@@ -33,12 +33,12 @@ class Answers:
         """The event file descriptor."""
         return int(self._notifier.fileno())
 
-    def give(self, task_id: int, answer: object) -> None:
-        """Answer a task."""
+    def give(self, task_id: int, make: Callable[[], object]) -> None:
+        """Make the answer to a task, and give it; if that fails, nothing is given."""
         with self._lock:
             if self._closed:
                 return
-            self._given[task_id] = answer
+            self._given[task_id] = make()
             self._notifier.notify()
 
     def take(self, task_id: int) -> Any:
@@ -104,15 +104,16 @@ class Task:
             return not self.ended
 
     def end(self) -> None:
-        """Answer with what is done so far, unless the task was answered before."""
+        """Answer with what is done so far, unless that was done; `Deadlines` repeats a failure."""
         with self._lock:
             if self.ended:
                 return
-            self.ended = True
-        try:
-            self._answer(self)
-        except Exception:
-            logger.exception("LMCache's controller cannot be answered")
+            try:
+                self._answer(self)
+                self.ended = True
+            except Exception:
+                self.deadline = runtime.monotonic()  # to be repeated `GRACE_S` later
+                logger.exception("LMCache's controller cannot be answered yet")
 
 
 class Deadlines:
@@ -140,18 +141,25 @@ class Deadlines:
             task.end()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._tasks and self._tasks[0].ended:
-                    self._tasks.popleft()
-                if self._closed:
-                    return
-                if not self._tasks:
-                    self._changed.wait()
-                    continue
-                task = self._tasks[0]
-                left = task.deadline + GRACE_S - runtime.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
-                    continue
-            task.end()
+        while not self._closed:
+            try:
+                self._end_next()
+            except Exception:
+                logger.exception("the deadline of a task of LMCache's cannot be kept yet")
+
+    def _end_next(self) -> None:
+        """End the first task, unless its deadline has to be waited for first, or another task."""
+        with self._changed:
+            while self._tasks and self._tasks[0].ended:
+                self._tasks.popleft()
+            if self._closed:
+                return
+            if not self._tasks:
+                self._changed.wait()
+                return
+            task = self._tasks[0]
+            left = task.deadline + GRACE_S - runtime.monotonic()
+            if left > 0:
+                self._changed.wait(left)
+                return
+        task.end()
