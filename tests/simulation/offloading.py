@@ -1,6 +1,7 @@
 """Scenario of vLLM's offloading: its scheduler over our manager, workers and lower tiers."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
@@ -8,18 +9,33 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from vllm.v1.kv_offload.base import Medium
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+)
 
-from kvxfer import Backend, BlockKey, Namespace, TieredBackend, runtime
+from kvxfer import Backend, BlockKey, Namespace, Outcome, TieredBackend, runtime
+from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape, SlotMover
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading import manager as manager_module
-from kvxfer.storage import group_of
-from kvxfer.storage.index import BlockState
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from kvxfer.runtime import Threads
+from kvxfer.storage import GroupIdentity, group_of
+from kvxfer.storage.backend import DONE, MISSING
+from kvxfer.storage.eviction.policies import LRU, RetainingPolicy
+from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.testing import DictConfig
 from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.mover import Slices
-from tests.simulation.tiers import PurgeableDict, leftovers_of_tiers
+from tests.simulation.tiers import PurgeableDict, leftovers_of_engine, leftovers_of_tiers
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
 
 MOST_TOKENS = 48
@@ -407,3 +423,125 @@ def leftovers_of_manager(manager: Any) -> list[str]:
         if isinstance(backend, TieredBackend):
             left = leftovers_of_tiers(backend)
     return [f"{count} {what}" for what, count in counts.items() if count] + left
+
+
+class Chunks:
+    """Manager, lower tier and worker, called by a thread in place of vLLM's scheduler and worker.
+
+    Only other threads are interrupted: an error that vLLM itself gets ends its engine.
+    """
+
+    def __init__(self, world: Any, block_bytes: int) -> None:
+        self._world = world
+        self._threads = Threads("vllm", 1)
+        self._numbers = count()
+        self._num_slots = 2 * len(world.keys) // 3 + 1
+        self._shape = PoolShape(self._num_slots, num_parts=1, part_size_bytes=4096)
+        self._is_closed = False
+
+    async def start(self) -> None:
+        await self._threads.run(self._open)
+
+    def _open(self) -> None:
+        sys.setprofile(None)  # the steps of this thread are not counted
+        group = GroupIdentity(page_sizes_bytes=(self._shape.slot_size_bytes,))
+        namespace = Namespace(model="m", groups=(group,))
+        copies = CPUCopyEngine(num_threads=1)
+        self.pool = HostPool(self._shape, namespace, copies, integrity=MemoryIntegrity.FULL)
+        rows = self.pool.slots.reshape(self._num_slots, -1)
+        below = PurgeableDict(DictConfig(), namespace)
+        self._tier = LowerTier(rows, namespace, below, pool=self.pool, emit_events=True)
+        index = BlockIndex(RetainingPolicy(LRU(self._num_slots)))
+        self.manager = KVXferOffloadingManager(self.pool, index, self._tier, emit_events=True)
+        slots = SlotMover(self.pool, part=0, num_writers=1, writer_index=0)
+        self._moving = PolledEngine(self._world.caches, slots, blocks_per_chunk=1, timeout_s=None)
+        self._worker = KVXferOffloadingWorker(self._moving, group_ids=[0], blocks_per_chunk=1)
+        self._mirror = _Mirror(self.manager)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: object) -> list[Outcome]:
+        return await self._threads.run(self._store, keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: object) -> list[Outcome]:
+        return await self._threads.run(self._load, keys)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self._threads.run(self._look_up, keys, ReqContext("looking"))
+
+    def _store(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        context = ReqContext("storing")
+        self.manager.on_new_request(context)
+        for key in keys:  # one at a time, since chunks on the way down cannot be evicted
+            output = self.manager.prepare_store([key], context)
+            if output is not None and output.keys_to_store:
+                given = GPULoadStoreSpec([self._world.keys.index(key)], [1], [0])
+                self._move(self._worker.submit_store, given, output.store_spec)
+                self.manager.complete_store({key}, context)
+            for _ in range(20):  # until it is below
+                self._step()
+        self.manager.on_request_finished(context)
+        there = [self.manager._index.state(key) is not None for key in keys]
+        return [DONE if each else MISSING for each in there]
+
+    def _load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        context = ReqContext("loading")
+        self.manager.on_new_request(context)
+        found = self._look_up(keys, context, ends=False)
+        hits = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+        if hits:
+            placed = self.manager.prepare_load(hits, context)
+            ids = [len(self._world.keys) + self._world.keys.index(key) for key in hits]
+            self._move(self._worker.submit_load, placed, GPULoadStoreSpec(ids, [len(ids)], [0]))
+            self.manager.complete_load(hits, context)
+        self.manager.on_request_finished(context)
+        self._step()
+        return [DONE if is_there else MISSING for is_there in found]
+
+    def _look_up(
+        self, keys: Sequence[BlockKey], context: ReqContext, *, ends: bool = True
+    ) -> list[bool]:
+        until = runtime.monotonic() + MOST_S
+        while True:
+            results = [self.manager.lookup(key, context) for key in keys]
+            if not {LookupResult.RETRY, LookupResult.HIT_PENDING}.intersection(results):
+                break
+            if runtime.monotonic() > until:
+                self._world._simulation.fail("never answered", results)
+                break
+            self._step()
+        if ends:
+            self.manager.on_request_finished(context)
+            self._step()
+        return [result is LookupResult.HIT for result in results]
+
+    def _move(self, submit: Callable[..., bool], source: Any, target: Any) -> None:
+        number, until = next(self._numbers), runtime.monotonic() + MOST_S
+        submit(number, source, target)
+        while not (ended := self._worker.get_finished()):
+            if runtime.monotonic() > until:
+                self._world._simulation.fail("never moved", number)
+                return
+            runtime.sleep(0.01)
+        if [(each.job_id, each.success) for each in ended] != [(number, True)]:
+            self._world._simulation.fail("a job of vLLM's ended otherwise", ended)
+
+    def _step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext([], ()))
+        runtime.sleep(0.1)
+
+    def leftovers(self) -> list[str]:
+        if self._is_closed:
+            return []
+        self._step()
+        self._mirror.update()
+        left = leftovers_of_manager(self.manager) + leftovers_of_engine(self._tier._engine)
+        left += leftovers_of_engine(self._moving)
+        return left + [f"{key.hex()} is told wrongly" for key in self._mirror.differences()]
+
+    async def aclose(self) -> None:
+        await self._threads.run(self._close)
+        await self._threads.aclose()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._worker.shutdown()
+        self.manager.shutdown()

@@ -966,6 +966,7 @@ POOL = open_pool, leftovers_of_pool
 
 PLUGS = {
     "LMCache": ("lmcache", "lmcache", "Objects"),
+    "vLLM": ("vllm", "offloading", "Chunks"),
 }
 """Plugs, each with the package that it is for, and the place of the subject."""
 

@@ -18,6 +18,7 @@ from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.testing.simulation import FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.world import BLOCKS_PER_CHUNK, NUM_KEYS, PAGE_SIZES_BYTES
 from kvxfer.tiering import TierTimeouts
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.staged_backend import StagedBackend
 from kvxfer.units import ByteSize
 from tests.simulation.storms import OpenedTiers, StormScenario
@@ -285,7 +286,7 @@ def leftovers_of_all(
     return left
 
 
-def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> list[str]:
+def leftovers_of_engine(engine: PolledEngine[Any], *, may_lose: bool = False) -> list[str]:
     """Describe pieces, bytes and calls that an idle engine still holds; `may_lose` excuses some."""
     mover = engine._mover
     counts = {

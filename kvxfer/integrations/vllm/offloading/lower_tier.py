@@ -407,12 +407,11 @@ class LowerTier:
             logger.warning("the lower tier: a lookup of %d keys failed: %r", len(names), exc)
         if not lookup.answer.set_running_or_notify_cancel():
             return
-        there = {key for key, is_there in zip(lookup.keys, found, strict=True) if is_there}
-        try:
-            rows = {key: row for key, row in lookup.rows.items() if key in there}
-            self._load(rows, lookup.jobs)
+        try:  # from here on, only an answer ends the lookup
+            there = {key for key, is_there in zip(lookup.keys, found, strict=True) if is_there}
+            self._load({key: lookup.rows[key] for key in lookup.rows if key in there}, lookup.jobs)
         except Exception:
-            logger.exception("the lower tier: cannot load %d keys that were found", len(there))
+            logger.exception("the lower tier: cannot load the found ones of %d keys", len(names))
             found = [False] * len(names)
         lookup.answer.set_result(found)
 
