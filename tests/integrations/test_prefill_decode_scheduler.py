@@ -21,14 +21,22 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvxfer import errors
+from kvxfer.endpoint import Endpoint
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.offloading.offloading_spec import SPEC
 from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.worker import Offer, PrefillDecodeWorker, StepData
+from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket
+from kvxfer.integrations.vllm.prefill_decode.worker import (
+    Fetch,
+    Offer,
+    PrefillDecodeWorker,
+    StepData,
+)
 from kvxfer.lending import Fetched
+from kvxfer.lending.reader import Wanted
 from kvxfer.storage import PromptKeys, group_of
 from kvxfer.storage.observer import LENT, Reports
 from tests.clock import Clock
@@ -397,6 +405,20 @@ def test_blocks_are_told_as_lent_once_and_as_gone_with_their_last_lease() -> Non
         assert recorder.kept[LENT] == {*keys}
         worker.take_ended()
     assert (recorder.kept[LENT], recorder.mistakes) == (set(), [])
+
+
+def test_a_load_that_was_cancelled_is_reported_once_and_its_blocks_are_bad() -> None:
+    handover = FakeHandover()
+    worker = PrefillDecodeWorker(handover, Counters())  # type: ignore[arg-type]
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    wanted = Wanted([keys], [0], [[5, 0, 6]], first_token=0, num_tokens=8, tokens_per_block=(4,))
+    fetch = Fetch("d", Ticket(LEASE, Endpoint("host", 7100)), wanted, waits=False)
+    worker.begin(StepData(fetches=[fetch]))
+    (*_, loading), *_ = handover.fetches
+    loading.cancel()
+    ended = [worker.take_ended() for _ in range(2)]
+    assert [each.received for each in ended] == [{"d"}, set()]
+    assert ended[0].bad_blocks == {"d": [[5, 6]]}
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,23 @@ class PrefillDecodeWorker:
         self._counters.add("expired", num_expired - self._num_expired)
         self._num_expired = num_expired
         for request_id in [each for each, (_, load, _) in self._loads.items() if load.done()]:
-            fetch, load, began = self._loads.pop(request_id)
-            bad, quiet = self._count(fetch, load, runtime.monotonic() - began), None
-            if not load.exception() and not load.result().memory_safe:
+            fetch, load, began = self._loads[request_id]
+            fetched, quiet = self._count(fetch, load, runtime.monotonic() - began), None
+            if not fetched.memory_safe:
                 text = "request %s waits: a read that NIXL cannot end may still write to its blocks"
                 logger.warning(text, printable_id(request_id))
                 quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
-            self._ending[request_id] = bad, quiet
+            self._ending[request_id] = fetched.bad_blocks, quiet
+            del self._loads[request_id]
         for request_id, (bad, quiet) in list(self._ending.items()):
             if quiet is None or quiet.done():
                 del self._ending[request_id]
                 ended.received.add(request_id)
-                ended.bad_blocks |= {request_id: bad} if bad else {}
+                ended.bad_blocks |= {request_id: bad} if any(bad) else {}
         return ended
 
-    def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
-        """Count a load that has ended; return its bad blocks, for each group."""
+    def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> Fetched:
+        """Count a load that has ended, and return its result; one that failed has no good block."""
         request_id = printable_id(fetch.request_id)
         try:
             fetched = load.result()
@@ -154,7 +155,7 @@ class PrefillDecodeWorker:
             level = logging.WARNING if isinstance(exc, KVXferError) else logging.ERROR
             logger.log(level, "load of request %s failed: %r", request_id, exc, exc_info=level > 30)
             self._counters.add("missing", sum(map(len, fetch.wanted.keys)), reason="error")
-            return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
+            return Fetched([[block for block in ids if block] for ids in fetch.wanted.block_ids])
         if fetched.num_verified:
             self._counters.add_load(seconds)
         self._counters.add("loaded_bytes", fetched.num_bytes)
@@ -163,4 +164,4 @@ class PrefillDecodeWorker:
             self._counters.add("missing", number, reason=reason)
         if fetched.reason:
             logger.warning("request %s recomputes pages: %s", request_id, fetched.reason)
-        return fetched.bad_blocks if any(fetched.bad_blocks) else []
+        return fetched
