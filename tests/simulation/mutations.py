@@ -480,11 +480,11 @@ TABLE = """
 +        self.num_requests -= 1
 --- kvxfer/integrations/vllm/prefill_decode/worker.py
 @@ handover 40 blocks that were not loaded are not reported
--                ended.bad_blocks |= {request_id: bad} if bad else {}
+-                ended.bad_blocks |= {request_id: bad} if any(bad) else {}
 @@ handover 40 a lease is not revoked when its blocks are gone
 -            self._handover.revoke(step.revoked)
 @@ handover 40 a load has ended although a read goes on
--            if not load.exception() and not load.result().memory_safe:
+-            if not fetched.memory_safe:
 +            if not load.done():
 --- kvxfer/storage/leases/book.py
 @@ handover 60 a lease is held for a reader that is gone
