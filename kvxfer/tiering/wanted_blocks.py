@@ -115,14 +115,10 @@ class WantedBlocks:
                 block.waiting.pop(req_id, None)
             if block.slot is not None:
                 used.append(key)
-            if block.num_requests:
-                continue
-            if block.slot is not None:
-                unpinned.append(key)
-                block.slot = block.checked = None
-            if not block.is_asked or block.found is not None:  # no lookup is running
-                self._open.pop(key, None)
-                del self._blocks[key]
+                if not block.num_requests:
+                    unpinned.append(key)
+                    block.slot = block.checked = None
+            self._drop_unwanted(key, block)
         return used, unpinned
 
     def clear(self) -> None:
@@ -132,5 +128,7 @@ class WantedBlocks:
         self._keys_of.clear()
 
     def _drop_unwanted(self, key: BlockKey, block: Wanted) -> None:
+        """Drop a block that no request wants, unless its lookup is running."""
         if not block.num_requests and (block.found is not None or not block.is_asked):
+            self._open.pop(key, None)
             del self._blocks[key]
