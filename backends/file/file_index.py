@@ -268,16 +268,9 @@ class FileIndex:
             yield from self._in_steps(partial(self._vanish, walk), known)
         yield from self._in_steps(partial(self._find, walk), blocks)
         if is_first:  # files stored before it ended were used more recently than those it found
-            newer = dict.fromkeys(known)
-
-            def note_newer(file: FileId) -> None:
-                if file not in walk.there:
-                    newer[file] = None
-
             with self._lock:
-                known = list(self._entries)
-            yield from self._in_steps(note_newer, known)
-            yield from self._in_steps(self._renew, list(newer))
+                files = list(self._entries)
+            yield from self._in_steps(partial(self._renew, walk, set(known)), files)
 
     def end_walk(self) -> int:
         """End a walk that the index has learned; return the bytes of all files, never too few.
@@ -357,9 +350,10 @@ class FileIndex:
         self._make_candidate(file, self._add(file, num_bytes, used, self._policy))
         self._walk_result[0].append(file)
 
-    def _renew(self, file: FileId) -> None:
+    def _renew(self, walk: _Walk, known: set[FileId], file: FileId) -> None:
+        """Count a use of a file that was known before a walk, or that the walk did not find."""
         entry = self._entries.get(file)
-        if entry and not entry.held:
+        if entry and not entry.held and (file in known or file not in walk.there):
             retention = self._policy.retention(file)
             self._policy.remove(file)
             self._policy.admit(file)

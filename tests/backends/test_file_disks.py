@@ -1030,6 +1030,24 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
             assert gone == sorted(ages)[-number:]
 
 
+async def test_blocks_stored_during_the_first_walk_are_evicted_after_those_that_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, go = one_page_memory(), hashed_keys(5), threading.Event()
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys[:2], memory.describe(0, range(2)))
+    monkeypatch.setattr(BlockTree, "collect", lambda _tree: go.wait() and 0)
+    capacity = ByteSize(3 * FILE_BYTES)
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        try:
+            assert statuses(await store(backend, keys[2:3], memory.describe(0, [0]))) == [DONE]
+        finally:
+            go.set()
+        await backend.wait_indexed()
+        assert statuses(await store(backend, keys[3:], memory.describe(0, [0, 1]))) == [DONE] * 2
+        assert await backend.lookup(keys) == [False] * 2 + [True] * 3
+
+
 async def test_a_block_that_is_only_stored_again_is_not_collected_as_unused(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(2)
     async with open_store(tmp_path, memory.namespace()) as backend:
