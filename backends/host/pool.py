@@ -235,7 +235,7 @@ class HostPool:
         stored is `MISSING`: it does not hold the whole block.
         """
         for part, tag in enumerate(self._tags[slot].tolist()):
-            outcome = self._check_tag(tag, slot, key, 0)
+            outcome = self._check_tag(tag, slot, key, 0, 0)
             if outcome.done and self.integrity is MemoryIntegrity.FULL:
                 outcome = self._verify_bytes(tag, slot, key, part)
             if not outcome.done:
@@ -421,12 +421,7 @@ class HostPool:
         return checksums
 
     def _check_tag(
-        self,
-        tag: tuple[int, int, int, int],
-        slot: int,
-        key: BlockKey,
-        first: int,
-        last: int = 0,
+        self, tag: tuple[int, int, int, int], slot: int, key: BlockKey, first: int, last: int
     ) -> Outcome:
         """Check by the tag of a part that it holds bytes `first` to `last` of `key`."""
         held, start, stop, _ = tag
