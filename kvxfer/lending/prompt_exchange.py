@@ -158,9 +158,9 @@ class PromptExchange:
         ids = self._require_blocks(block_ids)
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
-        lease = make_ticket() if ticket == "" else self._read(ticket)[1]
-        ticket = self._ticket(lease)
-        offer, lent = object(), dict[BlockKey, int]()
+        ticket = require_text("ticket", ticket)
+        lease = self._read(ticket)[1] if ticket else make_ticket()
+        ticket, offer, lent = self._ticket(lease), object(), dict[BlockKey, int]()
         for group, size in enumerate(self._sizes):
             end = stop if stop == prompt.num_tokens else stop - stop % size
             named = zip(prompt.block_keys(group, size, end), ids[group], strict=False)
