@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from kvxfer import runtime
@@ -174,9 +173,14 @@ def log_failed(
     if not failed:
         return list(outcomes)
     reason = failed[0].reason or failed[0].status.value
-    text = f"{call} of %d of %d {unit} failed: %s"
+    text = f"{call.replace('%', '%%')} of %d of %d {unit} failed: %s"
     pause.log(logger, logging.WARNING, text, len(failed), len(outcomes), reason, subject=reason)
-    return [replace(each, logged=True) if each.status in statuses else each for each in outcomes]
+    return [_plain(each, logged=True) if each.status in statuses else each for each in outcomes]
+
+
+def _plain(outcome: Outcome, *, logged: bool) -> Outcome:
+    """Copy an outcome, whose class may be a backend's own, and take other arguments."""
+    return Outcome(outcome.status, outcome.memory_safe, outcome.reason, logged=logged)
 
 
 def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcome]:
@@ -187,6 +191,8 @@ def _one_each(name: str, given: Sequence[Outcome], num_keys: int) -> list[Outcom
     elif outcomes.count(DONE) < num_keys:
         others = [type(each).__name__ for each in outcomes if not isinstance(each, Outcome)]
         reason = f"{name} returned a {others[0]} in place of an Outcome" if others else ""
+        if not others and {*map(type, outcomes)} != {Outcome}:  # only plain ones can be replaced
+            outcomes = [_plain(each, logged=each.logged) for each in outcomes]
     return [Outcome(Status.FAILED, reason=reason)] * num_keys if reason else outcomes
 
 

@@ -26,8 +26,9 @@ from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, Inv
 from kvxfer.face import RowPool, RowStore, SaltedKeys
 from kvxfer.face.row_store import GRACE_S
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.runtime import begin_aside
+from kvxfer.runtime import LogPause, begin_aside
 from kvxfer.runtime.pause import LOG_PAUSE_S
+from kvxfer.storage.calls import call_backend, log_failed
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -314,3 +315,23 @@ def test_a_forked_process_is_refused_before_it_takes_a_lock(
             with pytest.raises(ForkedError):
                 call()
     assert pages.num_free() == NUM_ROWS
+
+
+class OwnOutcome(Outcome):
+    """Outcome of a backend that makes its own."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(Status.FAILED, memory_safe=False, reason=why)
+
+
+async def test_outcomes_of_a_class_of_a_backends_own_keep_what_they_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def store(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return [OwnOutcome("its disk is 100% full") for _ in keys]
+
+    memory = BlockMemory([[64]], num_blocks=1)
+    outcomes = await call_backend(store, make_keys(1), memory.describe(0, [0]))
+    assert outcomes == [Outcome(Status.FAILED, memory_safe=False, reason="its disk is 100% full")]
+    assert log_failed(LogPause(), "100% of a tier", [OwnOutcome("why")])[0].logged
+    assert "100% of a tier of 1 of 1 blocks failed: why" in caplog.messages
