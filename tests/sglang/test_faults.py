@@ -183,6 +183,43 @@ def test_pages_of_other_weights_are_not_found_after_a_live_update(
         assert storage.batch_exists(KEYS) == 4
 
 
+def test_pages_of_weights_that_were_loaded_since_without_a_version_are_found_by_nobody_else(
+    tmp_path: Path,
+) -> None:
+    """Even if they were loaded from the same folder, whose files a trainer may have overwritten."""
+    pool, context = attention_pool("page_first_direct"), get_context()
+    fill(pool)
+    url, others, named = extra_config(file_url(tmp_path)), keys_of(4, "of 2"), keys_of(4, "of 200")
+
+    def load_weights(**version: str) -> None:  # as SGLang notes an update from the disk
+        loaded = {"model_path": "/weights", "load_format": "auto"}
+        context.override("model_runner.update_model_fields", **loaded)
+        if version:
+            context.override("scheduler.weight_version", **version)
+
+    def store(keys: list[str]) -> list[bool]:
+        with ThreadPoolExecutor(1) as flushed:
+            return flushed.submit(storage.batch_set_v1, keys, rows_of(pool)).result()
+
+    published = {"model_path": "/weights", "load_format": "auto"}
+    with context.override_server_args(**published), opened(pool, url) as storage:
+        assert store(KEYS) == [True] * 4
+        load_weights()
+        assert storage.batch_exists(KEYS) == 0
+        assert store(others) == [True] * 4
+        assert storage.batch_exists(others) == 4
+        load_weights()
+        assert storage.batch_exists(others) == 0
+        load_weights(weight_version="200")
+        assert store(named) == [True] * 4
+    with context.override_server_args(**published), opened(pool, url) as storage:
+        assert [storage.batch_exists(each) for each in (KEYS, others, named)] == [4, 0, 0]
+        load_weights()
+        assert [storage.batch_exists(each) for each in (KEYS, others, named)] == [0, 0, 0]
+        load_weights(weight_version="200")
+        assert [storage.batch_exists(each) for each in (KEYS, others, named)] == [0, 0, 4]
+
+
 def test_a_pool_that_is_registered_over_other_memory_is_read_there(tmp_path: Path) -> None:
     pool, other = attention_pool("page_first_direct"), attention_pool("page_first")
     fill(pool)

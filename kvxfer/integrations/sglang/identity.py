@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.engine_side.adapter_files import digest_adapter
 from kvxfer.engine_side.harmless_words import KERNELS, counting_environment, has_harmless_word
 from kvxfer.engine_side.weight_files import hash_facts
@@ -13,6 +14,7 @@ from kvxfer.integrations.sglang.interface import (
     PublishedSetting,
     default_of,
     has_default,
+    loaded_weights,
     published_settings,
 )
 from kvxfer.storage.keys import Namespace
@@ -141,7 +143,8 @@ def page_namespace(
     the request. Shapes, data types and layers of a page come with the groups. Each pipeline rank
     has layers of its own, and each context-parallel rank a part of every page's bytes, so these
     ranks are named here; mappings describe how tensor parallelism divides a page. The pools are
-    named, too: a draft model may have layers of the same shape.
+    named, too: a draft model may have layers of the same shape. Weights that a live update loaded
+    without a version have no name, so this call alone makes the namespace of their pages.
 
     Raises:
         UnsupportedEngineError: This release exposes its settings differently.
@@ -152,6 +155,8 @@ def page_namespace(
         "settings": _counting(published_settings(MODEL, DRAFT)),
         "adapters": list(adapters),
     }
+    if loaded_weights()[1]:
+        facts["weights"] = str(runtime.unique_id())
     found = counting_environment("sglang", OF_ENVIRONMENT)
     if changed := {name: value for name, value in found.items() if not has_default(name)}:
         facts["environment"] = changed

@@ -60,9 +60,7 @@ def published_settings(*required: str) -> list[PublishedSetting]:
             differently.
     """
     context = runtime_context.get_context()
-    try:
-        declared = type(context.server_args)
-    except ValueError:  # outside of an engine there are none
+    if (declared := _declared(context)) is None:
         return []
     places = namespace_of(declared)
     groups = {place.partition(".")[0] for place in places.values()}
@@ -79,14 +77,24 @@ def published_settings(*required: str) -> list[PublishedSetting]:
     ]
 
 
-def weight_version() -> Any:
-    """Read the setting that a live update of the weights changes; None outside of an engine."""
-    context = runtime_context.get_context()
+def loaded_weights() -> tuple[Any, int]:
+    """Read the weights' version, and count the updates from the disk since that named no new one.
+
+    The version is None outside of an engine. A release without a log of changes counts no update.
+    """
+    context, num_unnamed = runtime_context.get_context(), 0
+    for _, changed in getattr(context, "overrides_log", list)():
+        num_unnamed = 0 if "weight_version" in changed else num_unnamed + ("model_path" in changed)
+    place = namespace_of(_declared(context)).get("weight_version")
+    return place and _published(context, "weight_version", place), num_unnamed
+
+
+def _declared(context: Any) -> Any:
+    """Find the class that declares the settings of this process; None outside of an engine."""
     try:
-        place = namespace_of(type(context.server_args)).get("weight_version")
+        return type(context.server_args)
     except ValueError:
         return None
-    return None if place is None else _published(context, "weight_version", place)
 
 
 def _published(context: Any, name: str, place: str) -> Any:

@@ -17,7 +17,7 @@ from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.face import RowPool, RowStore
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace, started_adapters
-from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_version
+from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, loaded_weights
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.describer import BlockDescriber
@@ -130,7 +130,7 @@ class PoolStores:
         self._retired: list[PageStore] = []
         self._adapters = started_adapters()
         self._num_replaced = 0  # pools that were registered again, with other memory
-        self._version: tuple[Any, int] = weight_version(), 0
+        self._version: tuple[Any, int] = loaded_weights(), 0
         self._thread_state = threading.local()  # weights of the pages that each thread stores
         self._lock = runtime.lock()  # held for a few lines, never while a store is opened
         self._opening: Future[None] | None = None
@@ -187,7 +187,7 @@ class PoolStores:
         """
         thread = self._thread_state
         if not hasattr(thread, "weights"):
-            thread.weights, thread.is_stale = weight_version(), False
+            thread.weights, thread.is_stale = loaded_weights(), False
         place = self.find(name, deadline)
         with self._lock:
             weights, _ = self._version
@@ -322,7 +322,7 @@ class PoolStores:
         The next opening closes them, and opens others in the namespace of the new weights; if there
         was a purge, these are purged, too.
         """
-        weights = weight_version()
+        weights = loaded_weights()
         with self._lock:
             version = weights, self._num_replaced
             if version != self._version and not self._closed:
