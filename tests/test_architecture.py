@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_512,
     "kvxfer/explain": 850,
     "kvxfer/face": 418,
-    "kvxfer/integrations": 10_162,
+    "kvxfer/integrations": 10_175,
     "kvxfer/kvcache": 5_269,
     "kvxfer/lending": 1_419,
     "kvxfer/pages": 2_051,
