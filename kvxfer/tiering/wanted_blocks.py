@@ -118,7 +118,9 @@ class WantedBlocks:
                 if not block.num_requests:
                     unpinned.append(key)
                     block.slot = block.checked = None
-            self._drop_unwanted(key, block)
+            if not block.num_requests and (block.found is not None or not block.is_asked):
+                self._open.pop(key, None)  # here, since a call for each block would cost more
+                del self._blocks[key]
         return used, unpinned
 
     def clear(self) -> None:
