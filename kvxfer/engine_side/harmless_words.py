@@ -2,28 +2,32 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
+from typing import Any
 
 WORDS = frozenset({
     "accept", "adaptive", "addr", "alive", "allreduce", "aot", "api", "ar", "asr", "assets",
-    "autotune", "backup", "broadcaster", "bucket", "buckets", "build", "canary", "checksum",
-    "chunked", "compaction", "compile", "constrained", "coredump", "cp", "cudagraph", "dcp",
-    "decoupled", "delayer", "disagg", "disaggregation", "dp", "elastic", "endpoint", "eplb",
-    "eviction", "exa", "fetch", "flexkv", "gc", "graph", "grpc", "hicache", "host", "http2",
-    "instance", "interval", "ip", "ipc", "linker", "lmcache", "log", "logging", "logit", "memory",
-    "metric", "metrics", "mmap", "mooncake", "nccl", "nic", "nnodes", "numa", "nvtx", "offload",
-    "ollama", "otlp", "outlines", "overlap", "p2p", "padding", "pdmux", "port", "pp", "precompiled",
-    "prefetch", "priority", "profiling", "radix", "ratio", "ray", "recorder", "request", "requests",
+    "autotune", "backup", "blocks", "broadcaster", "bucket", "buckets", "build", "canary",
+    "checksum", "chunked", "compaction", "compile", "constrained", "coredump", "cp", "cudagraph",
+    "dbo", "dcp", "decoding", "decoupled", "delayer", "disagg", "disaggregation", "dp", "eager",
+    "elastic", "endpoint", "eplb", "eviction", "exa", "fetch", "flexkv", "gc", "graph", "grpc",
+    "hicache", "host", "http2", "instance", "interval", "ip", "ipc", "linker", "lmcache", "log",
+    "logging", "logit", "logprobs", "memory", "metric", "metrics", "mmap", "mooncake", "nccl",
+    "nic", "nnodes", "numa", "nvtx", "offload", "offloading", "ollama", "otlp", "outlines",
+    "overlap", "p2p", "padding", "parallel", "pdmux", "port", "pp", "precompiled", "prefetch",
+    "priority", "profiling", "radix", "rank", "ratio", "ray", "recorder", "request", "requests",
     "return", "root", "rust", "sampler", "sampling", "schedule", "scheduler", "server", "session",
-    "sidecar", "ssl", "streaming", "symm", "template", "thinking", "threads", "timeout",
-    "tokenizer", "tool", "tp", "trace", "urls", "usage", "warmup", "warmups", "watermark", "worker",
-    "xla", "zmq",
+    "sidecar", "sleep", "ssl", "streaming", "symm", "synthetic", "template", "thinking", "threads",
+    "timeout", "tokenizer", "tool", "tp", "trace", "urls", "usage", "warmup", "warmups",
+    "watermark", "worker", "xla", "zmq",
 })  # fmt: skip
 """Words of ports, clients, logs, schedules, parallelism, host memory, other caches, samplers, and
 proposals of a draft model."""
 COUNTING = re.compile(r"quant|dtype|precision|rounding|perturb|(fp|int|_w)\d")
 """Parts of names that count in spite of such a word, as a data type of host memory."""
+KERNEL_ENDINGS = "_backend", "_backend_per_quant", "_dispatch_algorithm"
+"""Endings of settings whose values in `KERNELS` are harmless; the dispatch `fake` draws experts."""
 LIBRARIES = re.compile(r"(aiter|deep_normal_mode|fla|flashinfer_nvfp4|minimax|rocm_quick|xhs)_")
 """Beginnings of variables that engines, or their kernels, read under a name of their own."""
 PLUGINS = {
@@ -60,6 +64,19 @@ and `flashinfer_moe_ep_cutedsl` of vLLM quantizes the weights once more."""
 def has_harmless_word(name: str) -> bool:
     """Whether the lower-case name of a setting says that it changes no byte at equal tokens."""
     return not WORDS.isdisjoint(name.split("_")) and not COUNTING.search(name)
+
+
+def may_change_bytes(setting: str, value: Any) -> bool:
+    """Whether a setting counts: neither its name nor its value, a kernel, is known as harmless."""
+    chosen = value.values() if isinstance(value, Mapping) else [value]
+    is_known_kernel = setting.endswith(KERNEL_ENDINGS) and KERNELS.issuperset(map(str, chosen))
+    return not (is_known_kernel or has_harmless_word(setting))
+
+
+def default_of(field: Any) -> Any:
+    """Return the default of a field of a dataclass, of pydantic's too, or of a struct."""
+    made = field.default_factory() if callable(field.default_factory) else field.default
+    return made.get_default(call_default_factory=True) if hasattr(made, "get_default") else made
 
 
 def counting_environment(engine: str, harmless: re.Pattern[str]) -> dict[str, str]:

@@ -19,7 +19,6 @@ import vllm.platforms
 from packaging.version import Version
 from vllm.config import (
     AttentionConfig,
-    CacheConfig,
     CompilationConfig,
     KernelConfig,
     LoadConfig,
@@ -32,8 +31,10 @@ from vllm.config import (
 from vllm.envs import environment_variables
 
 from kvxfer.backends.file import BlockTree
+from kvxfer.engine_side.harmless_words import default_of
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
+from kvxfer.integrations.vllm.common.harmless_settings import SETTINGS
 from kvxfer.integrations.vllm.common.model_identity import (
     chosen_order,
     handover_namespace,
@@ -128,7 +129,7 @@ def draft(path: str) -> Change:
     def change(config: Any) -> None:
         model = make_model(path)
         model.revision = "draft"
-        config.speculative_config = SimpleNamespace(draft_model_config=model)
+        config.speculative_config = with_defaults(SpeculativeConfig, draft_model_config=model)
 
     return change
 
@@ -285,84 +286,101 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
 
 
 COUNTED = {
-    VllmConfig: """
-        model_config cache_config load_config attention_config kernel_config mamba_config
-        lora_config speculative_config additional_config
+    "engine": """
+        additional_config attention_config cache_config lora_config model_config speculative_config
     """,
-    ModelConfig: """
-        model model_weights dtype hf_config hf_config_path revision code_revision max_model_len
-        quantization quantization_config disable_sliding_window config_format hf_overrides
-        model_class_overrides generation_config override_generation_config model_impl
-        multimodal_config
+    "model": """
+        code_revision config_format disable_sliding_window dtype hf_config hf_config_path
+        hf_overrides model model_class_overrides model_impl model_weights quantization
+        quantization_config revision
     """,
-    CacheConfig: """
-        cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype
-        mamba_cache_mode replayssm_buffer_len swa_bounded_replay use_replayssm
+    "cache": """
+        cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_cache_mode
+        mamba_ssm_cache_dtype use_replayssm
     """,
-    SpeculativeConfig: """
-        model quantization kv_cache_dtype max_model_len moe_backend revision code_revision
-        draft_model_config draft_load_config
+    "images": """
+        media_io_kwargs mm_device_do_normalize mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_processor_kwargs video_pruning_method video_pruning_rate
     """,
-    KernelConfig: "linear_backend linear_backend_per_quant moe_backend monokernel",
+    "recurrent states": "enable_stochastic_rounding stochastic_rounding_philox_rounds",
+    "attention": """
+        disable_flashinfer_q_quantization hisparse_config indexer_kv_dtype indexer_sparse_logits
+        use_non_causal use_prefill_query_quantization
+    """,
+    "kernels": "linear_backend linear_backend_per_quant moe_backend sparse_indexer_topk_backend",
+    "parallelism": "worker_extension_cls",
+    "compiler": "inductor_passes",
+    "compiler passes": "",
+    "draft": "draft_model_config kv_cache_dtype moe_backend use_heterogeneous_vocab",
 }
-"""Settings of vLLM 0.32 and 0.33 that are in an identity, are refused, or have their own list."""
-OF_NO_BYTES = {
-    VllmConfig: """
-        aux_output_config compilation_config device_config diffusion_config ec_manager_config
-        ec_transfer_config engram_config instance_id kv_events_config
-        kv_transfer_config logging_config observability_config offload_config optimization_level
-        parallel_config performance_mode profiler_config quant_config reasoning_config
-        scheduler_config shutdown_timeout structured_outputs_config watchdog_config
-        watermark_config weight_transfer_config
-    """,
-    ModelConfig: """
-        allow_deprecated_quantization allowed_local_media_path allowed_media_domains convert
-        disable_cascade_attn enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds
-        enable_sleep_mode enable_trace_replay enforce_eager hf_text_config hf_token
-        io_processor_plugin is_submodel_config logits_processors logprobs_mode max_logprobs
-        pooler_config renderer_num_workers return_sampling_mask runner seed served_model_name
-        skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph
-        sleep_preserve_parameter_names spec_target_max_model_len tokenizer tokenizer_mode
-        tokenizer_revision trust_remote_code use_fp64_gumbel word_embeddings_untied_by_checkpoint
-    """,
-    CacheConfig: """
-        _block_size_resolved block_size cache_hit_alignment_tokens effective_attention_block_size
-        enable_mamba_shared_prefix_checkpoint enable_prefix_caching gpu_memory_utilization
-        hash_block_size is_attention_free kv_cache_layout kv_cache_max_concurrency
-        kv_cache_memory_bytes kv_cache_size_tokens kv_offloading_backend kv_offloading_size
-        kv_sharing_fast_prefill mamba_block_size mamba_page_size_padded num_cpu_blocks
-        num_gpu_blocks num_gpu_blocks_override prefix_cache_retention_interval
-        prefix_caching_hash_algo prefix_match_unit simple_cpu_offload_num_blocks
-        skip_page_size_padded sliding_window use_kda_recoverssm user_specified_block_size
-    """,
-    SpeculativeConfig: """
-        attention_backend disable_eagle_block_drop disable_lookahead_block_hashes
-        disable_padded_drafter_batch draft_lm_head_quantization draft_parallel_config
-        draft_sample_method draft_tensor_parallel_size dspark_draft_topk
-        enable_adaptive_verification enforce_eager fly_entropy_threshold fly_entropy_top_k
-        fly_window_size index_share_for_mtp_iteration method num_speculative_tokens
-        num_speculative_tokens_per_batch_size parallel_drafting prompt_lookup_max
-        prompt_lookup_min rejection_sample_method suffix_decoding_max_cached_requests
-        suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth
-        suffix_decoding_min_token_prob synthetic_acceptance_length synthetic_acceptance_rates
-        target_model_config target_parallel_config tensor_parallel_size use_heterogeneous_vocab
-        use_local_argmax_reduction xpress_topc
-    """,
-    KernelConfig: """
-        enable_cutedsl_warmup enable_flashinfer_autotune enable_jit_warmup
-        enable_rocm_segmented_attn_autotune ir_op_priority sparse_indexer_topk_backend
-    """,
-}
-"""Settings of these releases that change no byte of a cache at equal tokens, but for rounding.
-`use_kda_recoverssm` follows from `use_replayssm`, which counts, and is in the shapes of states."""
+"""Settings of vLLM 0.32 that change bytes if they are `another`, or that nobody knows to change
+none, by the name of their configuration in an identity."""
+
+
+def with_defaults(kind: type, **given: Any) -> Any:
+    """Make a configuration of vLLM without its checks, which look for a model and a GPU."""
+    made: Any = object.__new__(kind)
+    for name, value in ({each.name: default_of(each) for each in fields(kind)} | given).items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@pytest.fixture
+def real_config(vllm_config: Any) -> Any:
+    """Make an engine's configuration of vLLM's own classes, with a draft model."""
+    write_config(vllm_config)
+    model = vars(vllm_config.model_config)
+    speculative = with_defaults(
+        SpeculativeConfig, draft_model_config=with_defaults(ModelConfig, **model)
+    )
+    loaded = with_defaults(ModelConfig, **model, multimodal_config=MultiModalConfig())
+    return with_defaults(VllmConfig, model_config=loaded, speculative_config=speculative)
+
+
+def owner_of(name: str, config: Any) -> tuple[Any, str, Any]:
+    """Find the configuration that has this name in an identity: its owner, name and value."""
+    owner, last, value = SimpleNamespace(config=config), "config", config
+    for each in SETTINGS[name][0].split(".") if SETTINGS[name][0] else ():
+        owner, last, value = value, each, getattr(value, each)
+    return owner, last, value
 
 
 @pytest.mark.skipif(Version(installed_version()) < Version("0.32"), reason="an older release")
-@pytest.mark.parametrize("kind", OF_NO_BYTES)
-def test_every_setting_of_vllm_is_known(kind: type) -> None:
-    """A setting that a release adds changes no bytes, or is missing in the identity."""
-    known = {*COUNTED.get(kind, "").split(), *OF_NO_BYTES[kind].split()}
-    assert {each.name for each in fields(kind)} - known == set()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_vllm_counts_but_those_that_change_no_byte(
+    real_config: Any, name: str
+) -> None:
+    def identities() -> list[Namespace]:  # attention has all its settings in that of files
+        files = [] if name == "attention" else [identify_model(real_config)]
+        return [*files, handover_namespace(real_config)]
+
+    counting, before = set(), identities()
+    *_, config = owner_of(name, real_config)
+    for each in fields(config):
+        value = getattr(config, each.name)
+        object.__setattr__(config, each.name, "another")
+        try:
+            is_same = identities() == before
+        except (AttributeError, InvalidArgumentError):  # it is read, and has to be of its own kind
+            is_same = False
+        object.__setattr__(config, each.name, value)
+        counting |= set() if is_same else {each.name}
+    assert counting == {*COUNTED[name].split()} & {each.name for each in fields(config)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_a_later_release_of_vllm_adds_counts_unless_it_has_its_default(
+    real_config: Any, name: str
+) -> None:
+    before = identify_model(real_config), handover_namespace(real_config, "r")
+    owner, last, config = owner_of(name, real_config)
+    later = make_dataclass("Later", [("added", int, 0)], bases=(type(config),))
+    for value in (0, 1):
+        made = with_defaults(later, **vars(config), added=value)
+        object.__setattr__(owner, last, made)
+        whole = made if name == "engine" else real_config
+        found = identify_model(whole), handover_namespace(whole, "r")
+        assert [now == then for now, then in zip(found, before, strict=True)] == [not value] * 2
 
 
 def test_the_type_of_a_draft_cache_is_in_the_identity(vllm_config: Any) -> None:

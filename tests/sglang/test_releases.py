@@ -16,6 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.server_args import ServerArgs
 
+from kvxfer.engine_side.harmless_words import KERNEL_ENDINGS
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.sglang import KVXferStorage, identity, interface
 from tests.integrations.test_plugs import NAME, grown, install_plugin
@@ -98,7 +99,7 @@ def plain() -> str:
 def test_every_setting_counts_but_those_that_change_no_byte(plain: str) -> None:
     counting = set()
     for name in PLACES.keys() - {*OF_DRAFT, *KERNELS}:
-        is_kernel = name.endswith(identity.KERNEL_ENDINGS)
+        is_kernel = name.endswith(KERNEL_ENDINGS)
         with published(**{name: "fa3" if is_kernel else other_than(DEFAULTS[name])}):
             counting |= {name} if hash_of_settings() != plain else set()
     assert counting == COUNTING & PLACES.keys()

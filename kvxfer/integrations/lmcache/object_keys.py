@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import struct
 
+from kvxfer.engine_side.harmless_words import default_of
 from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 
@@ -40,8 +41,7 @@ def object_id_of(key: ObjectKey) -> bytes:
         readable = b""
     others = list[bytes]()
     for each in dataclasses.fields(key):
-        default = each.default_factory() if callable(each.default_factory) else each.default
-        if each.name not in DECODED_FIELDS and getattr(key, each.name) != default:
+        if each.name not in DECODED_FIELDS and getattr(key, each.name) != default_of(each):
             others.append(f"{each.name}={getattr(key, each.name)!r}".encode())
     if readable and len(readable) <= MAX_ID_BYTES and not others:
         return readable

@@ -7,12 +7,11 @@ from typing import Any
 
 from kvxfer import runtime
 from kvxfer.engine_side.adapter_files import digest_adapter
-from kvxfer.engine_side.harmless_words import KERNELS, counting_environment, has_harmless_word
+from kvxfer.engine_side.harmless_words import counting_environment, default_of, may_change_bytes
 from kvxfer.engine_side.weight_files import hash_facts
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
-    default_of,
     has_default,
     loaded_weights,
     published_settings,
@@ -38,41 +37,37 @@ HARMLESS = frozenset({
     "debug_tensor_dump_output_folder", "deepep_config", "deepep_mode", "deepep_v2_mode",
     "delete_ckpt_after_loading", "device", "disable_custom_all_reduce",
     "disable_shared_experts_fusion", "download_dir", "dsa_triton_union", "dwdp_size",
-    "enable_broadcast_mm_inputs_process", "enable_cache_report",
-    "enable_dsa_cache_layer_split", "enable_dsa_fused_indexer", "enable_dynamic_chunking",
-    "enable_fp32_lm_head", "enable_fused_moe_sum_all_reduce", "enable_fused_qk_norm_rope",
-    "enable_hierarchical_cache", "enable_kv_cache_sharding", "enable_layernorm_sp",
-    "enable_lean_attention", "enable_lora", "enable_mixed_chunk", "enable_mscclpp",
-    "enable_multimodal", "enable_page_major_kv_layout", "enable_paged_experts",
-    "enable_pd_role_switch", "enable_response_store", "enable_scattered_sconv", "enable_waterfill",
-    "encoder_only", "encoder_transfer_backend", "ep_join_mode", "ep_join_rank_offset",
-    "ep_num_redundant_experts", "ep_size", "expert_balancedness_report_mode", "file_storage_path",
-    "flashinfer_mla_disable_ragged", "fuseep_mode", "gpu_id_step", "grammar_backend",
-    "init_expert_location", "int8_mamba_ckpt_size", "keep_mm_feature_on_device", "kt_cpuinfer",
-    "kt_threadpool_count", "kv_events_config", "language_model_only", "language_only",
-    "load_balance_method", "lora_backend", "lora_drain_wait_threshold", "lora_paths",
-    "lora_target_modules", "mamba_max_states_per_path", "max_ep_size", "max_loaded_loras",
-    "max_lora_chunk_size", "max_lora_rank", "max_loras_per_batch", "max_mamba_cache_size",
+    "enable_broadcast_mm_inputs_process", "enable_cache_report", "enable_dsa_cache_layer_split",
+    "enable_dsa_fused_indexer", "enable_dynamic_chunking", "enable_fp32_lm_head",
+    "enable_fused_moe_sum_all_reduce", "enable_fused_qk_norm_rope", "enable_hierarchical_cache",
+    "enable_kv_cache_sharding", "enable_layernorm_sp", "enable_lean_attention", "enable_lora",
+    "enable_mixed_chunk", "enable_mscclpp", "enable_multimodal", "enable_page_major_kv_layout",
+    "enable_paged_experts", "enable_pd_role_switch", "enable_response_store",
+    "enable_scattered_sconv", "enable_waterfill", "encoder_only", "encoder_transfer_backend",
+    "ep_join_mode", "ep_num_redundant_experts", "ep_size", "expert_balancedness_report_mode",
+    "file_storage_path", "flashinfer_mla_disable_ragged", "fuseep_mode", "gpu_id_step",
+    "grammar_backend", "init_expert_location", "int8_mamba_ckpt_size", "keep_mm_feature_on_device",
+    "kt_cpuinfer", "kt_threadpool_count", "kv_events_config", "language_model_only",
+    "language_only", "load_balance_method", "lora_backend", "lora_drain_wait_threshold",
+    "lora_paths", "lora_target_modules", "mamba_max_states_per_path", "max_ep_size",
+    "max_loaded_loras", "max_lora_chunk_size", "max_loras_per_batch", "max_mamba_cache_size",
     "max_prefill_tokens", "max_total_tokens", "media_url_max_file_size_mb", "mem_fraction_static",
     "min_free_slots_delay", "mm_attention_backend", "mm_feature_transport",
     "mm_global_cache_backend", "mm_preprocess_cache_size_mb", "modelexpress_config",
-    "modelopt_checkpoint_save_path", "modelopt_export_path", "node_rank",
-    "num_continuous_decode_steps", "num_reserved_decode_tokens", "optimistic_prefill_attempts",
-    "page_size", "paged_experts_num_resident", "prefill_only_disable_kv_cache", "random_seed",
-    "reasoning_parser", "retraction_policy", "served_model_name", "show_time_cost", "sleep_on_idle",
-    "sm_group_num", "speculative_attention_mode", "speculative_boundary_reduction",
-    "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_num_steps",
-    "speculative_use_block_verification", "startup_weight_load_mode", "stat_loggers",
-    "swa_prefix_tails", "tbo_token_distribution_threshold", "triton_attention_num_kv_splits",
+    "modelopt_checkpoint_save_path", "modelopt_export_path", "num_continuous_decode_steps",
+    "num_reserved_decode_tokens", "optimistic_prefill_attempts", "page_size",
+    "paged_experts_num_resident", "prefill_only_disable_kv_cache", "random_seed",
+    "reasoning_parser", "retraction_policy", "served_model_name", "show_time_cost", "sm_group_num",
+    "speculative_attention_mode", "speculative_boundary_reduction", "speculative_eagle_topk",
+    "speculative_num_draft_tokens", "speculative_num_steps", "speculative_use_block_verification",
+    "startup_weight_load_mode", "stat_loggers", "swa_prefix_tails",
+    "tbo_token_distribution_threshold", "triton_attention_num_kv_splits",
     "triton_attention_split_tile_size", "weight_cache_mode", "weight_cache_socket",
     "weight_loader_drop_cache_after_load",
 })  # fmt: skip
 """Settings that do not change the bytes of a page at equal tokens, or that its key or mapping has.
 `revision` names the weights themselves, whichever way they get to the engine. Any other setting
 counts, as does one that a later release adds, unless it has that release's default."""
-
-KERNEL_ENDINGS = "_backend", "_dispatch_algorithm"
-"""Endings of settings whose values in `KERNELS` are harmless; the dispatch `fake` draws experts."""
 
 OF_ENVIRONMENT = re.compile(
     r"""(
@@ -186,7 +181,6 @@ def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
 
 
 def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
-    is_known_kernel = setting.name.endswith(KERNEL_ENDINGS) and str(setting.value) in KERNELS
-    if is_known_kernel or (setting.group == DRAFT and not drafting):
+    if setting.name in HARMLESS or (setting.group == DRAFT and not drafting):
         return False
-    return setting.name not in HARMLESS and not has_harmless_word(setting.name)
+    return may_change_bytes(setting.name, setting.value)

@@ -6,6 +6,7 @@ What a release lacks is found out by looking for it, never by its version number
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.engine_side.harmless_words import default_of
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.extras import installed_version
 
@@ -38,11 +39,6 @@ class PublishedSetting:
     name: str
     value: Any
     is_default: bool  # whether the value is the release's default
-
-
-def default_of(field: Any) -> Any:
-    """Return the default of a field of a dataclass or of a struct."""
-    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def has_default(variable: str) -> bool:

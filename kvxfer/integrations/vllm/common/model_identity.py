@@ -5,10 +5,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from kvxfer.engine_side.harmless_words import KERNELS, counting_environment, has_harmless_word
+from kvxfer.engine_side.harmless_words import counting_environment, default_of, may_change_bytes
 from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
@@ -17,6 +18,7 @@ from kvxfer.engine_side.weight_files import (
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.harmless_settings import OF_ENVIRONMENT, OF_LOADING, SETTINGS
 from kvxfer.storage.keys import Namespace
 
 HARMLESS_FILES = re.compile(
@@ -29,81 +31,6 @@ OF_PARTS = "audio_model_id", "text_model_id"
 """Fields of a configuration, Ultravox's, that name checkpoints whose weights vLLM loads, too.
 
 Source: `secondary_weights` of vllm/model_executor/models; all others are of the same repository.
-"""
-
-OF_IMAGES = frozenset({
-    "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings",
-    "language_model_only", "limit_per_prompt", "mm_encoder_attn_backend",
-    "mm_encoder_fp8_scale_save_margin", "mm_encoder_fp8_scale_save_path", "mm_encoder_only",
-    "mm_encoder_tp_mode", "mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb",
-    "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
-    "skip_mm_profiling",
-})  # fmt: skip
-"""Harmless settings of vLLM's `MultiModalConfig`: limits, caches, kernels, and the order of text.
-Any other changes what is computed from an image, which vLLM's keys name by its content alone."""
-OF_LOADING = frozenset({
-    "concurrency", "device", "distributed", "download_dir", "enable_multithread_load",
-    "enable_weights_track", "load_format", "memory_limit", "num_threads", "pt_load_map_location",
-    "safetensors_load_strategy", "safetensors_prefetch_block_size",
-    "safetensors_prefetch_num_threads", "use_tqdm_on_load",
-})  # fmt: skip
-"""Harmless settings of vLLM's `LoadConfig` and of its loaders: how weights are read. Any other may
-decide which weights are read: it may skip files, or name tensors that are stored elsewhere."""
-OF_STATES = frozenset({"backend", "ssu_algorithm"})
-"""Harmless settings of vLLM's `MambaConfig`: kernels."""
-OF_ATTENTION = frozenset({
-    "backend", "backend_per_kind", "flash_attn_max_num_splits_for_cuda_graph", "flash_attn_version",
-    "flex_attn_block_m", "flex_attn_block_n", "flex_attn_kv_block_size", "flex_attn_q_block_size",
-    "indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "minimax_m3_msa_decode_backend",
-    "mla_prefill_backend", "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
-    "tokenspeed_mla_min_split_kv", "tq_max_kv_splits_for_cuda_graph", "use_cudnn_prefill",
-    "use_prefill_decode_attention", "use_trtllm_attention", "use_trtllm_ragged_deepseek_prefill",
-})  # fmt: skip
-"""Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
-
-OF_ENVIRONMENT = re.compile(
-    r"""(
-    aiter_((asm|jit)_dir|rebuild|rocm_arch)
-    | allow_(insecure_serialization|long_max_model_len|runtime_lora_updating)
-    | cohere2_attn_moe_dual_stream_token_threshold | compute_nans_in_logits
-    | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cuda_compatibility_path
-    | cudart_so_path | dbo_comm_sms | debug_(dump_path|workspace)
-    | deepep_(buffer_size_mb|high_throughput_force_intra_node|low_latency_use_mnnvl)
-    | deepep_v2_allow_hybrid_mode | disable_(pynccl|shared_experts_stream) | dist_ident
-    | distributed_use_split_group | do_not_track | enable_(cuda_compatibility|gemm_rs|hpc_ops)
-    | enable_(fla_packed_recurrent_decode|inductor_coordinate_descent_tuning|pregrad_passes)
-    | enable_(startup_plan|v1_multiprocessing) | fastsafetensors_queue_size
-    | fla_(ci_env|compiler_mode|use_tma) | flashinfer_workspace_buffer_size | gdn_decode_kernel
-    | gpt_oss_harmony_system_instructions | gpu_sync_check | has_flashinfer_cubin
-    | humming_moe_gemm_type | image_tag | (kimi_k3|step5)_shard_sp_shared_expert | kv_cache_layout
-    | kv_events_use_int_block_hashes | lora_(disable_pdl|resolver_(cache_dir|hf_repo_list))
-    | lora_enable_dual_stream | main_cuda_version | marlin_use_atomic_add
-    | max_((num_)?bad_words(_total_tokens)?|completion_prompts|embed_decode_bytes|image_pixels)
-    | max_(media_download_size_mb|n_sequences|stop_strings|tokens_per_expert_fp4_moe)
-    | max_audio_(clip_filesize_mb|decode_(bytes|duration_s)|preprocess_workers)
-    | media_(cache(_max_size_mb|_ttl_hours)?|loading_thread_count|url_allow_redirects) | mla_disable
-    | mm_hasher_algorithm | model_redirect_path | mq_max_chunk_bytes_mb
-    | msgpack_zero_copy_threshold | (multi|shared_experts)_stream_(gemm_)?token_threshold
-    | object_storage_shm_buffer_name | pattern_match_debug | plugins | process_name_prefix
-    | rocm_(aiter_moe_dispatch_policy|fp8_padding|mono_decode|sleep_mem_chunk_size|use_skinny_gemm)
-    | rocm_use_aiter(_(linear(_hipbmm)?|mha|mla|moe|rmsnorm|unified_attention))?
-    | replicate_embed | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | rpc_base_path
-    | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb | system_start_date
-    | target_device | triton_(force_first_config|use_td) | tuned_config_folder
-    | use_(bytecode_hook|deep_gemm_tma_aligned_scales|experimental_parser_context|fastokens)
-    | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
-    | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
-    | xpu_force_n_contig_weight | zentorch_weight_prepack
-    )=.* | aiter_bf16_fp8_moe_bound=0 | aiter_situv2_a[48]w4=1 | float32_matmul_precision=highest
-    | (moe_)?use_deep_gemm(_e8m0)?=1 | ssm_conv_state_layout=SD""",
-    re.VERBOSE | re.DOTALL,
-)
-"""Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; `plugins`, which counts with plug-ins of others alone; and some with one value, a default,
-which vLLM may set. The list of vLLM's own cache of compiled graphs is another one: it lacks ranks
-and ports, but has hubs and samplers of videos.
-
-Source: `compile_factors` of vllm/envs.py.
 """
 
 
@@ -205,11 +132,12 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     draft = draft_of(vllm_config)
     dtype = getattr(vllm_config.speculative_config, "kv_cache_dtype", None) if draft else None
     kinds = {cache.cache_dtype, dtype, model.quantization, getattr(draft, "quantization", None)}
-    settings = {
-        "images": _changed_except(getattr(model, "multimodal_config", None), OF_IMAGES),
-        "recurrent states": _changed_except(getattr(vllm_config, "mamba_config", None), OF_STATES),
-        "attention": _changed_except(getattr(vllm_config, "attention_config", None), OF_ATTENTION),
-        "kernels": _other_kernels(getattr(vllm_config, "kernel_config", None)),
+    settings: dict[str, Any] = {
+        name: _counting_settings(vllm_config, *each)
+        for name, each in SETTINGS.items()
+        if draft or name != "draft"
+    }
+    settings |= {
         "additional": getattr(vllm_config, "additional_config", None),
         "quantization": _changed_settings(model.quantization_config),
         "classes": model.model_class_overrides,
@@ -225,13 +153,11 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     if draft:
         config = _read_config(draft)
         given = getattr(vllm_config.speculative_config, "draft_load_config", None)
-        kernel = getattr(vllm_config.speculative_config, "moe_backend", None)
         settings |= {
             "draft weights": _describe_loading(given or vllm_config.load_config),
             "draft quantization": "quantization_config" not in config and draft.quantization,
             "draft code": getattr(draft, "code_revision", None),
             "draft length": _describe_length(draft),
-            "draft kernel": kernel if kernel not in KERNELS | {None} else "",
         }
         facts["draft"] = [find_revision(draft), config, *([dtype] if dtype else [])]
     facts |= {f"settings of {name}": made for name, made in settings.items() if made}
@@ -292,10 +218,11 @@ def chosen_order(vllm_config: Any) -> str:
     return json.dumps(facts, default=str) if facts else ""
 
 
-def _changed_settings(value: Any) -> Any:
+def _changed_settings(value: Any, others: frozenset[str] = frozenset()) -> Any:
     """Describe settings by those, at any depth, that differ from their release's defaults.
 
-    Otherwise, a setting that the next release adds would look like another model.
+    Otherwise, a setting that the next release adds would look like another model. `others` are left
+    out.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -307,37 +234,24 @@ def _changed_settings(value: Any) -> Any:
         return sorted(map(str, value))
     if not is_dataclass(value):
         return value
-    kind: Any = type(value)
-    try:
-        declared = kind()
-    except Exception:  # noqa: BLE001 - not all have defaults: every setting counts
-        declared = None
     return {
         each.name: _changed_settings(made)
         for each in fields(value)
-        if (made := getattr(value, each.name)) != getattr(declared, each.name, ...)
+        if each.name not in others and (made := getattr(value, each.name)) != default_of(each)
     }
 
 
-def _changed_except(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
-    made = _changed_settings(config) if is_dataclass(config) else {}
-    return {name: value for name, value in made.items() if name not in harmless}
-
-
-def _other_kernels(kernel_config: Any) -> dict[str, Any]:
-    """Describe the kernels that are not known to compute with the weights of the checkpoint."""
-    made = _changed_except(kernel_config, frozenset())
-    return {
-        kind: each
-        for kind, each in made.items()
-        if not has_harmless_word(kind)
-        and not KERNELS.issuperset(map(str, each.values() if isinstance(each, dict) else [each]))
-    }
+def _counting_settings(vllm_config: Any, place: str, harmless: str) -> dict[str, Any]:
+    """Describe the settings of one configuration that may change bytes."""
+    parts = place.split(".") if place else ()
+    config = reduce(lambda config, part: getattr(config, part, None), parts, vllm_config)
+    made = _changed_settings(config, frozenset(harmless.split())) if is_dataclass(config) else {}
+    return {name: value for name, value in made.items() if may_change_bytes(name, value)}
 
 
 def _describe_loading(load_config: Any) -> dict[str, Any]:
     """Collect the settings that load other weights than those of the checkpoint."""
-    made = _changed_except(load_config, frozenset())
+    made = _changed_settings(load_config) if is_dataclass(load_config) else {}
     made |= made.pop("model_loader_extra_config", {})
     return {name: each for name, each in made.items() if name not in OF_LOADING or each == "dummy"}
 
