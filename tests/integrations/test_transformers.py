@@ -352,6 +352,30 @@ def test_a_model_in_training_has_no_pages(tmp_path: Path) -> None:
         assert fill(cache, model, prompt) == 48
 
 
+def drop_some(module: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(values, 0.5, module.training)
+
+
+class Dropper(torch.nn.Module):
+    """Dropout of one's own, whose class does not say that it depends on training."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return drop_some(self, values)
+
+
+def test_a_module_in_training_that_calls_dropout_elsewhere_has_no_pages(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["gpt2"]), prompt_of(40)
+    dropper = model.transformer.h[1].mlp.dropout = Dropper().eval()
+    with open_cache(model, tmp_path) as cache:
+        assert fill(cache, model, prompt) == 48
+        dropper.train()
+        for _ in range(2):
+            assert fill(cache, model, prompt) == 0
+            assert num_loaded(cache, prompt) == 0
+        with pytest.raises(InvalidArgumentError, match=r"in training, .* expected a model in eval"):
+            open_cache(model, tmp_path)
+
+
 def test_a_model_without_generate_or_weights_in_memory(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model is 'Linear'; expected a model with gen"):
         open_cache(torch.nn.Linear(2, 2), tmp_path)

@@ -49,12 +49,14 @@ class Code:
         values: Objects that functions of no known package read, by name.
         links: Lookups: the namespace, the name, and what was there.
         bodies: Functions, and the code that each had.
+        asks_for_training: Whether it looks up if a module is in training, as dropout does.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     links: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
     bodies: dict[types.FunctionType, types.CodeType] = field(default_factory=dict)
+    asks_for_training: bool = False
 
     def is_same(self) -> bool:
         """Whether everything that was looked up is still there."""
@@ -175,6 +177,7 @@ class _Walk:
             if isinstance(inner := _content(cell), types.FunctionType):
                 self._follow_function(module, ".".join(where_written(inspect.unwrap(inner))), inner)
         found = [(each.opname, str(each.argval)) for each in _instructions(code)]
+        self.code.asks_for_training |= any(name == "training" for _, name in found)
         of_globals, attributes = (
             sorted({name for operation, name in found if operation in kind})
             for kind in (GLOBAL, ATTRIBUTE)

@@ -7,7 +7,6 @@ such as a hook, is an obstacle: while it is there, no page is found or stored.
 import copy
 import enum
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -254,10 +253,10 @@ def _is_found_anyway(owner: Any, name: str, method: object) -> bool:
 
 def draws_at_random(module: Any) -> bool:
     """Whether a module is in training, and its code asks for that, as dropout does."""
-    kinds = type(module).__mro__
-    own = (each for kind in kinds[: kinds.index(torch.nn.Module)] for each in vars(kind).values())
-    codes = (getattr(inspect.unwrap(each), "__code__", None) for each in own if callable(each))
-    return module.training and any("training" in code.co_names for code in codes if code)
+    try:
+        return module.training and read_code(type(module)).asks_for_training
+    except Unknown:  # which `read_state` finds, too
+        return False
 
 
 def _require_known(module: Any) -> None:
