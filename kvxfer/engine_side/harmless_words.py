@@ -28,8 +28,16 @@ COUNTING = re.compile(r"quant|dtype|precision|rounding|perturb|(fp|int|_w)\d")
 """Parts of names that count in spite of such a word, as a data type of host memory."""
 KERNEL_ENDINGS = "_backend", "_backend_per_quant", "_dispatch_algorithm"
 """Endings of settings whose values in `KERNELS` are harmless; the dispatch `fake` draws experts."""
-LIBRARIES = re.compile(r"(aiter|deep_normal_mode|fla|flashinfer_nvfp4|minimax|rocm_quick|xhs)_")
-"""Beginnings of variables that engines, or their kernels, read under a name of their own."""
+PRECISION = re.compile(
+    r"(dnnl|onednn)_default_fpmath_mode|hipblaslt_allow_tf32|nvidia_tf32_override"
+    r"|triton_f32_default"
+)
+"""Variables by which libraries below an engine compute float32 products with fewer bits."""
+LIBRARIES = re.compile(
+    r"(aiter|deep_normal_mode|fla|flashinfer_nvfp4|minimax|rocm_quick|xhs)_.*|bias_prep_only"
+    rf"|torch_allow_tf32_cublas_override|video_max_pixels|{PRECISION.pattern}"
+)
+"""Variables that engines, or their kernels and libraries, read under a name of their own."""
 PLUGINS = {
     "sglang": ("sglang.srt.platforms", "sglang.srt.plugins"),
     "vllm": ("vllm.general_plugins", "vllm.platform_plugins"),
@@ -88,7 +96,7 @@ def counting_environment(engine: str, harmless: re.Pattern[str]) -> dict[str, st
     found = dict(_plugins_of_others(engine))
     for name, value in os.environ.items():
         short = name.lower().removeprefix(f"{engine}_")
-        is_read = short != name.lower() or LIBRARIES.match(short)
+        is_read = short != name.lower() or LIBRARIES.fullmatch(short)
         is_harmless = has_harmless_word(short) or OF_SERVICES.fullmatch(short)
         if is_read and not is_harmless and not harmless.fullmatch(f"{short}={value}"):
             found[name] = value

@@ -452,6 +452,18 @@ def test_a_thread_that_computes_otherwise_neither_finds_nor_stores(
         assert num_loaded(cache, prompt_of(40, seed=1)) == 0
 
 
+def test_a_precision_of_products_that_a_variable_chooses_is_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries below torch read it, and torch does not know."""
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    for value, num_found in (("BF16", 0), ("BF16", 32), ("ANY", 0)):
+        monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", value)
+        with open_cache(model, tmp_path) as cache:
+            assert num_loaded(cache, prompt) == num_found
+            fill(cache, model, prompt)
+
+
 def test_another_precision_of_products_is_another_model(tmp_path: Path) -> None:
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
     with open_cache(model, tmp_path) as cache:

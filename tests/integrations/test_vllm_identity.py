@@ -439,6 +439,11 @@ def test_every_variable_of_vllm_counts_but_those_that_change_no_byte(
         ("VLLM_MAX_NUM_FRAMES", "8", True),
         ("FLA_TRIL_PRECISION", "tf32", True),
         ("FLA_USE_TMA", "1", False),
+        ("TRITON_F32_DEFAULT", "ieee", True),
+        ("NVIDIA_TF32_OVERRIDE", "1", True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", False),  # which vLLM overrides
+        ("DNNL_DEFAULT_FPMATH_MODE", "BF16", True),
+        ("TRITON_CACHE_DIR", "/node/7", False),
         ("XHS_VIDEO_JPEG_QUALITY", "50", True),
         ("MINIMAX_KVFP4", "1", True),
         ("AITER_BF16_FP8_MOE_BOUND", "256", True),

@@ -178,6 +178,9 @@ def test_a_variable_that_may_change_bytes_counts(
         ("SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX", "0", True),
         ("SGLANG_QK_RMSNORM_TORCH", "1", True),  # which is read outside of `environ`
         ("ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", True),
+        ("NVIDIA_TF32_OVERRIDE", "1", True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", True),
+        ("VIDEO_MAX_PIXELS", "1000000", True),
         ("DEEP_NORMAL_MODE_USE_INT8_QUANT", "1", True),
         ("SGLANG_RUN_ID", "run-4711", False),  # which SGLang sets
         ("SGLANG_ENABLE_TORCH_COMPILE", "0", False),

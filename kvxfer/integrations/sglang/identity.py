@@ -73,12 +73,10 @@ OF_ENVIRONMENT = re.compile(
     r"""(
     aiter_((asm|jit)_dir|rebuild|rocm_arch) | allow_overwrite_longer_context_len
     | cache_(dir|hit_rate_window_seconds) | clip_max_new_tokens_estimation | cpu_workers
-    | dg_cache_dir | distributed_init_method_override
-    | (deepep(_v2)?|flashinfer|mori|nixl_ep|pplx)_num_max_dispatch_tokens_per_rank
-    | eager_input_no_copy | embedding_pool_size_mb
+    | dg_cache_dir | distributed_init_method_override | embedding_pool_size_mb
     | encoder_(dispatch_min_items|mm_(load_workers|receiver_mode)|preproc_workers)
     | flashinfer_(moe_fused_finalize|workspace_size) | hugepage_size | io_workers
-    | is_(first_rank_on_node|in_ci(_amd)?) | jit_(cache_(debug|dir|keep)|deepgemm_precompile)
+    | is_in_ci(_amd)? | jit_(cache_(debug|dir|keep)|deepgemm_precompile)
     | logprob_chunk_size | lora_((dense|moe)_)?config_dir
     | max_(batch_reqs_per_http_req|new_tokens_limit|think_tokens)
     | mm_(buffer_size_mb|feature_cache_mb|load_max_retries) | moe_config_dir

@@ -7,6 +7,7 @@ such as a hook, is an obstacle: while it is there, no page is found or stored.
 import copy
 import enum
 import functools
+import os
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from kvxfer.engine_side.harmless_words import PRECISION
 from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.interface import Config, registered_functions
@@ -278,6 +280,9 @@ def _precision_of_products(model: Any) -> str:
     """Return the precision of float32 products in this process; empty if it does not matter."""
     if getattr(model, "dtype", None) is not torch.float32:
         return ""
+    chosen = [
+        str(each) for each in sorted(os.environ.items()) if PRECISION.fullmatch(each[0].lower())
+    ]
     backends = torch.backends
     of_device: Any = backends.mkldnn if model.device.type == "cpu" else backends.cuda
     matmul = getattr(of_device, "matmul", None)
@@ -285,4 +290,4 @@ def _precision_of_products(model: Any) -> str:
     if not any(places):  # a release without these names
         places = [torch.get_float32_matmul_precision()]
     found = next((each for each in places if each not in {"", "none"}), "ieee")
-    return "" if found in {"ieee", "highest"} else str(found)
+    return " ".join(chosen if found in {"ieee", "highest"} else [str(found), *chosen])

@@ -92,7 +92,7 @@ OF_ENVIRONMENT = re.compile(
     | allow_(insecure_serialization|long_max_model_len|runtime_lora_updating)
     | cohere2_attn_moe_dual_stream_token_threshold | compute_nans_in_logits
     | cpu_(attn_split_kv|kvcache_space|moe_prepack|num_of_reserved_cpu) | cuda_compatibility_path
-    | cudart_so_path | dbo_comm_sms | debug_(dump_path|workspace)
+    | cudart_so_path | debug_(dump_path|workspace)
     | deepep_(buffer_size_mb|high_throughput_force_intra_node|low_latency_use_mnnvl)
     | deepep_v2_allow_hybrid_mode | disable_(pynccl|shared_experts_stream) | dist_ident
     | distributed_use_split_group | do_not_track | enable_(cuda_compatibility|gemm_rs|hpc_ops)
@@ -114,19 +114,19 @@ OF_ENVIRONMENT = re.compile(
     | rocm_use_aiter(_(linear(_hipbmm)?|mha|mla|moe|rmsnorm|unified_attention))?
     | replicate_embed | rocm_use_aiter_triton_(gemm|rope|sparse_mla) | rpc_base_path
     | skip_(model_name_validation|version_suffix) | sparse_indexer_max_logits_mb | system_start_date
-    | target_device | triton_(force_first_config|use_td) | tuned_config_folder
+    | target_device | torch_allow_tf32_cublas_override | triton_(force_first_config|use_td)
     | use_(bytecode_hook|deep_gemm_tma_aligned_scales|experimental_parser_context|fastokens)
     | use_(fused_moe_grouped_topk|layername|oink_ops|spinloop_ext|tma|triton_awq|v2_model_runner)
-    | v1_output_proc_chunk_size | weight_offloading_disable_uva | xgrammar_cache_mb
-    | xpu_force_n_contig_weight | zentorch_weight_prepack
+    | tuned_config_folder | v1_output_proc_chunk_size | weight_offloading_disable_uva
+    | xgrammar_cache_mb | xpu_force_n_contig_weight | zentorch_weight_prepack
     )=.* | aiter_bf16_fp8_moe_bound=0 | aiter_situv2_a[48]w4=1 | float32_matmul_precision=highest
     | (moe_)?use_deep_gemm(_e8m0)?=1 | ssm_conv_state_layout=SD""",
     re.VERBOSE | re.DOTALL,
 )
 """Harmless variables of vLLM and its linear attention: paths, processes, devices, limits, texts and
-kernels; `plugins`, which counts with plug-ins of others alone; and some with one value, a default,
-which vLLM may set. The list of vLLM's own cache of compiled graphs is another one: it lacks ranks
-and ports, but has hubs and samplers of videos.
+kernels; `plugins`, which counts with plug-ins of others alone; one of torch, which vLLM overrides;
+and some with one value, a default, which vLLM may set. The list of vLLM's own cache of compiled
+graphs is another one: it lacks ranks and ports, but has hubs and samplers of videos.
 
 Source: `compile_factors` of vllm/envs.py.
 """
