@@ -71,7 +71,8 @@ azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object.py -k 
 # The chart of examples/chart, read by helm's own code, which is a package of PyPI.
 helm: $(HELM) ; $(BIN)/pytest tests/test_fleets.py
 
-sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
+sglang: $(SGLANG)/.installed
+	PYTHONPATH=$(SGLANG) $(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e" tests/sglang
 
 # The tables of examples/storages/README.md: storages of LMCache and SGLang, and ours.
 storages: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/python -m examples.storages
