@@ -258,7 +258,8 @@ class Handover:
                 self._ended.extend(self._lender.take_ended())
                 self._pause.reset()
             except Exception:  # the engine waits for the end of its tickets: look again
-                logger.exception("hand-over: cannot look for tickets that have ended")
+                if not self._pause.num_failures:
+                    logger.exception("hand-over: cannot look for tickets that have ended yet")
                 pause_s = self._pause.next_s()
             await asyncio.sleep(pause_s)
 

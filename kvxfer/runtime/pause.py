@@ -153,9 +153,18 @@ class LogPause:
         self._num_left_out: Counter[str] = Counter()  # by text
 
     def log(
-        self, logger: logging.Logger, level: int, text: str, *arguments: object, subject: str = ""
+        self,
+        logger: logging.Logger,
+        level: int,
+        text: str,
+        *arguments: object,
+        subject: str = "",
+        error: BaseException | None = None,
     ) -> None:
-        """Log a line, unless one with the same text and subject came less than a pause ago."""
+        """Log a line, unless one with the same text and subject came less than a pause ago.
+
+        The traceback of an `error` follows the line.
+        """
         now, line = monotonic(), (text, subject)
         if line not in self._quiet_until and len(self._quiet_until) >= MAX_PAUSED_LINES:
             ends = self._quiet_until.copy().items()  # other threads may log at the same time
@@ -168,4 +177,4 @@ class LogPause:
         self._quiet_until[line] = now + self._pause_s
         if num_left_out := self._num_left_out.pop(text, 0):
             text += f" ({num_left_out} more were left out)"
-        logger.log(level, text, *arguments)
+        logger.log(level, text, *arguments, exc_info=error)

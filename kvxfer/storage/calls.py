@@ -16,6 +16,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
 
 logger = logging.getLogger(__name__)
+_log_pause = LogPause()
 
 FIRST_DRAIN_PAUSE_S = 0.1
 LAST_DRAIN_PAUSE_S = 10.0
@@ -147,10 +148,10 @@ async def wait_for_begun(begun: Begun) -> list[Outcome]:
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
-    if isinstance(exc, KVXferError):  # its text says in one line what the user can do
-        logger.warning("%s of %d blocks failed: %s", name, num_keys, printable(exc))
-    else:
-        logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
+    line = "%s of %d blocks failed: %s", name, num_keys, printable(exc)
+    is_ours = isinstance(exc, KVXferError)  # its text says in one line what the user can do
+    error = None if is_ours else exc
+    _log_pause.log(logger, logging.WARNING, *line, subject=name, error=error)
     is_cancelled = isinstance(exc.__cause__, asyncio.CancelledError)
     safe = not (is_cancelled or isinstance(exc, DeviceLostError))
     reason = f"{name}: {exc!r}"

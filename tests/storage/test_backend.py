@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -86,6 +86,18 @@ async def test_what_a_backend_gives_wrongly_fails_each_block(
         outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
     assert outcomes is not None
     assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
+
+
+async def test_a_backend_that_raises_at_each_call_is_logged_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raise_error = AsyncMock(side_effect=OSError("disk on fire"))
+    for _ in range(20):
+        outcomes = await call_backend(raise_error, KEYS, BLOCKS, name="store of a broken backend")
+        assert {each.status for each in outcomes} == {Status.FAILED}
+    [line] = caplog.records
+    assert line.getMessage().startswith("store of a broken backend of 2 blocks failed: disk on")
+    assert line.exc_info is not None
 
 
 def test_a_key_of_a_group_that_is_not_there_is_named_by_its_place() -> None:
