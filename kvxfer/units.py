@@ -35,7 +35,7 @@ class ByteSize(int):
             elif unit > 1 or number.is_integer():  # half a byte means a forgotten unit
                 size = cls(number * unit)
         if not 1 <= size <= INT64_MAX:
-            wanted = "a positive size such as '512MiB' or '4GiB', less than 8 EiB"
+            wanted = "a positive size such as '512MiB' or '4GiB', less than 8388608TiB"
             raise InvalidArgumentError(name, text, wanted)
         return size
 
