@@ -22,7 +22,6 @@ from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import (
-    ClosedError,
     InvalidArgumentError,
     KVXferError,
     PeerLostError,
@@ -73,9 +72,6 @@ class FakeNixlAgent(TransferAgent):
         self._someone_is_held = runtime.event()
         self._agents[self.name] = self
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(name={self.name!r}, peers={sorted(self._peers)!r})"
-
     @property
     def in_flight(self) -> int:
         """Number of reads in flight."""
@@ -98,7 +94,7 @@ class FakeNixlAgent(TransferAgent):
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
-        self._require_open()
+        self.require_open()
         known = self._regions.extend(regions)
         self._copy_engine.attach([each for each in regions if each.device.type != HOST.type])
         self._regions = known
@@ -107,7 +103,7 @@ class FakeNixlAgent(TransferAgent):
     @property
     def metadata(self) -> bytes:
         """See `TransferAgent.metadata`."""
-        self._require_open()
+        self.require_open()
         return AgentMetadata(self.name, list(self._regions)).encode()
 
     def carrier(self, ours: Hello, theirs: Hello) -> Carrier:  # noqa: ARG002 - it copies itself
@@ -116,7 +112,7 @@ class FakeNixlAgent(TransferAgent):
 
     async def add_peer(self, metadata: bytes) -> str:
         """See `TransferAgent.add_peer`."""
-        self._require_open()
+        self.require_open()
         peer = AgentMetadata.decode(metadata)
         if peer.name == self.name:
             raise InvalidArgumentError("metadata", peer.name, "that of another agent")
@@ -128,7 +124,7 @@ class FakeNixlAgent(TransferAgent):
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
-        self._require_open()
+        self.require_open()
         self._num_users[peer] -= 1
         if self._num_users[peer] > 0:
             return
@@ -150,7 +146,7 @@ class FakeNixlAgent(TransferAgent):
         last: Fragments | None = None,
     ) -> Flight:
         """See `TransferAgent.begin`; when a read is cancelled, its run in flight still lands."""
-        self._require_open()
+        self.require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
         cancelled = runtime.event()
@@ -173,7 +169,7 @@ class FakeNixlAgent(TransferAgent):
                 landed(index)
 
     async def _read_run(self, peer: str, fragments: Fragments) -> None:
-        self._require_open()
+        self.require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
         theirs = self._peers[peer]
@@ -205,10 +201,6 @@ class FakeNixlAgent(TransferAgent):
         self._agents.pop(self.name, None)
         self._memory.clear()
         self._copy_engine.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"agent {self.name}")
 
     def _land(self, flight: _Flight) -> None:
         """Move the bytes of a read and end it, unless it has ended already."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents.nixl_module import Carrier, choose_carrier
 from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl.wire.regions import Regions, Words
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -139,6 +139,11 @@ class TransferAgent(ABC):
     def is_closed(self) -> bool:
         """Whether the agent was closed or has failed, and no longer reads; for any thread."""
         return self._closed
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` if the agent is closed."""
+        if self.is_closed:
+            raise ClosedError(f"agent {self.name}")
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -681,10 +681,6 @@ class NixlAgent(TransferAgent):
         # Also runs when the interpreter exits, where a thread inside NIXL would crash the process.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
-    def __repr__(self) -> str:
-        peers = sorted(self._thread.peers.regions)
-        return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
-
     @property
     def is_closed(self) -> bool:
         """See `TransferAgent.is_closed`."""

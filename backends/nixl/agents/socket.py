@@ -187,12 +187,9 @@ class SocketAgent(TransferAgent):
         self._serving: dict[Line, None] = {}
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(name={self.name!r}, peers={sorted(self._remotes)!r})"
-
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
-        self._require_open()
+        self.require_open()
         known = self._regions.extend(regions)
         if known.devices != (HOST,):
             devices = ", ".join(map(str, known.devices))
@@ -203,12 +200,12 @@ class SocketAgent(TransferAgent):
     @property
     def metadata(self) -> bytes:
         """See `TransferAgent.metadata`."""
-        self._require_open()
+        self.require_open()
         return AgentMetadata(self.name, list(self._regions)).encode()
 
     async def add_peer(self, metadata: bytes) -> str:
         """See `TransferAgent.add_peer`."""
-        self._require_open()
+        self.require_open()
         peer = AgentMetadata.decode(metadata)
         if peer.name == self.name:
             raise InvalidArgumentError("metadata", peer.name, "that of another agent")
@@ -219,7 +216,7 @@ class SocketAgent(TransferAgent):
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
-        self._require_open()
+        self.require_open()
         remote = self._remotes.get(peer)
         if remote is None:
             return
@@ -247,7 +244,7 @@ class SocketAgent(TransferAgent):
 
     async def serve(self, connection: DataConnection) -> None:
         """Let a peer read our registered memory through a connection, until it ends."""
-        self._require_open()
+        self.require_open()
         connection.begin(self._timeout_s)
         line = Line(connection)
         self._serving[line] = None
@@ -266,7 +263,7 @@ class SocketAgent(TransferAgent):
         last: Fragments | None = None,
     ) -> Flight:
         """See `TransferAgent.begin`."""
-        self._require_open()
+        self.require_open()
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerLostError(peer, "it was not added, or is removed")
@@ -318,10 +315,6 @@ class SocketAgent(TransferAgent):
         remotes, self._remotes = self._remotes, {}
         await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
         await asyncio.gather(*(line.aclose() for line in self._serving))
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"agent {self.name}")
 
     def _prepare(self, remote: Remote, runs: Sequence[Fragments]) -> list[list[Fragments]]:
         joined = Fragments.join(runs, self._regions, remote.regions)
