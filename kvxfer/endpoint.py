@@ -84,20 +84,6 @@ def split_url(url: str) -> SplitResult:
     return urlsplit(url[: found.start(1)] + url[found.end(1) :])._replace(netloc=found[1])
 
 
-def free_ports(number: int = 1) -> int:
-    """Find `number` consecutive free ports below the ephemeral ones; return the first.
-
-    For servers in benchmarks and tests: no outgoing connection takes a port before its server does.
-    """
-    while True:
-        first = runtime.random().randrange(10_000, 32_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + number):
-                at = "127.0.0.1", port
-                stack.enter_context(runtime.listen(at, family=socket.AF_INET, backlog=1))
-            return first
-
-
 def is_host(text: str, *, bracketed: bool) -> bool:
     """Whether text is the name or address of a host: if it was in brackets, an IPv6 address."""
     if not bracketed:

@@ -16,10 +16,10 @@ from benchmarks.nixl.raw import allocate
 from benchmarks.report import Contender
 from benchmarks.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import Endpoint, IntegrityGrade, NixlConfig
-from kvxfer.endpoint import free_ports
 from kvxfer.lending.handover import Handover
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
+from tests.ports import free_ports
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import torch
 from benchmarks.pd.bare_engines import HOST
 from benchmarks.vllm.model import EngineModel
 from examples.proxy.legs import LEND
-from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import ON_SHARED_CORES, EngineConfig, EngineProcess, Generation
+from tests.ports import free_ports
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30

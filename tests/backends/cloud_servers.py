@@ -21,9 +21,9 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, ObjectStore
 
-from kvxfer.endpoint import free_ports
 from tests.backends.object_servers import BUCKET, ObjectServer
 from tests.interpreter import REPOSITORY
+from tests.ports import free_ports
 
 AZURITE = REPOSITORY / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURE_ACCOUNT = "devstoreaccount1"

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from kvxfer.endpoint import free_ports
 from tests.backends.outages import Program
+from tests.ports import free_ports
 
 PROGRAM = shutil.which("etcd")
 HOST = "127.0.0.1"

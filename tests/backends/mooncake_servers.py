@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
-from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
 from tests.backends.outages import PATIENT, Program
+from tests.ports import free_ports
 
 SEGMENT_BYTES = 256 << 20
 CLIENT_TTL_S = 3

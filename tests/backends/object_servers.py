@@ -21,9 +21,9 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, S3Store
 
 from kvxfer.backends.object import S3Backend, S3Config
-from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import BlockKey, Namespace
 from tests.backends.outages import PATIENT, Program
+from tests.ports import free_ports
 
 KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}

@@ -9,9 +9,9 @@ import pytest
 from obstore.store import ObjectStore, S3Store
 
 from kvxfer.backends.object.request_failure import request_failure
-from kvxfer.endpoint import free_ports
 from kvxfer.testing.simulation import Simulation
 from tests.backends.object_servers import BUCKET, REGION, ObjectServer, moto, seaweedfs
+from tests.ports import free_ports
 from tests.simulation.object_storage import BucketFault, SimulatedBucket, SimulatedStore
 
 NAMES = [f"listed/{folder}/{number}" for folder in ("6b", "6c") for number in range(3)]

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.cli import main as kvxfer_main
-from kvxfer.endpoint import free_ports
 from tests.chaos import worker
 from tests.chaos.disturbances import Disturber, small_disk
 from tests.chaos.faults import Kind
 from tests.chaos.memory import SHAPES
 from tests.chaos.processes import ChaosProcess, Fault
+from tests.ports import free_ports
 
 NUM_WORKERS = 4
 STEP_S = 0.05

@@ -29,7 +29,6 @@ from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.cli import service
-from kvxfer.endpoint import free_ports
 from kvxfer.errors import PeerClosedError
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
@@ -42,6 +41,7 @@ from tests.cli.conftest import Run
 from tests.cli.peers import ServeProcess, serving
 from tests.cli.stores import DATA_BYTES, Store
 from tests.interpreter import run_python
+from tests.ports import free_ports
 from tests.telemetry.event_subscriber import EventSubscriber
 
 ANY_PORT = f"{peers.HOST}:0"

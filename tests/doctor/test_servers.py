@@ -11,7 +11,6 @@ import pytest
 
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Finding, Severity, examine
-from kvxfer.endpoint import free_ports
 from tests import needs
 from tests.backends.etcd_server import EtcdServer
 from tests.backends.mooncake_servers import mooncake_cluster
@@ -21,6 +20,7 @@ from tests.backends.pool_servers import running_pool
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 from tests.doctor.findings import ERROR, OK, TIMEOUT_S, WARNING, expect, find
+from tests.ports import free_ports
 
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 SMALL = ("--capacity", "1MiB")

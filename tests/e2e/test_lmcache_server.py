@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import pytest
 
-from kvxfer.endpoint import free_ports
+from tests.ports import free_ports
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
 

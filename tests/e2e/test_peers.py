@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvxfer.endpoint import free_ports
 from tests.cli.peers import serving
 from tests.e2e import oracle
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import AuditedEngine, random_prompts, require_same, require_same_bits
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.e2e
 

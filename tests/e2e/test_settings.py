@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvxfer.doctor import Finding, Severity, compare
-from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineProcess
 from tests.e2e.harness import llama, random_prompts, require_gpus
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.e2e
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from examples.proxy.legs import LEND
-from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import ON_SHARED_CORES, TOKENS_PER_BLOCK, EngineProcess
 from tests.e2e.harness import llama, random_prompts
+from tests.ports import free_ports
 
 LIMIT_S = 900
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(LIMIT_S)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.endpoint import free_ports
 from tests.environment import install
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "examples" / "Dockerfile").read_text()

@@ -14,8 +14,8 @@ from typing import Self
 
 import pytest
 
-from kvxfer.endpoint import free_ports
 from tests.interpreter import REPOSITORY
+from tests.ports import free_ports
 from tests.sglang.storages import extra_config, file_url
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from prometheus_client import start_http_server
 
-from kvxfer.endpoint import free_ports
 from kvxfer.storage import Outcome, Status, observer
 from kvxfer.storage.observer import Gauge
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys
 from tests import needs
+from tests.ports import free_ports
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "dashboard" / "kvxfer.json"

@@ -13,11 +13,11 @@ import prometheus_client
 import pytest
 
 from kvxfer.connect import open_backend
-from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.settings import VARIABLES
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.telemetry import environment
+from tests.ports import free_ports
 
 NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
 TIMEOUT_S = 30.0

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import Client, Endpoint, NixlConfig
-from kvxfer.endpoint import free_ports
 from kvxfer.kvcache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -26,6 +25,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found
 from kvxfer.storage import Namespace, PromptKeys
 from tests.backends.processes import ObedientProcess, answer
+from tests.ports import free_ports
 
 T = TypeVar("T")
 

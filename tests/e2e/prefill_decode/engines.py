@@ -17,7 +17,6 @@ import aiohttp
 import torch
 
 from benchmarks.nixl.raw import TCP_ALONE
-from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
 from tests.e2e.engine_process import (
     ON_SHARED_CORES,
@@ -27,6 +26,7 @@ from tests.e2e.engine_process import (
     share_of_gpu,
     signal_all,
 )
+from tests.ports import free_ports
 
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvxfer.endpoint import free_ports
 from tests.e2e.engine_process import REPOSITORY, Generation, launch, signal_all
 from tests.e2e.prefill_decode.deployment import MAX_TOKENS, Deployment
 from tests.e2e.prefill_decode.engines import HOST, Engine, Failure
@@ -19,6 +18,7 @@ from tests.e2e.prefill_decode.scenarios import (
     require_clean,
     require_handed_over,
 )
+from tests.ports import free_ports
 
 TOY_PROXY = REPOSITORY / "build" / "toy_proxy_server.py"
 """vLLM's proxy, from tests/v1/kv_connector/nixl_integration/ of its sources; not in its wheel."""
