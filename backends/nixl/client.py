@@ -342,26 +342,23 @@ class Client:
         self, move: PeerMove, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
-        is_direct = self._is_direct(blocks)
-        if not is_direct:
-            move = partial(self._move_staged, move)
+        direct = self._is_direct(blocks)
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
         connection = self._connection
         is_placed = connection is not None and keys[0] in connection.places
         piece_bytes = PLACED_BYTES if is_placed else PIECE_BYTES
-        if is_small or not is_direct:
+        if is_small or not direct:
             piece_bytes = STAGED_BYTES
-        # Staging memory, here or in our caller, is taken first: its wait must not occupy a slot.
-        slot = self._in_flight if is_direct else contextlib.nullcontext()
         longest = MAX_GENERATIONS if self._is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         with self._call():
             if len(bounds) == 1:  # saves switching to a task and back
-                return await self._move_piece(move, keys, blocks, stop, slot)
+                return await self._move_piece(move, keys, blocks, stop, direct=direct)
             async with asyncio.TaskGroup() as tasks:
                 pieces = []
                 for i, j in bounds:
-                    piece = self._move_piece(move, keys[i:j], blocks.select(i, j), stop, slot)
+                    some = keys[i:j], blocks.select(i, j)
+                    piece = self._move_piece(move, *some, stop, direct=direct)
                     pieces.append(tasks.create_task(piece))
             return [outcome for piece in pieces for outcome in piece.result()]
 
@@ -371,13 +368,17 @@ class Client:
         keys: Sequence[BlockKey],
         blocks: Descriptors,
         stop: float,
-        slot: AbstractAsyncContextManager[None],
+        *,
+        direct: bool,
     ) -> list[Outcome]:
         """Move one piece; memory that a read may still change after the deadline is not safe."""
         try:
-            async with asyncio.timeout_at(stop), slot:
+            async with asyncio.timeout_at(stop):
                 await wait_for_mark(blocks.after)
-                return await move(await self.open(), keys, blocks)
+                if not direct:
+                    return await self._move_staged(move, await self.open(), keys, blocks)
+                async with self._in_flight:
+                    return await move(await self.open(), keys, blocks)
         except KVXferError as exc:  # before `TimeoutError`: some are both, and beat the deadline
             if isinstance(exc, PeerLostError):
                 self.disconnect()  # reconnecting finds out how to reach the peer now
@@ -405,7 +406,7 @@ class Client:
             async with self._staging.hold(sizes, starts, share=self._share) as staged:
                 if not is_load:
                     await self._hasher.copy(part, staged.blocks)
-                async with self._in_flight:
+                async with self._in_flight:  # now: the wait for a buffer must not occupy a slot
                     moved = await move(connection, keys[start:stop], staged.blocks)
                 if is_load and (done := positions_done(moved)):
                     await self._hasher.copy(staged.blocks.take(done), part.take(done))
