@@ -416,21 +416,7 @@ class Client:
     async def _load_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        outcomes = await self._read(connection, keys, blocks)
-        corrupt = Status.CORRUPT
-        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is corrupt]
-        if changed:
-            reason = outcomes[changed[0]].reason
-            text = "%s: dropped %d corrupt blocks: %s"
-            logger.warning(text, self.endpoint, len(changed), reason)
-            with contextlib.suppress(KVXferError, TimeoutError):
-                await self.delete([keys[index] for index in changed])
-        return outcomes
-
-    async def _read(
-        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        """Read blocks into registered memory, and prove that they arrived.
+        """Read blocks into registered memory, prove that they arrived, and drop corrupt ones.
 
         Blocks whose places are known are read there, and once more, pinned, if they have moved.
         """
@@ -457,6 +443,14 @@ class Client:
                 is_gone = found is not None and outcome.status is Status.MISSING
                 outcomes[index] = _GONE if is_gone else outcome
             left = _without_room(left, read)
+        corrupt = Status.CORRUPT
+        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is corrupt]
+        if changed:
+            reason = outcomes[changed[0]].reason
+            text = "%s: dropped %d corrupt blocks: %s"
+            logger.warning(text, self.endpoint, len(changed), reason)
+            with contextlib.suppress(KVXferError, TimeoutError):
+                await self.delete([keys[index] for index in changed])
         return outcomes
 
     async def _read_pinned(

@@ -367,7 +367,7 @@ async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_c
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client, "PIECE_BYTES", BLOCK_BYTES)
-    read = client.Client._read
+    read = client.Client._load_direct
 
     async def fail_once(self: client.Client, *args: Any) -> Any:
         if args[1] == KEYS[:1]:
@@ -376,7 +376,7 @@ async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_c
 
     async with open_pair() as pair:
         assert await load(pair, KEYS) == ([DONE] * 4, pair.payloads)
-        monkeypatch.setattr(client.Client, "_read", fail_once)
+        monkeypatch.setattr(client.Client, "_load_direct", fail_once)
         seen, payloads = await load(pair, KEYS)
         assert (seen, payloads[1:]) == ([FAILED, DONE, DONE, DONE], pair.payloads[1:])
     assert "MemoryError" in caplog.text
