@@ -240,7 +240,19 @@ class FrameChannel:
         """Wait for the next message, one of those that are legal now."""
         self.require_open()
         try:
-            return self._codec.decode(await self._next_payload(), legal)
+            if self._rate_limit.is_ahead and (ahead_s := self._rate_limit.ahead_s()) > 0:
+                await asyncio.sleep(ahead_s)
+            if not self._buffer:
+                await self._read()  # between frames there is no deadline
+            frame_bytes = self._next_frame_bytes()
+            if frame_bytes > len(self._buffer):
+                async with asyncio.timeout(FRAME_TIMEOUT_S):
+                    while (frame_bytes := self._next_frame_bytes()) > len(self._buffer):
+                        await self._read()
+            body = self._buffer[HEADER_BYTES:frame_bytes]
+            del self._buffer[:frame_bytes]
+            self._rate_limit.count(frame_bytes)
+            return self._codec.decode(self._codec.open(body), legal)
         except (PeerError, OSError) as exc:
             self._cut_by(exc, "the rest of a frame")
 
@@ -299,21 +311,6 @@ class FrameChannel:
         if error is exc:
             raise exc
         raise error from exc
-
-    async def _next_payload(self) -> memoryview:
-        if self._rate_limit.is_ahead and (ahead_s := self._rate_limit.ahead_s()) > 0:
-            await asyncio.sleep(ahead_s)
-        if not self._buffer:
-            await self._read()  # between frames there is no deadline
-        frame_bytes = self._next_frame_bytes()
-        if frame_bytes > len(self._buffer):
-            async with asyncio.timeout(FRAME_TIMEOUT_S):
-                while (frame_bytes := self._next_frame_bytes()) > len(self._buffer):
-                    await self._read()
-        body = self._buffer[HEADER_BYTES:frame_bytes]
-        del self._buffer[:frame_bytes]
-        self._rate_limit.count(frame_bytes)
-        return self._codec.open(body)
 
     def _next_frame_bytes(self) -> int:
         """Count the bytes of the next frame, or of its header while that is incomplete."""
