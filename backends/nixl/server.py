@@ -213,8 +213,7 @@ class ClientSession(Session):
         try:
             answer_to = getattr(self, _ANSWERS.get(type(request), "_answer_ticket"))
             answer: wire.Answer = await await_call(answer_to(request))
-            with contextlib.suppress(PeerError, ClosedError):  # `serve` gets the error, too
-                await self._channel.send(answer)
+            await self._channel.send(answer)
         except (Exception, asyncio.CancelledError) as exc:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()
@@ -224,7 +223,7 @@ class ClientSession(Session):
                 self._channel.cut(PeerClosedError(str(self._channel.peer), str(exc)))
             if not (is_known := isinstance(exc, KVXferError)):
                 logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
-            with contextlib.suppress(PeerError, ClosedError):
+            with contextlib.suppress(PeerError, ClosedError):  # `serve` gets the error, too
                 await self._refuse(request.request_id, str(exc) if is_known else repr(exc))
 
     async def _delete(self, request: wire.Delete) -> wire.Deleted:
