@@ -9,6 +9,7 @@ from itertools import compress
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.host.memory import SharedMemory
@@ -39,7 +40,7 @@ from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.index import BlockIndex, StorePlan
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 from kvxfer.storage.key_locks import KeyLocks
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import (
     NOT_ARRIVED,
     BlockParts,
@@ -329,7 +330,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`. The slots are pinned until the context ends."""
         self._guard.check()
-        require_parts_in_blocks(wanted, self._guard.chunk_sizes)
+        wholes = require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         outcomes = [MISSING] * len(wanted.keys)
         there, found, slots = self.pin(wanted.keys, is_use=False)
         try:
@@ -338,7 +339,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             stops = [start + size for start, size in zip(starts, sizes, strict=True)]
             find = partial(self.pool.find, slots, found, starts, stops, hashed=not fenced)
             is_hashed = not fenced and self.pool.integrity is not MemoryIntegrity.OFF
-            num_hashed = self._count_hashed(found, slots, sizes) if is_hashed else 0
+            num_hashed = self._count_hashed(slots, sizes, wholes[there]) if is_hashed else 0
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
             self.drop_corrupt(found, slots, given)
@@ -516,11 +517,10 @@ class HostBackend(LendingBackend, ImmediateMover):
         return plan
 
     def _count_hashed(
-        self, keys: Sequence[BlockKey], slots: Sequence[int], sizes: Sequence[int]
+        self, slots: Sequence[int], sizes: Sequence[int], wholes: NDArray[np.int64]
     ) -> int:
         """Count the bytes to hash: of parts and the blocks around them, and of unhashed blocks."""
-        wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
-        parts = zip(slots, sizes, wholes, strict=True)
+        parts = zip(slots, sizes, wholes.tolist(), strict=True)
         return sum(
             size + whole * (size < whole)  # to verify a part, its whole block is hashed
             for slot, size, whole in parts
