@@ -96,14 +96,13 @@ class Fragments:
         columns = zip(*((run.local, run.remote, run.lengths) for run in runs), strict=True)
         return cls(*(np.concatenate(each) for each in columns))
 
-    def split(self, num_bytes: int, num_fragments: int) -> Iterator["Fragments"]:
-        """Split into pieces of at most `num_bytes` and `num_fragments` each."""
-        if 0 < len(self) <= num_fragments and int(self.lengths.sum()) <= num_bytes:
-            yield self
-            return
+    def split(self, num_bytes: int, num_fragments: int) -> "list[Fragments]":
+        """Split into pieces, none of them empty, of at most `num_bytes` and `num_fragments`."""
+        if len(self) <= num_fragments and int(self.lengths.sum()) <= num_bytes:
+            return [self] if len(self) else []
         columns = cut_long(num_bytes, self.local, self.remote, self.lengths)
-        for bounds in cut_runs(columns[-1], num_bytes, longest_run=num_fragments):
-            yield Fragments(*(column[slice(*bounds)] for column in columns))
+        runs = cut_runs(columns[-1], num_bytes, longest_run=num_fragments)
+        return [Fragments(*(column[start:stop] for column in columns)) for start, stop in runs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

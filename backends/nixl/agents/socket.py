@@ -318,7 +318,7 @@ class SocketAgent(TransferAgent):
 
     def _prepare(self, remote: Remote, runs: Sequence[Fragments]) -> list[list[Fragments]]:
         joined = Fragments.join(runs, self._regions, remote.regions)
-        return [list(run.split(*self._piece)) if len(run) else [] for run in joined]
+        return [run.split(*self._piece) for run in joined]
 
     async def _take(self, peer: str, remote: Remote, wanted: int) -> list[Line]:
         lines = remote.take_idle(wanted)
@@ -355,7 +355,7 @@ class _Batch:
     def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
         self._landed = landed
         self._lock = runtime.lock()
-        self._pieces = deque((index, piece) for index, run in enumerate(runs) for piece in run)
+        self._pieces = deque([(index, piece) for index, run in enumerate(runs) for piece in run])
         self._num_missing = [len(run) for run in runs]
         self.is_short = len(self._pieces) <= 1
         for index, run in enumerate(runs):
