@@ -50,10 +50,6 @@ class Line:
             failed.set_exception(exc)
             return failed
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """Make a blocking call on the thread; cancelling closes the connection, which ends it."""
-        return await wait_despite_cancel(self.start(call), self.connection.close)
-
     async def aclose(self) -> None:
         """End the connection, and wait for its thread; may be called again."""
         self.ended.set()
@@ -249,7 +245,8 @@ class SocketAgent(TransferAgent):
         line = Line(connection)
         self._serving[line] = None
         try:
-            await line.run(lambda: connection.serve(lambda: self._regions))
+            serving = line.start(lambda: connection.serve(lambda: self._regions))
+            await wait_despite_cancel(serving, connection.close)  # which ends the thread's call
         finally:
             del self._serving[line]
             await line.aclose()
