@@ -1,10 +1,11 @@
 """Eviction policies: LRU and ARC against their definitions, and wishes of callers."""
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer import BlockKey, Retention, make_block_key, runtime
@@ -80,12 +81,26 @@ def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) 
     return plan.evicted
 
 
+@example(Random(36).choices(range(10), k=500))
 @given(st.lists(st.integers(0, 9), max_size=200))
 def test_arc_evicts_what_the_paper_evicts(requests: list[int]) -> None:
     index, paper = BlockIndex(ARC(NUM_SLOTS)), PaperARC(NUM_SLOTS)
     for number in requests:
         victim = paper.request(key(number))
         assert store(index, [number]) == ([] if victim is None else [victim])
+
+
+def test_arc_learns_from_a_block_for_which_room_was_made_before() -> None:
+    policy, keys = ARC(NUM_SLOTS), [key(number) for number in range(NUM_SLOTS)]
+    for failed, each in enumerate(keys, NUM_SLOTS):
+        policy.admit(key(failed))
+        policy.remove(key(failed))
+        policy.admit(each)
+    policy.release(*keys)
+    policy.touch(*keys[:2])
+    assert policy.evict() == keys[2]
+    policy.admit(keys[2])
+    assert policy.evict() == keys[0], "a block that was used once needs more room"
 
 
 HALF_LIFE_S = 10.0
@@ -119,7 +134,41 @@ def test_a_block_whose_wish_was_noted_before_an_error_is_not_evicted_while_it_is
     with pytest.raises(TypeError):
         index.retain([no_key, key(0)], Retention(priority=-1))
     index.pin([key(0)])
-    assert index.begin_store([key(2)]).evicted == [key(1)]
+    plan = index.begin_store([key(2), key(3)])
+    assert (plan.evicted, plan.refused) == ([key(1)], [key(3)])
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_a_wish_for_a_block_that_is_read_or_written_does_not_evict_it(
+    policy: Callable[[int], EvictionPolicy],
+) -> None:
+    index, (read, written, old, new) = retaining(policy(3)), map(key, range(4))
+    store(index, [0, 2])
+    index.retain([old], Retention(priority=1))
+    index.pin([read])
+    index.begin_store([written])
+    assert store(index, [4]) == [old]
+    index.retain([read, written], Retention(priority=-1))
+    plan = index.begin_store([new, key(5)])
+    assert (plan.evicted, plan.refused) == ([key(4)], [key(5)])
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_a_wish_for_a_block_that_is_read_or_written_holds_after_that(
+    policy: Callable[[int], EvictionPolicy],
+) -> None:
+    index = BlockIndex(RetainingPolicy(policy(3), priority_share=0.4))
+    store(index, [0])
+    index.pin([key(0)])
+    index.begin_store([key(1)])
+    store(index, [2])
+    for number, priority in ((0, 2), (1, 1)):
+        index.retain([key(number)], Retention(priority=priority))
+    index.finish_store([key(1)], stored=True)
+    index.unpin([key(0)])
+    index.touch([key(0)])
+    assert store(index, [3, 4]) == [key(2), key(1)], "only one may be above normal"
+    assert store(index, [5, 6, 7]) == [key(4), key(3), key(0)]
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])
@@ -171,7 +220,8 @@ def test_a_call_for_blocks_in_another_state_changes_none() -> None:
 def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
     low, short, long = Retention(priority=-1), Retention(ttl_s=1), Retention(ttl_s=100)
     index = retaining(LRU(6))
-    for number, wish in enumerate([short, low, low, NORMAL, low, long]):
+    high = Retention(priority=1, ttl_s=1)
+    for number, wish in enumerate([high, low, low, NORMAL, low, long]):
         store(index, [number], wish)
     for number, wish in ((2, Retention(priority=1)), (4, NORMAL), (5, short)):
         index.retain([key(number)], wish)
@@ -234,8 +284,8 @@ def test_a_rank_holds_however_often_other_ranks_change() -> None:
     for number, priority in enumerate((-1, -3, -2, -4)):
         store(index, [number], Retention(priority=priority))
     for _ in range(100):
-        index.pin([key(3)])
-        index.unpin([key(3)])
+        index.pin([key(0)])
+        index.unpin([key(0)])
     assert store(index, [4, 5, 6]) == [key(3), key(1), key(2)]
 
 
@@ -253,6 +303,37 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head_unless_it_was_stored_ag
     store(index, [3] if pinned else [])
     index.unpin(pinned)
     assert store(index, [4]) == [key(2 if pinned else 3)]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_pinned_block_keeps_its_turn_though_evictions_passed_over_it(
+    index: BlockIndex, *, is_used: bool
+) -> None:
+    for number in range(4):
+        store(index, [number])
+    for number in (4, 5):
+        index.pin([key(0)])
+        assert store(index, [number]) == [key(number - 3)]
+        index.unpin([key(0)])
+    index.touch([key(0)] if is_used else [])
+    evicted = [3, 4, 5, 0] if is_used else [0, 3, 4, 5]
+    assert store(index, [6, 7, 8, 9]) == [key(number) for number in evicted]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_block_that_evictions_passed_over_leaves_nothing_when_it_is_removed(
+    index: BlockIndex, *, is_pinned: bool
+) -> None:
+    for number in range(4):
+        store(index, [number])
+    index.pin([key(0)])
+    assert store(index, [4]) == [key(1)]
+    if is_pinned:
+        index.quarantine(key(0))
+    index.unpin([key(0)])
+    index.remove([key(0)] * (not is_pinned))
+    assert store(index, [0]) == []
+    assert store(index, [5, 6, 7, 8]) == [key(number) for number in (2, 3, 4, 0)]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
