@@ -263,9 +263,7 @@ class ARC(EvictionPolicy):
 
     def evict(self) -> BlockKey:
         """See `EvictionPolicy`."""
-        victim = self._choose(favour_frequent=False)
-        self._forget_old_ghosts()
-        return victim
+        return self._choose(favour_frequent=False)
 
     def release(self, *keys: BlockKey) -> None:
         """See `EvictionPolicy`."""
@@ -356,7 +354,7 @@ class ARC(EvictionPolicy):
 class _Wish:
     """Wish for one resident key."""
 
-    normal_at: float  # when its priority above normal is used up; -inf if it has none
+    normal_at: float  # when its priority above normal is used up; not in the future if it has none
     priority: float  # if below normal, else 0
     expires_at: float
     held: bool  # whether the store holds the key
@@ -475,7 +473,7 @@ class RetainingPolicy(EvictionPolicy):
         """See `EvictionPolicy`."""
         now = runtime.monotonic()
         priority, ttl_s = retention.priority, retention.ttl_s
-        normal_at = now + priority * self._half_life_s if priority > 0 else -math.inf
+        normal_at = now + priority * self._half_life_s
         expires_at = math.inf if ttl_s is None else now + ttl_s
         wish = self._wishes.get(key)
         if wish is None:
