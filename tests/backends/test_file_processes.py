@@ -107,6 +107,57 @@ def test_files_that_are_written_stay_claimed_when_the_count_is_removed(tmp_path:
             assert taken == {b"file"}
 
 
+def test_bytes_added_to_a_count_that_is_removed_meanwhile_are_not_reserved(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        ledger.recount_blocks([])
+
+        def reserve() -> None:
+            with ledger.locked():
+                ledger.reserve(5)
+                (tmp_path / LEDGER_NAME).unlink()
+
+        with pytest.raises(OSError, match="removed"):
+            reserve()
+        assert ledger.reserved == 0
+        assert not ledger.known
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_walk_changes_no_count_that_was_lost_since_it_began(
+    tmp_path: Path, *, is_seen: bool
+) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as others:
+        ours.recount_blocks([])
+        with ours.locked():
+            ours.reserve(5)
+        with ours.locked():
+            begun = ours.begin_recount()
+            ours.reserve(2)
+        (tmp_path / LEDGER_NAME).write_bytes(b"")
+        if is_seen:
+            with ours.locked():
+                assert not ours.known
+        others.recount_blocks([])
+        with others.locked():
+            others.reserve(100 if is_seen else 0)
+        with ours.locked():
+            ours.end_recount(begun, 5)
+            assert ours.used == (107 if is_seen else 7)
+
+
+def test_bytes_moved_while_there_is_no_count_are_not_taken_off_the_next_one(
+    tmp_path: Path,
+) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        with ledger.locked():
+            begun = ledger.begin_recount()
+        with ledger.locked():
+            ledger.move(10, replaced=0)
+        with ledger.locked():
+            ledger.end_recount(begun, 30)
+            assert ledger.used == 30
+
+
 def test_a_process_that_was_stopped_while_it_read_a_claim_keeps_no_store_from_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
