@@ -3,8 +3,14 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from kvxfer.engine_side.weight_files import hash_facts
 
 WORDS = frozenset({
     "accept", "adaptive", "addr", "alive", "allreduce", "aot", "api", "ar", "asr", "assets",
@@ -107,6 +113,26 @@ def _plugins_of_others(engine: str) -> Iterator[tuple[str, str]]:
     """List those that are installed, and the user's choice, which each engine reads in its way."""
     for each in (each for group in PLUGINS[engine] for each in entry_points(group=group)):
         if not re.match(rf"(kvxfer|{engine})\b", each.value):
-            yield f"{each.group} {each.name}", f"{each.value} {each.dist and each.dist.version}"
+            yield f"{each.group} {each.name}", f"{each.value} {_release_of(each)}"
             chosen = f"{engine.upper()}_PLUGINS"
             yield chosen, repr(os.environ.get(chosen))
+
+
+def _release_of(plugin: EntryPoint) -> str:
+    """Name the code of a plug-in by its version, and by its files if it comes from a folder.
+
+    Source: https://packaging.python.org/specifications/direct-url
+    """
+    installed = plugin.dist
+    version = str(installed and installed.version)
+    if not installed or "dir_info" not in (installed.read_text("direct_url.json") or ""):
+        return version
+    spec = find_spec(plugin.module.partition(".")[0])
+    places = map(Path, spec.submodule_search_locations or [spec.origin or ""]) if spec else ()
+    files = (
+        (str(file.relative_to(place)), xxhash.xxh3_128_hexdigest(file.read_bytes()))
+        for place in places
+        for file in (place, *place.rglob("*"))
+        if file.is_file() and file.parent.name != "__pycache__"
+    )
+    return f"{version} {hash_facts(sorted(files))}"

@@ -2,6 +2,7 @@
 
 import abc
 import importlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,18 @@ NAME = "do_something_new"
 
 
 def install_plugin(
-    folder: Path, group: str, *, package: str = "theirs", version: str = "1"
+    folder: Path,
+    group: str,
+    *,
+    package: str = "theirs",
+    version: str = "1",
+    source: dict[str, Any] | None = None,
 ) -> None:
-    """Install a package with a plug-in of an engine, as pip does."""
+    """Install a package with a plug-in of an engine, as pip does, from PyPI or another source."""
     place = folder / f"{package}-{version}.dist-info"
     place.mkdir()
+    if source is not None:
+        (place / "direct_url.json").write_text(json.dumps(source))
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     (place / "entry_points.txt").write_text(f"[{group}]\nfaster = {package}.ops:register\n")
 

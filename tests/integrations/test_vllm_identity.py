@@ -497,6 +497,43 @@ def test_plug_ins_that_vllm_loads_are_in_the_identity(
     assert [len(set(each)) for each in zip(*found, strict=True)] == [7, 7]
 
 
+@pytest.mark.parametrize(
+    ("source", "counts"),
+    [
+        ({"url": "file:///src/theirs", "dir_info": {"editable": True}}, True),
+        ({"url": "file:///src/theirs", "dir_info": {}}, True),
+        ({"url": "https://example.org/theirs.git", "vcs_info": {"vcs": "git"}}, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("file", ["theirs.py", "theirs/ops.py", "theirs/kernels/fast.cu"])
+def test_a_plug_in_installed_from_a_folder_counts_by_its_files(
+    vllm_config: Any,
+    source: dict[str, Any] | None,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    counts: bool,
+) -> None:
+    """Its code may change at one version; its folder and what Python caches there do not count."""
+    found = []
+    for folder, code in (("a", "one"), ("b", "one"), ("c", "two")):
+        place = tmp_path / folder
+        (place / file).parent.mkdir(parents=True)
+        (place / file).write_text(code)
+        with monkeypatch.context() as patch:
+            install_plugin(place, "vllm.general_plugins", source=source)
+            patch.syspath_prepend(place)
+            found.append(identify_model(vllm_config))
+            cached = (place / file).parent / "__pycache__" / "ops.pyc"
+            cached.parent.mkdir()
+            cached.write_text(folder)
+            assert identify_model(vllm_config) == found[-1]
+    assert found[0] == found[1]
+    assert (found[0] != found[2]) == counts
+
+
 def test_plug_ins_of_vllm_and_of_kvxfer_do_not_count(
     vllm_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
