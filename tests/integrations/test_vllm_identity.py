@@ -17,6 +17,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 import vllm.platforms
 from packaging.version import Version
+from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import (
     AttentionConfig,
     CompilationConfig,
@@ -309,7 +310,7 @@ COUNTED = {
     """,
     "kernels": "linear_backend linear_backend_per_quant moe_backend sparse_indexer_topk_backend",
     "parallelism": "worker_extension_cls",
-    "compiler": "inductor_passes",
+    "compiler": "inductor_compile_config",
     "compiler passes": "",
     "draft": "draft_model_config kv_cache_dtype moe_backend use_heterogeneous_vocab",
 }
@@ -644,17 +645,55 @@ def test_the_8_bit_floats_of_a_platform_are_in_the_identity(
     assert len(files) == len(handed_over) == num_found
 
 
-def test_a_function_that_overrides_is_named_by_what_it_makes(vllm_config: Any) -> None:
+@pytest.mark.parametrize("make", [lambda: lambda config: config, lambda: partial(repr)])
+def test_a_function_that_overrides_is_named_by_what_it_makes(
+    vllm_config: Any, make: Callable[[], Any]
+) -> None:
     """Both for files and for hand-over: its place in memory is another one in each process."""
     write_config(vllm_config)
     found = set()
     for theta in (5.0, 5.0, 6.0):
-        override: Any = lambda config: config  # noqa: E731 - of one name, three in memory
-        vllm_config.model_config.hf_overrides = override
+        vllm_config.model_config.hf_overrides = make()  # of one name, three in memory
         vllm_config.model_config.hf_config.fields["rope_theta"] = theta
         hashes = identify_model(vllm_config), handover_namespace(vllm_config, "r")
         found.add(tuple(each.config_hash for each in hashes))
     assert len({each[0] for each in found}) == len({each[1] for each in found}) == 2
+
+
+class OwnPass(InductorPass):  # type: ignore[misc]
+    """Pass over the compiler's graphs, which vLLM identifies by the source of its class."""
+
+    def __call__(self, graph: object) -> None: ...
+
+
+class OwnCode:
+    """Object that a compiler calls."""
+
+    def __init__(self, amount: int) -> None:
+        self.amount = amount
+
+    def __call__(self, graph: object) -> None: ...
+
+
+def test_every_pass_of_the_compiler_that_is_not_of_vllm_counts(vllm_config: Any) -> None:
+    """Whether it is a function, a part of one, or an object, which have no name of their own."""
+    made: list[Callable[[], Any]] = [
+        lambda: json.dumps,
+        lambda: partial(json.dumps, indent=1),
+        lambda: partial(json.dumps, indent=2),
+        lambda: partial(json.loads, indent=2),
+        OwnPass,
+        lambda: OwnCode(1),
+        lambda: OwnCode(2),
+    ]
+    found = [(identify_model(vllm_config), handover_namespace(vllm_config, "r"))] * 2
+    for make in (each for each in made for _ in range(2)):
+        config = CompilationConfig(inductor_compile_config={"own": make()})
+        vllm_config.compilation_config = config
+        found.append((identify_model(vllm_config), handover_namespace(vllm_config, "r")))
+    assert found[::2] == found[1::2]
+    for of in zip(*found[::2], strict=True):
+        assert len({each.config_hash for each in of}) == 1 + len(made)
 
 
 def test_a_configuration_from_another_place_counts_and_names_no_weights(

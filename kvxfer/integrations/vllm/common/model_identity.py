@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +168,25 @@ def _name_own_code(vllm_config: Any) -> list[str]:
     """Name a worker and a compiler's backend and passes that are not vLLM's.
 
     Other settings of parallelism and of the compiler choose among kernels, divide the work, or are
-    in the shapes of pages.
+    in the shapes of pages. vLLM adds `inductor_passes` to the compiler's configuration.
     """
     compiler = getattr(vllm_config, "compilation_config", None)
     worker = getattr(vllm_config.parallel_config, "worker_cls", "")
-    passes = getattr(compiler, "inductor_passes", {}).values()
-    places = map(_place_of, (worker, getattr(compiler, "backend", ""), *passes))
+    passes = filter(callable, getattr(compiler, "inductor_compile_config", {}).values())
+    called = (getattr(each, "callable", each) for each in passes)
+    places = map(_place_of, (worker, getattr(compiler, "backend", ""), *called))
     return [each for each in places if "." in each and not each.startswith("vllm.")]
 
 
 def _place_of(code: Any) -> str:
-    """Name a function or a class, whose text has a memory address; return a text as it is."""
-    return code if isinstance(code, str) else f"{code.__module__}.{code.__qualname__}"
+    """Name code by its place, since its text has a memory address; return a text as it is."""
+    if isinstance(code, str):
+        return code
+    if isinstance(code, partial):
+        return f"{_place_of(code.func)} {code.args} {code.keywords}"
+    if hasattr(code, "__qualname__"):
+        return f"{code.__module__}.{code.__qualname__}"
+    return f"{_place_of(type(code))} {code.uuid() if hasattr(code, 'uuid') else vars(code)}"
 
 
 def _describe_use(model: Any) -> dict[str, Any]:
