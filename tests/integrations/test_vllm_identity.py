@@ -103,7 +103,7 @@ def vllm_config(tmp_path: Path) -> Any:
             mamba_ssm_cache_dtype="auto",
             mamba_cache_mode="none",
         ),
-        attention_config="AttentionConfig(backend=None)",
+        attention_config=AttentionConfig(),
         parallel_config=SimpleNamespace(),
         load_config=LoadConfig(),
     )
@@ -258,7 +258,6 @@ IN_FILES = [
     changes_to("model_config.disable_sliding_window", True),
     changes_to("cache_config.cache_dtype", "fp8_e5m2"),
     changes_to("cache_config.mamba_ssm_cache_dtype", "float32"),
-    changes_to("attention_config", "AttentionConfig(backend=FLEX)"),
     lambda config: write_config(config, rope_theta=500000.0),
     lambda config: Path(config.model_config.model, "more.json").write_bytes(b"\xff"),
     changes_to("attention_config.kernel", Kernel.FLEX),
@@ -287,9 +286,7 @@ def test_a_checkpoint_or_settings_that_differ_have_another_identity(
 
 
 COUNTED = {
-    "engine": """
-        additional_config attention_config cache_config lora_config model_config speculative_config
-    """,
+    "engine": "additional_config cache_config lora_config model_config speculative_config",
     "model": """
         code_revision config_format disable_sliding_window dtype hf_config hf_config_path
         hf_overrides model model_class_overrides model_impl model_weights quantization
@@ -351,7 +348,7 @@ def owner_of(name: str, config: Any) -> tuple[Any, str, Any]:
 def test_every_setting_of_vllm_counts_but_those_that_change_no_byte(
     real_config: Any, name: str
 ) -> None:
-    def identities() -> list[Namespace]:  # attention has all its settings in that of files
+    def identities() -> list[Namespace]:  # that of files also has the backend of attention
         files = [] if name == "attention" else [identify_model(real_config)]
         return [*files, handover_namespace(real_config)]
 
@@ -808,13 +805,20 @@ def test_what_changes_no_bytes_changes_no_identity(
     assert not in_both or handover_namespace(vllm_config, "r") == before[1]
 
 
-def test_kernels_of_attention_do_not_count_in_a_hand_over(vllm_config: Any) -> None:
-    before = handover_namespace(vllm_config, "r")
+def test_kernels_of_attention_do_not_count_but_a_backend_counts_in_files(vllm_config: Any) -> None:
+    """The backend may order a page in a way of its own; engines compare that in a hand-over."""
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
     division = "indexer_tp_shard_min_rows", "minimax_m3_indexer_cp"  # of the work, from 0.33 on
     newer = make_dataclass("AttentionConfig", [(name, int, field(default=0)) for name in division])
-    for chosen in (AttentionConfig(flash_attn_version=2), newer(1, 1)):
+    for chosen, counts in (
+        (AttentionConfig(flash_attn_version=2), False),
+        (AttentionConfig(flash_attn_max_num_splits_for_cuda_graph=8), False),
+        (newer(1, 1), False),
+        (AttentionConfig(backend="FLASHINFER"), True),
+    ):
         vllm_config.attention_config = chosen
-        assert handover_namespace(vllm_config, "r") == before
+        assert (identify_model(vllm_config) != before[0]) == counts
+        assert handover_namespace(vllm_config, "r") == before[1]
 
 
 SCALES = changes_to("cache_config.calculate_kv_scales", True), "calculate_kv_scales is True"

@@ -77,6 +77,8 @@ SETTINGS = {
 """Configurations of vLLM 0.26 to 0.33, by the name in an identity: the place, and the fields that
 change no byte, but for rounding, or that an identity has by themselves. Any other field counts,
 unless its name has a harmless word or its value is a known kernel: it may be of a later release."""
+OF_KNOWN_ORDER = re.sub(r"\b(backend(_per_kind)?|use_prefill\w+)\b", "", SETTINGS["attention"][1])
+"""Harmless fields of attention, without those that choose a backend, which may order a page."""
 OF_LOADING = frozenset({
     "concurrency", "device", "distributed", "download_dir", "enable_multithread_load",
     "enable_weights_track", "load_format", "memory_limit", "num_threads", "pt_load_map_location",

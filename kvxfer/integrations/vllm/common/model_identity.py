@@ -18,7 +18,12 @@ from kvxfer.engine_side.weight_files import (
     hash_text,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.harmless_settings import OF_ENVIRONMENT, OF_LOADING, SETTINGS
+from kvxfer.integrations.vllm.common.harmless_settings import (
+    OF_ENVIRONMENT,
+    OF_KNOWN_ORDER,
+    OF_LOADING,
+    SETTINGS,
+)
 from kvxfer.storage.keys import Namespace
 
 HARMLESS_FILES = re.compile(
@@ -44,7 +49,7 @@ def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Nam
     facts = _describe(vllm_config) | {
         "engine": _describe_use(loaded),
         "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
-        "attention": _changed_settings(vllm_config.attention_config),
+        "attention": _counting_settings(vllm_config, "attention_config", OF_KNOWN_ORDER),
         "load_format": str(getattr(vllm_config.load_config, "load_format", "auto")),
     }
     if draft := draft_of(vllm_config):
