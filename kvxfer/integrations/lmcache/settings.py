@@ -21,8 +21,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         backend: URL or mapping of a backend, or several, fastest first.
-        revision: Name of the weights, and of all else that changes keys and values: LMCache passes
-            only the name of the model.
+        revision: Name of the weights, and of all else that changes keys and values, such as a
+            `serde`: LMCache passes only the name of the model.
         timeout_s: Deadline of a store, a lookup or a load, in seconds.
         pause_s: How long the backend is not called after a call missed the deadline, in seconds.
         piece: Bytes of the pieces that objects are stored in.
@@ -51,7 +51,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """
         settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
-            rule = "a name for the weights, such as their commit, quantization and overrides"
+            rule = "a name for the weights, such as their commit, quantization, overrides and serde"
             raise InvalidArgumentError("revision", settings.revision, rule)
         if settings.piece % UNIT_BYTES:
             raise InvalidArgumentError("piece", settings.piece, f"a multiple of {UNIT_BYTES} bytes")
