@@ -34,11 +34,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, argument: str, text: str) -> Self:
-        """Parse an endpoint.
-
-        Args:
-            argument: Name of the parameter that `text` is from, for the error.
-            text: The endpoint.
+        """Parse an endpoint; `argument` is the parameter that the error names.
 
         Raises:
             InvalidArgumentError: The text is not a host and a port.

@@ -57,10 +57,6 @@ class FragmentTable(PinnedMemory):
 class CopyStream:
     """Stream for the batches of one direction, in order; each caller polls its own batch.
 
-    Args:
-        driver: The GPU.
-        has_tables: Whether batches need tables.
-
     Attributes:
         handle: The driver's handle.
         has_tables: Whether there are tables; False if their memory cannot be pinned.
@@ -83,10 +79,7 @@ class CopyStream:
         """Lock the stream to enqueue one batch, which goes on after the end of the context.
 
         If the context raises, copies that were already enqueued end before the error is passed on.
-
-        Args:
-            marks: Events that the batch has to wait for.
-            times: Whether the device measures how long the batch takes.
+        The batch waits for the events `marks`. With `times`, the device measures how long it takes.
 
         Raises:
             DeviceLostError: The end of the batch cannot be observed.
@@ -178,11 +171,8 @@ class Batch(Copy):
 class ComputeStream:
     """Source of marks on torch's current stream of a device; copies wait for such a mark.
 
-    Thread-safe. The event of a mark is reused once the mark is garbage.
-
-    Args:
-        driver: Driver of the device; not closed with the stream.
-        device: GPU whose current stream is marked.
+    Thread-safe. The event of a mark is reused once the mark is garbage. The driver is not closed
+    with the stream.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:

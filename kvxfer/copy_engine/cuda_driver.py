@@ -155,8 +155,7 @@ class CudaDriver:
     def open_event(self, *, times: bool = False) -> CudaEvent:
         """Create an event, which counts as passed until it is recorded.
 
-        Args:
-            times: Whether it records the time at which it passes, for `seconds_between`.
+        With `times`, it also records when it passes, for `seconds_between`.
         """
         flags = self._api.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if times else flags.CU_EVENT_DISABLE_TIMING
@@ -245,16 +244,10 @@ class CudaDriver:
         *,
         to_host: bool,
     ) -> None:
-        """Begin to copy evenly spaced rows.
+        """Begin to copy evenly spaced rows, the first of them from `source` to `destination`.
 
-        Args:
-            destination: Address of the first row.
-            source: Address of the first row.
-            steps: Bytes from row to row, in the destination and the source; `row_bytes` or more.
-            row_bytes: Bytes of a row.
-            num_rows: Number of rows.
-            stream: Stream that copies.
-            to_host: Whether the destination is in host memory; else the source is.
+        `steps` are the bytes from row to row in the destination and the source, `row_bytes` or
+        more. One of the two is in host memory: the destination with `to_host`, else the source.
         """
         copy = self._api.CUDA_MEMCPY2D()
         kinds = self._api.CUmemorytype

@@ -92,10 +92,6 @@ class DeviceCopyEngine(CopyEngine):
 def open_gpu(device: torch.device, methods: MethodTable | None) -> CudaCopyEngine:
     """Open the copy engine of a GPU, with a kernel for small fragments if Triton can run it.
 
-    Args:
-        device: The GPU, with its index.
-        methods: How small fragments are copied; None to measure it.
-
     Raises:
         DeviceUnavailableError: There is no such GPU, or no driver.
     """

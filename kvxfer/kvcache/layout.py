@@ -103,11 +103,7 @@ class KVLayout:
 
     @classmethod
     def parse(cls, layout: "str | KVLayout", *, name: str = "layout") -> "KVLayout":
-        """Parse a layout such as `"block head token kv*dim"`.
-
-        Args:
-            layout: The layout.
-            name: Name of the argument in errors.
+        """Parse a layout such as `"block head token kv*dim"`; errors call the argument `name`.
 
         Raises:
             InvalidArgumentError: The text is not a list of distinct axes with `block` among them.

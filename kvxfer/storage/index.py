@@ -223,10 +223,7 @@ class BlockIndex:
         return slots
 
     def unpin(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """Unpin blocks, in any order, quarantined ones included.
-
-        Returns:
-            Slots of quarantined blocks that are free now.
+        """Unpin blocks, in any order; return the slots of quarantined ones that are free now.
 
         Raises:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was

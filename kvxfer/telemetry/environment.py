@@ -37,15 +37,13 @@ _opening = threading.Lock()
 def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Observer]:
     """Create the observers that the environment asks for: a journal, metrics, spans.
 
+    The journal notes the namespace of the blocks, and the name of their engine.
+
     The variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`. A misspelt
     name is logged as a warning.
 
     `KVXFER_METRICS=host:port` serves the metrics of this process there. Of several processes, such
     as an engine's workers, each takes the next free port.
-
-    Args:
-        namespace: Namespace of the blocks that are observed.
-        engine: Name of their engine in the journal; see `Journal.observer`.
 
     Raises:
         InvalidArgumentError: `KVXFER_METRICS` is not an endpoint.

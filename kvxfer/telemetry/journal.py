@@ -226,11 +226,8 @@ class Journal:
 
     Events are noted in memory, and a thread writes them. Noting never raises or waits for a disk:
     events that come too fast, or do not fit on the disk, are counted, and the count is written
-    where they are missing. A file is intact up to the last write, however its process ends.
-
-    Args:
-        folder: The folder; created if missing.
-        max_bytes: Maximum bytes of this process's files.
+    where they are missing. A file is intact up to the last write, however its process ends. This
+    process's files have at most `max_bytes`.
     """
 
     def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:

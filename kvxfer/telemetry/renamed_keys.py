@@ -10,10 +10,8 @@ from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed, 
 class RenamedKeys(Observer):
     """Observer that forwards events to other observers with the keys that they know.
 
-    Args:
-        observers: The observers to forward to.
-        rename: Translates keys, and leaves out those that do not concern the observers. An event
-            with such a key is dropped, unless it is `Added` or `Removed` and has other keys.
+    `rename` translates keys, and leaves out those that do not concern the observers. An event with
+    such a key is dropped, unless it is `Added` or `Removed` and has other keys.
     """
 
     def __init__(

@@ -16,10 +16,7 @@ class Spans(Observer):
     """Observer that creates a span for each batch, for its moves in each tier, and each lookup.
 
     A span is created when its operation has ended, with the time at which that began, as a child
-    of the span in which the engine was called.
-
-    Args:
-        tracer_provider: Provider of the tracer; by default that of the program.
+    of the span in which the engine was called. The default provider is that of the program.
     """
 
     def __init__(self, tracer_provider: TracerProvider | None = None) -> None:

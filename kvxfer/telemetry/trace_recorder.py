@@ -76,11 +76,8 @@ class TraceRecorder:
     """Recorder that appends requests to a file, one per line, from a thread of its own.
 
     It never raises, makes its caller wait for a disk, or grows without bounds: requests that cannot
-    be written are left out, and the log says so. Several engines may append to one file.
-
-    Args:
-        path: The file, in Mooncake's format; created if missing.
-        max_bytes: Size at which nothing more is appended.
+    be written are left out, and the log says so. Several engines may append to one file, in
+    Mooncake's format, until it has `max_bytes`.
     """
 
     def __init__(self, path: str, *, max_bytes: int = MAX_BYTES) -> None:

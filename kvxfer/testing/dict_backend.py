@@ -38,11 +38,8 @@ class _Stored:
 class DictBackend(Backend):
     """Backend that keeps blocks in a dictionary: the reference model of a backend, for tests.
 
-    Copies run on the event loop; each store and load yields to other tasks once.
-
-    Args:
-        config: See `DictConfig`; None for the default.
-        namespace: Not used: every instance keeps its own blocks.
+    Copies run on the event loop; each store and load yields to other tasks once. Every instance
+    keeps its own blocks, whatever its namespace.
     """
 
     config_type = DictConfig

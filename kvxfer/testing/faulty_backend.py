@@ -157,13 +157,8 @@ class FaultyBackend(FaultInjector):
     key, not on the order in which tasks run. Closing the wrapper releases waiting calls and closes
     the inner backend.
 
-    Args:
-        inner: The backend that does the work.
-        seed: Seed of the faults.
-        rates: Rates of the faults.
-
     Attributes:
-        rates: As given; may be replaced at any time.
+        rates: Rates of the faults; may be replaced at any time.
         injected: The faults injected so far, in order.
         late: Memory of the calls hit by `LATE` or `UNSAFE`; they touch it after `release`.
     """

@@ -91,12 +91,9 @@ class Task:
         return result
 
     def touch(self, func: Callable[[], object]) -> bool:
-        """Call a function that touches LMCache's memory, unless the task has ended.
+        """Call a function that touches LMCache's memory; return False if the task has ended.
 
         LMCache reuses the memory once it has the answer, so `end` waits for the function.
-
-        Returns:
-            Whether it was called.
         """
         with self._lock:
             if not self.ended:

@@ -233,11 +233,7 @@ class PoolStores:
         return mapping
 
     def _begin_opening(self) -> Future[None] | None:
-        """Begin to open a store for the pools that have none, unless that has begun.
-
-        Returns:
-            The future of the opening; None if there is nothing to open.
-        """
+        """Begin, or join, the opening of a store for the pools that have none; None if all have."""
         with self._lock:
             names = [name for name in self.pools if name not in self._stores]
             if self._opening is not None or not names or self._closed:

@@ -363,14 +363,11 @@ def compile_mapping(
 
 
 def verify_mappings(mappings: Sequence[PageMapping]) -> None:
-    """Prove that the workers of a model together hold each byte of its portable pages once.
+    """Prove that all workers of a model together hold each byte of a group's pages once.
 
     Every worker's fragments must lie in its blocks, none overlapping another; and in each turn,
     the workers whose turn it is must tile the page exactly once. `compile_mapping` ensures that
     the fragments are all bytes of the blocks that carry data.
-
-    Args:
-        mappings: Mappings of all workers for one group.
 
     Raises:
         PageMappingError: A byte of a page belongs to no worker, or to two; or workers cut their

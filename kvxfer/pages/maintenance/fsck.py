@@ -225,10 +225,7 @@ class StoreCheck:
                 yield f"{fingerprint}: {exc}"
 
     def clean_up(self) -> int:
-        """Remove temporary files of dead writers and correct the count of bytes.
-
-        Returns:
-            Number of files removed.
+        """Remove temporary files of dead writers, return how many, and correct the count of bytes.
 
         Raises:
             OSError: The store or the count cannot be read, and the count is unchanged; or `verify`

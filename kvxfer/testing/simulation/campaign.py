@@ -60,11 +60,6 @@ def _run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 
 def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
     """Shorten the plan of a seed to steps that still lead to the same kind of violation.
 
-    Args:
-        scenario: The scenario.
-        seed: A seed that fails.
-        kind: Kind of its violation.
-
     Returns:
         Steps of which none can be left out, or the shortest plan found in `MOST_CUTS` runs.
     """
@@ -132,11 +127,7 @@ def _report(scenario: Scenario, failed: _RunResult) -> str:
 
 
 def main(scenarios: Sequence[Scenario], arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign by its command line.
-
-    Args:
-        scenarios: Scenarios to choose from.
-        arguments: Arguments of the command; those of the process by default.
+    """Run a campaign of some scenarios by its command line, that of the process by default.
 
     Returns:
         Exit status: 1 if a seed failed, else 0. Wrong arguments end the process with status 2.

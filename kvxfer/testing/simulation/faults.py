@@ -53,12 +53,8 @@ class TierFault(enum.StrEnum):
 class FaultyTier(FaultInjector):
     """Wrapper that delays each call a little, and injects faults in windows of time.
 
-    Args:
-        inner: Backend that does the work.
-        simulation: The run.
-        name: Name of the tier; it selects the random numbers of the tier.
-
     Attributes:
+        name: Name of the tier; it selects the random numbers of the tier.
         has_refused_drain: Whether a `drain` raised: an engine that closes may not free all memory.
         on_close: Awaited before the inner backend is closed.
     """

@@ -56,8 +56,7 @@ class ProcessRun:
     def kill(self, lost_for_s: float | None = None) -> None:
         """Kill the process: none of its threads runs again, and its connections end.
 
-        Args:
-            lost_for_s: Time for which peers on other machines do not notice; None for no delay.
+        Peers on other machines do not notice for `lost_for_s`.
         """
         self._simulation.note(f"kill {self.process.name}")
         self.process.has_ended = self.process.is_stopped = True

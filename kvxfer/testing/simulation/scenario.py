@@ -59,11 +59,7 @@ class Violation:
 class Simulation:
     """One run of a scenario with one seed.
 
-    Args:
-        seed: The seed.
-
     Attributes:
-        seed: As given.
         runtime: Runtime of the run.
         trace: What happened, in order.
         violations: Violations found so far.
@@ -145,16 +141,7 @@ class Scenario(ABC):
 
 
 def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> Simulation:
-    """Carry out the plan that a seed makes, or a part of it.
-
-    Args:
-        scenario: The scenario.
-        seed: The seed.
-        steps: Steps to carry out; all of the plan by default.
-
-    Returns:
-        The run, with the violations that were found.
-    """
+    """Carry out the plan that a seed makes, or some steps of it; return the run."""
     for each in _cached_functions(len(sys.modules)):  # so that no seed depends on earlier ones
         each.cache_clear()
     simulation = Simulation(seed)

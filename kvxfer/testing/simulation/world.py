@@ -110,10 +110,6 @@ class WatchedMemory:
 class History:
     """History of stores, loads and deletes, and which bytes a load may find after them.
 
-    Args:
-        simulation: The run.
-        block_size_bytes: Size of a block, for each group.
-
     Attributes:
         is_strict: Whether an older store must not come back, since neither a fault nor an unseen
             eviction excuses it.
