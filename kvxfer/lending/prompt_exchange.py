@@ -125,7 +125,9 @@ class PromptExchange:
         num_computed_tokens: int | None = None,
         scope: bytes = b"",
     ) -> str:
-        """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
+        """Lend the blocks of a prompt; return the ticket.
+
+        The blocks must not change until `take_ended` has the ticket.
 
         If the only offer of a ticket is cancelled, nothing is lent under it. Blocks in GPU memory
         are lent once all work is done that was on the calling thread's current stream before the
@@ -140,9 +142,6 @@ class PromptExchange:
             num_computed_tokens: Number of computed tokens; default: all. With fewer, only whole
                 blocks are lent, more may be offered under the ticket, and its lease does not run.
             scope: Anything else that changes the bytes of equal tokens, such as an adapter or salt.
-
-        Returns:
-            The ticket.
 
         Raises:
             InvalidArgumentError: An argument is invalid, there is no `listen`, or our caches were

@@ -92,8 +92,7 @@ class Runtime:
     ) -> tuple[list[FutureT], list[FutureT]]:
         """Block until all futures are done or the timeout has passed.
 
-        Returns:
-            The futures that are done, and those that are not, both in the order given.
+        Returns those that are done, and those that are not, both in the order given.
         """
         ends_at = inf if timeout_s is None else time.monotonic() + timeout_s
         for each in futures:  # `concurrent.futures.wait` does not notice `Future.cancel`

@@ -554,14 +554,11 @@ class RemembersUse(Protocol):
 
 
 async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
-    """Promote the most recently used blocks to the first tier, the latest first.
+    """Promote the most recently used blocks to the first tier; return how many of them are there.
 
-    They are verified on their way; a corrupt one stays below, and the log says why. Blocks that
-    `timeout_s` is too short for stay below, too. `num_blocks` must not exceed the room of the first
-    tier, or the latest blocks would be evicted for older ones.
-
-    Returns:
-        Number of these blocks that are in the first tier.
+    The latest come first. They are verified on their way; a corrupt one stays below, and the log
+    says why. Blocks that `timeout_s` is too short for stay below, too. `num_blocks` must not exceed
+    the room of the first tier, or the latest blocks would be evicted for older ones.
     """
     began = runtime.monotonic()
     first, *lower = tiers_of(backend)

@@ -198,10 +198,9 @@ class PolledEngine(Generic[MoverT]):
         )
 
     def submit_call(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin any other call, such as `backend.lookup(keys)`, and return at once.
+        """Begin any other call, such as `backend.lookup(keys)`, and return its future at once.
 
-        Returns:
-            A future of the call's result or error. Closing the engine cancels it.
+        Closing the engine cancels it.
 
         Raises:
             ClosedError: The engine was closed.
@@ -477,10 +476,7 @@ class TransferEngine(PolledEngine[Backend]):
         """Copy blocks of the caches to the backend; arguments and errors as `submit_store`.
 
         The caller must not change the blocks until this returns, nor those whose outcome is not
-        `memory_safe` until `drain` returns.
-
-        Returns:
-            One outcome per key, in order.
+        `memory_safe` until `drain` returns. Returns one outcome per key, in order.
 
         Raises:
             asyncio.CancelledError: The caller was cancelled. Transfers that the backend had begun
@@ -506,9 +502,7 @@ class TransferEngine(PolledEngine[Backend]):
 
         Blocks in files then survive the end of the process and a power cut; those in the memory of
         hosts and peers do not. Without a flush a store is done as soon as one tier has the block.
-
-        Returns:
-            Whether that happened before the deadline, that of the engine by default.
+        Returns whether all this happened before the deadline, by default that of the engine.
 
         Raises:
             ClosedError: The engine was closed.

@@ -202,7 +202,7 @@ class PrefixCache:
         return past
 
     def store(self, output: Any, past: Past, *, timeout_s: float | None = None) -> int:
-        """Store the complete pages of a sequence that are not there yet.
+        """Store the complete pages of a sequence that are not there yet; return their tokens.
 
         The last sampled token has no keys and values, so it is never stored.
 
@@ -211,9 +211,6 @@ class PrefixCache:
                 `sequences`.
             past: The cache that `generate` was given, with the keys and values of these tokens.
             timeout_s: Deadline from now, instead of the cache's; the rest is not stored.
-
-        Returns:
-            Number of tokens in the pages that this call stored.
 
         Raises:
             InvalidArgumentError: There are several sequences or beams, the cache drops tokens or

@@ -158,7 +158,7 @@ def map_caches(
     axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
     opaque: str = "",
 ) -> tuple[PageMapping, ...]:
-    """Map the blocks of every group of a worker's caches to portable pages.
+    """Map the blocks of a worker's caches to portable pages, with one mapping for each group.
 
     Args:
         caches: Caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
@@ -174,9 +174,6 @@ def map_caches(
         opaque: If given, groups that cannot be mapped are stored as plain bytes, for equal workers
             only. The text must name all that must be equal besides the rank, such as engine,
             release and layout. The reason is added to the encoding of the stored tensors.
-
-    Returns:
-        One mapping per group.
 
     Raises:
         PageMappingError: A group cannot be mapped; the error says why. Never with `opaque`.
