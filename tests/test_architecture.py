@@ -42,7 +42,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_923,
+    "kvxfer": 1_919,
     "backends/file": 4_380,
     "backends/host": 1_927,
     "backends/mooncake": 688,
@@ -52,22 +52,22 @@ BUDGETS = {
     "benchmarks": 3_994,
     "examples": 2_537,
     "kvxfer/cli": 1_586,
-    "kvxfer/copy_engine": 2_269,
+    "kvxfer/copy_engine": 2_248,
     "kvxfer/doctor": 1_434,
     "kvxfer/engine_side": 1_563,
     "kvxfer/explain": 850,
     "kvxfer/face": 418,
-    "kvxfer/integrations": 10_230,
-    "kvxfer/kvcache": 5_269,
-    "kvxfer/lending": 1_420,
-    "kvxfer/pages": 2_051,
+    "kvxfer/integrations": 10_220,
+    "kvxfer/kvcache": 5_259,
+    "kvxfer/lending": 1_419,
+    "kvxfer/pages": 2_048,
     "kvxfer/replay": 1_557,
-    "kvxfer/runtime": 1_156,
-    "kvxfer/storage": 4_731,
-    "kvxfer/telemetry": 1_531,
-    "kvxfer/testing": 6_015,
-    "kvxfer/tiering": 1_621,
-    "kvxfer/transfer": 1_986,
+    "kvxfer/runtime": 1_155,
+    "kvxfer/storage": 4_728,
+    "kvxfer/telemetry": 1_518,
+    "kvxfer/testing": 5_976,
+    "kvxfer/tiering": 1_618,
+    "kvxfer/transfer": 1_980,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.
