@@ -190,10 +190,6 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     status: Status
     reason: str = ""
 
-    def __post_init__(self) -> None:
-        if self.reason:
-            clip(self, "reason")
-
 
 class NumberedRequest(Message, frozen=True, kw_only=True):
     """Base class of the requests on a control connection.
@@ -213,6 +209,17 @@ class NumberedAnswer(Message, frozen=True):
     """Base class of the answers on a control connection."""
 
     request_id: int
+
+
+class EndedAnswer(NumberedAnswer, frozen=True):
+    """Base class of the answers with the outcome of each key."""
+
+    endings: list[Ending]
+
+    def __post_init__(self) -> None:
+        for ending in self.endings:  # not in `Ending`: that would be a call for each block
+            if ending.reason:
+                clip(ending, "reason")
 
 
 class Lookup(NumberedRequest, frozen=True):
@@ -270,18 +277,17 @@ class Pin(NumberedRequest, frozen=True):
     fenced: bool = False
 
 
-class Pinned(NumberedAnswer, frozen=True):
+class Pinned(EndedAnswer, frozen=True):
     """Answer to `Pin`; blocks that are `DONE` stay pinned until released or the lease expires.
 
     Attributes:
-        endings: Outcome of each key; `DONE` means that it is pinned.
+        endings: As of `EndedAnswer`; `DONE` means that the block is pinned.
         checksums: XXH3-64 of the wanted bytes of each pinned block, in order; 0 where the holder
             keeps none; empty with `fences`.
         extents: Places of the pinned blocks, in order.
         fences: Their generations.
     """
 
-    endings: list[Ending]
     checksums: list[int]
     extents: Extents
     fences: Fencing | None = None
@@ -303,16 +309,14 @@ class Pull(NumberedRequest, frozen=True):
     hashed: bool
 
 
-class Pulled(NumberedAnswer, frozen=True):
+class Pulled(EndedAnswer, frozen=True):
     """Answer to `Pull` and `Publish`.
 
     Attributes:
-        endings: Outcome of each key.
         waits: Whether blocks that are `DONE` are stored only when they are published. Letting the
             request go discards them.
     """
 
-    endings: list[Ending]
     waits: bool = False
 
 
