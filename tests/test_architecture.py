@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 4_380,
     "backends/host": 1_927,
     "backends/mooncake": 688,
-    "backends/nixl": 7_527,
+    "backends/nixl": 7_531,
     "backends/object": 1_687,
     "backends/pool": 1_154,
     "benchmarks": 3_994,
@@ -56,8 +56,8 @@ BUDGETS = {
     "kvxfer/doctor": 1_434,
     "kvxfer/engine_side": 1_563,
     "kvxfer/explain": 850,
-    "kvxfer/face": 418,
-    "kvxfer/integrations": 10_220,
+    "kvxfer/face": 419,
+    "kvxfer/integrations": 10_221,
     "kvxfer/kvcache": 5_259,
     "kvxfer/lending": 1_419,
     "kvxfer/pages": 2_048,
@@ -66,8 +66,8 @@ BUDGETS = {
     "kvxfer/storage": 4_728,
     "kvxfer/telemetry": 1_518,
     "kvxfer/testing": 5_976,
-    "kvxfer/tiering": 1_618,
-    "kvxfer/transfer": 1_980,
+    "kvxfer/tiering": 1_619,
+    "kvxfer/transfer": 1_982,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -123,7 +123,8 @@ class RowStore:
                 answers = runtime.result(answer, _limit_s(deadline, GRACE_S))
                 found = dict(zip(asked, answers, strict=True))
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
-            logger.warning("%s: %s failed: %r", self._name, what, exc)
+            line = "%s: %s failed: %r", self._name, what, exc
+            self._log_pause.log(logger, logging.WARNING, *line)
             return missing
         finally:
             answer.cancel()

@@ -272,9 +272,10 @@ class IsolatedTier:
                 outlives_caller=operation is Operation.LOOKUP,
                 keeps_caller=keeps_caller,
             )
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - a tier that fails has nothing
             if timeout_s is None or type(exc) is not TimeoutError:
-                logger.warning("%s: %s failed", self.name, what, exc_info=True)
+                line = "%s: %s failed", self.name, what
+                self._log_pause.log(logger, logging.WARNING, *line, error=exc)
             elif not is_late:  # the backend's own `TimeoutError`
                 note_late()
         return None

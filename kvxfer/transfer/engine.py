@@ -29,7 +29,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Calls
+from kvxfer.runtime import Calls, LogPause
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, naming
 from kvxfer.storage.eviction.retention import Retention
@@ -147,6 +147,7 @@ class PolledEngine(Generic[MoverT]):
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # not taken yet
         self._calls = Calls()
+        self._log_pause = LogPause()
 
     def submit_store(
         self,
@@ -535,7 +536,8 @@ class TransferEngine(PolledEngine[Backend]):
         try:
             return await self._calls.wait_for(timeout_s, look_up())
         except TimeoutError:
-            logger.warning("lookup of %d blocks: all miss, no answer in %s s", len(keys), timeout_s)
+            line = "lookup of %d blocks: all miss, no answer in %s s", len(keys), timeout_s
+            self._log_pause.log(logger, logging.WARNING, *line)
             self._reports.late(Operation.LOOKUP, keys)
             return [False] * len(keys)
 

@@ -102,6 +102,20 @@ async def test_a_store_that_hangs_keeps_no_purge_and_leaves_no_task_after_the_cl
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_tier_whose_lookups_fail_is_logged_once_in_a_while(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace = memory.namespace()
+    rates = FaultRates(error=1.0, operations=frozenset({Operation.LOOKUP}))
+    broken = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
+    async with TieredBackend([open_dict(namespace), broken], namespace) as backend:
+        for _ in range(20):
+            assert await backend.lookup(KEYS[:2]) == [False, False]
+    assert [each.getMessage() for each in caplog.records] == [
+        "tier 1 (FaultyBackend): lookup of 2 blocks failed"
+    ]
+
+
 def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> None:
     class OnlyCuda(DictBackend):
         memory_kinds = frozenset({"cuda"})

@@ -404,7 +404,8 @@ class LowerTier:
             answer = await await_call(self._engine.backend.lookup(names))
             found = [*answer] if len(answer) == len(names) else found
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
-            logger.warning("the lower tier: a lookup of %d keys failed: %r", len(names), exc)
+            line = "the lower tier: a lookup of %d keys failed: %r", len(names), exc
+            self._log_pause.log(logger, logging.WARNING, *line)
         if not lookup.answer.set_running_or_notify_cancel():
             return
         try:  # from here on, only an answer ends the lookup
